@@ -45,7 +45,10 @@ SHAPES: dict[str, ModelConfig] = {
         latent_attention={"kv_rank": 12, "q_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 8},
         experts={"num": 4, "per_token": 2, "ffn_size": 16, "shared_ffn_size": 16, "router": "sigmoid", "first_dense": 1, "num_groups": 2},
     ),
-    "experts": CONFIG.with_(max_seq_len=96, experts={"num": 4, "per_token": 2, "ffn_size": 16}, family="mixtral"),
+    "experts, biases and sinks": CONFIG.with_(
+        max_seq_len=96, family="gpt_oss", attention_sinks=True, qkv_bias=True, output_bias=True,
+        experts={"num": 4, "per_token": 2, "ffn_size": 16, "router_bias": True, "bias": True, "swiglu_limit": 0.8},
+    ),
 }  # fmt: skip
 
 
@@ -108,7 +111,7 @@ def test_ranks_that_share_layers_answer_like_one(folders: dict[str, Path]) -> No
     def on_ranks(group: RankGroup) -> dict[str, Any]:
         models = {name: load_model(folder, group=group) for name, folder in folders.items()}
         found = {name: cases(loaded, small_budget(loaded)) for name, loaded in models.items()}
-        loaded = models["experts"]
+        loaded = models["experts, biases and sinks"]
         with pytest.raises(ConfigError, match=r"--tensor is 2 and adapters"):
             InferenceEngine(loaded, EngineOptions(), {"a": Path("a")})
         with pytest.raises(ConfigError, match=r"--tensor is 2 and --speculate"):

@@ -53,6 +53,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 3.0, "n_shared_experts": 1,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 20, "sliding_window": 5, "swiglu_limit": 0.8, "swiglu_alpha": 2.5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "gemma2": (
         "Gemma2",
         {"head_dim": 20, "query_pre_attn_scalar": 24, "sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},

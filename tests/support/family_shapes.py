@@ -32,6 +32,11 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "num_kv_heads": None, "head_dim": None, "rope_interleaved": True, "attention_scale": 0.3, "output_bias": True,
         "latent_attention": {"kv_rank": 12, "q_rank": 10, "nope_head_dim": 6, "rope_head_dim": 10, "value_head_dim": 8},
     },
+    "gpt_oss": {
+        "attention_sinks": True, "qkv_bias": True, "output_bias": True, "sliding_window": 5, "window_layers": (0,),
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_seq_len": 8, "beta_fast": 8.0, "truncate": False},
+        "experts": {"num": 4, "per_token": 2, "ffn_size": 24, "router_bias": True, "bias": True, "swiglu_limit": 0.5},
+    },
     "gpt2": {
         "norm": "layernorm", "positions": "learned", "ffn_gate": False, "activation": "gelu_tanh", "output_bias": True, "ffn_bias": True,
     },

@@ -3,6 +3,7 @@
 import torch
 
 from headway.kernels.attention import AttentionMask, causal_mask, visible
+from headway.kernels.sinks import softmax
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.transformer import Block, Transformer
 
@@ -25,7 +26,8 @@ def masked_forward(model: Transformer, ids: torch.Tensor, masks: HeadMasks) -> t
             groups = q.shape[2] // k.shape[2]
             k, v, seen = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), seen.repeat_interleave(groups, 1)
             scores = rule(torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5)
-            return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+            sinks = None if rule.sinks is None else rule.sinks[:, None, None]
+            return torch.einsum("bhts,bshd->bthd", softmax(scores.masked_fill(~seen, -torch.inf), sinks), v)
 
         block.core = core
     hidden = model(ids, at.expand(rows, -1), causal_mask(rows, length))

@@ -187,7 +187,8 @@ def _their_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for spec in param_specs(config):
         pieces = pieces_of(family, spec, config)
         for piece in pieces:
-            shape = spec.shape[1:] if len(pieces) > 1 else spec.shape[::-1] if piece.transposed else spec.shape
+            shape = spec.shape[1:] if len(pieces) > 1 else spec.shape
+            shape = (*shape[:-2], shape[-1], shape[-2]) if piece.transposed else shape
             if piece.dim is not None:
                 before = shapes.get(piece.name, shape)[piece.dim] if piece.name in shapes else 0
                 shape = tuple(max(before, piece.stop) if dim == piece.dim else n for dim, n in enumerate(shape))
@@ -220,14 +221,17 @@ def _checked(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -
         assert spec is not None and shape == tuple(value.shape), f"{name} has shape {tuple(value.shape)}; the config makes it {shape}"
         pieces = pieces_of(family, spec, config)
         for piece, part in zip(pieces, value if len(pieces) > 1 else (value,), strict=True):
-            part = part.t() if piece.transposed else part
+            part = part.transpose(-1, -2) if piece.transposed else part
             if piece.dim is None:
                 yield piece.name, part
                 continue
             parts = waiting.setdefault(piece.name, {})
             parts[piece.start] = part
             if sum(one.shape[piece.dim] for one in parts.values()) == theirs[piece.name][piece.dim]:
-                yield piece.name, torch.cat([parts[start] for start in sorted(parts)], dim=piece.dim)
+                joined = [parts[start] for start in sorted(parts)]
+                # Parts with a step interleave: one element of each in turn.
+                at = piece.dim
+                yield piece.name, torch.stack(joined, at + 1).flatten(at, at + 1) if piece.step > 1 else torch.cat(joined, at)
                 del waiting[piece.name]
     assert not specs, f"{next(iter(specs))} was not given"
 

@@ -44,7 +44,9 @@ class Decoder:
         """`search_kernels` lets the compiler look for the best kernels, which one row of a small model gains from; it takes a minute."""
         on_cuda = model.head_weight.is_cuda
         self.model, self.cache = model, cache
-        self._record = on_cuda and steps >= RECORD_FROM_STEPS if record == "auto" else record
+        # Outside bf16 a mixture of experts reads on the host how many tokens each expert has; a recorded step cannot.
+        can_record = on_cuda and (model.config.experts is None or model.head_weight.dtype == torch.bfloat16)
+        self._record = can_record and steps >= RECORD_FROM_STEPS if record == "auto" else record
         compiled = on_cuda and steps >= COMPILE_FROM_STEPS if compile_blocks == "auto" else compile_blocks
         if on_cuda:
             model.fuse_projections()

@@ -33,7 +33,10 @@ def with_form(data: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(family, str) or family not in FORMS:
         return data
     scale = {"embed_scale": width**0.5} if family in EMBED_SCALE_BY_WIDTH and isinstance(width, int) and width > 0 else {}
-    return {**FORMS[family], **scale, **data}
+    form = {**FORMS[family], **scale}
+    if isinstance(form.get("experts"), dict) and isinstance(data.get("experts"), dict):
+        data = {**data, "experts": {**form["experts"], **data["experts"]}}
+    return {**form, **data}
 
 
 class ModelConfig(Section):

@@ -4,6 +4,11 @@
 from typing import Any
 
 _DEEPSEEK_HEADS = {"nope_head_dim": 128, "rope_head_dim": 64, "value_head_dim": 128}
+_GPT_OSS: dict[str, Any] = {
+    "family": "gpt_oss", "hidden_size": 2880, "num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "ffn_size": 2880, "vocab_size": 201088,
+    "max_seq_len": 131072, "rope_theta": 150000.0, "sliding_window": 128, "tie_embeddings": False,
+    "rope_scaling": {"kind": "yarn", "factor": 32.0, "original_max_seq_len": 4096, "truncate": False},
+}  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "laptop": {
         "family": "llama", "hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 688, "max_seq_len": 512,
@@ -92,6 +97,14 @@ PRESETS: dict[str, dict[str, Any]] = {
             "routed_scale": 2.5, "num_groups": 8, "groups_per_token": 4, "aux_loss": 0.0, "bias_rate": 0.001,
         },
     },
+    "gpt-oss-20b": {
+        **_GPT_OSS,
+        "num_layers": 24, "window_layers": tuple(range(0, 24, 2)), "experts": {"num": 32, "per_token": 4, "aux_loss": 0.0},
+    },
+    "gpt-oss-120b": {
+        **_GPT_OSS,
+        "num_layers": 36, "window_layers": tuple(range(0, 36, 2)), "experts": {"num": 128, "per_token": 4, "aux_loss": 0.0},
+    },
     "mixtral-8x7b": {
         "family": "mixtral", "hidden_size": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128,
         "ffn_size": 14336, "vocab_size": 32000, "max_seq_len": 32768, "rope_theta": 1000000.0, "tie_embeddings": False,
@@ -109,6 +122,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "glm4": {"norm_placement": "both", "rope_interleaved": True, "rotary_fraction": 0.5},
     "deepseek_v2": {"rope_interleaved": True},
     "deepseek_v3": {"rope_interleaved": True},
+    "gpt_oss": {
+        "attention_sinks": True, "qkv_bias": True, "output_bias": True,
+        "experts": {"router_bias": True, "bias": True, "swiglu_limit": 7.0, "aux_layers": "pooled"},
+    },
     "cohere2": {"norm": "layernorm_no_bias", "parallel_block": True, "rope_interleaved": True},
     "gpt2": {
         "norm": "layernorm", "positions": "learned", "activation": "gelu_tanh", "ffn_gate": False, "qkv_bias": True, "output_bias": True,

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[ModelConfig, HeadMasks | None]] = {
 }
 FAMILIES = {name: ModelConfig.model_validate({**BASE.model_dump(), **settings}) for name, settings in FAMILY_SHAPES.items()}
 CASES |= {name: (config, None) for name, config in FAMILIES.items()}
-CASES |= {"gemma2 masks": (FAMILIES["gemma2"], CASES["masks"][1])}
+CASES |= {f"{name} masks": (FAMILIES[name], CASES["masks"][1]) for name in ("gemma2", "gpt_oss")}
 
 
 def build(config: ModelConfig) -> Model:

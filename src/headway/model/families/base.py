@@ -37,7 +37,16 @@ class Piece:
     start: int = 0
     stop: int = 0
     transposed: bool = False
-    """Their matrix is [inputs, outputs]; `dim` counts its dims."""
+    """Their matrices are [..., inputs, outputs]; `dim` counts their dims."""
+    step: int = 1
+    """Every `step`-th from `start` on, where theirs interleave several of ours."""
+    scales: str | None = None
+    """The tensor with the scales, where theirs are blocks of mxfp4 (loading/mxfp4.py); all else speaks of the numbers that these hold."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor it needs."""
+        return (self.name,) if self.scales is None else (self.name, self.scales)
 
 
 def pieces_of(family: Family, spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None = None) -> tuple[Piece, ...]:
@@ -45,6 +54,7 @@ def pieces_of(family: Family, spec: ParamSpec, config: ModelConfig, stored: Coll
 
     A family whose tensors are not ours one by one defines `pieces(spec, config, stored)`: the pieces of a parameter, or none if it is
     stored as it is. `stored` has the names of a folder, for families that know several forms; None asks for the form that is exported.
+    A family that reads weights quantised by some method names it in QUANTISED.
     """
     split = vars(family).get("pieces")
     found: tuple[Piece, ...] = split(spec, config, stored) if split is not None and spec.name != SCORE else ()

@@ -10,11 +10,12 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.errors import CheckpointError, ConfigError, first_line
 from headway.model.families.base import Piece, family_for, family_of, our_name, pieces_of, with_head
 from headway.model.layout import HEAD, param_specs
+from headway.model.loading import mxfp4
 from headway.model.loading.fp8_blocks import SCALE, BlockFile, BlockSize, block_size, without_scales
 from headway.model.loading.unsupported import named_format, pointer, quantised
 from headway.model.loading.untrusted import open_pickled, zero2all_file
@@ -29,11 +30,21 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
+BYTES = {"U8", "uint8"}
 MAX_MESSAGE = 1000
 FILE_NAME = re.compile(r"[^/\x00-\x1f][^\x00-\x1f]{0,254}")
-Place = tuple[str, Piece]
-"""A file, and what of it belongs to a parameter."""
-Locations = dict[str, tuple[Place, ...]]
+
+
+class StoredPiece(NamedTuple):
+    """A file, and what of it belongs to a parameter."""
+
+    file: str
+    piece: Piece
+    scales_file: str | None = None
+    """Where the piece's scales are."""
+
+
+Locations = dict[str, tuple[StoredPiece, ...]]
 """Our name -> where it is; several places are stacked, one for each expert."""
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
@@ -52,7 +63,7 @@ def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
     """The shape of the model in a Hugging Face folder. With `wrapping`, that of the class of transformers, of any model type."""
     path = folder / CONFIG
     given = read_json(path)
-    reason = quantised(given, folder)
+    reason = quantised(given, folder, _readable(given) if wrapping is None else ())
     if reason is not None and (wrapping is not None or block_size(given) is None):
         raise ConfigError(f"{path}: {reason}")
     given = {key: value for key, value in given.items() if key != "quantization_config"}
@@ -60,6 +71,14 @@ def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
         return with_head(given, family_for(given).read(given)) if wrapping is None else wrapping.read(given, folder)
     except ConfigError as error:
         raise ConfigError(f"{path}: {_short('; '.join(str(error).splitlines()))}") from None
+
+
+def _readable(given: dict[str, Any]) -> tuple[str, ...]:
+    """How the weights of this family may be quantised."""
+    try:
+        return vars(family_for(given)).get("QUANTISED", ())
+    except ConfigError:
+        return ()
 
 
 def read_end_ids(folder: Path) -> frozenset[int]:
@@ -78,7 +97,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     """Compare names and shapes of all tensors with the config, from the headers of safetensors files; pickles are checked when read."""
     with ExitStack() as opened:
         where = _locations(folder, config)
-        if all(file.endswith(SUFFIX) for places in where.values() for file, _ in places):
+        if all(place.file.endswith(SUFFIX) for places in where.values() for place in places):
             _check_shapes(folder, config, where, _opened(folder, where, opened))
 
 
@@ -91,7 +110,7 @@ def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
         files = _opened(folder, where, opened)
         _check_shapes(folder, config, where, files)
         for spec in param_specs(config):
-            theirs = where[spec.name][0][1].name
+            theirs = where[spec.name][0].piece.name
             value = _read(folder, files, where[spec.name])
             if spec.tied_to in where and not torch.equal(value, _read(folder, files, where[spec.tied_to])):
                 raise CheckpointError(
@@ -104,7 +123,8 @@ def _opened(folder: Path, where: Locations, opened: ExitStack) -> dict[str, Any]
     """All files with tensors, open; those of 8-bit blocks give floats."""
     block = _blocks(folder)
     scales = {} if block is None else without_scales(_tensors(folder))[1]
-    names = {file for places in where.values() for file, _ in places} | set(scales.values())
+    names = {place.file for places in where.values() for place in places} | set(scales.values())
+    names |= {place.scales_file for places in where.values() for place in places if place.scales_file is not None}
     files = {name: _open(folder / name, opened) for name in sorted(names)}
     if block is None:
         return files
@@ -136,8 +156,18 @@ def _check_shapes(folder: Path, config: ModelConfig, where: Locations, files: di
     for spec in param_specs(config):
         places = where[spec.name]
         wanted = spec.shape[1:] if len(places) > 1 else spec.shape
-        for file, piece in places:
-            whole, dtype = _shape_and_dtype(folder, files, (file, piece))
+        for place in places:
+            file, piece = place.file, place.piece
+            whole, dtype = _shape_and_dtype(folder, files, file, piece.name)
+            if place.scales_file is not None and piece.scales is not None:
+                scales, kind = _shape_and_dtype(folder, files, place.scales_file, piece.scales)
+                found = mxfp4.shape_of(whole, scales) if {dtype, kind} <= BYTES else None
+                if found is None:
+                    raise CheckpointError(
+                        f"{folder / file}: {piece.name} is {dtype} {list(whole)} and {piece.scales} {kind} {list(scales)}; mxfp4 has "
+                        "bytes [..., blocks, 16] and one byte of scale for each block. Download the model again."
+                    )
+                whole, dtype = found, "BF16"
             shape = part_shape(whole, piece)
             if shape != wanted:
                 of = "" if piece.dim is None else f" of which {spec.name} is {list(shape)}"
@@ -151,15 +181,14 @@ def _check_shapes(folder: Path, config: ModelConfig, where: Locations, files: di
 
 def part_shape(whole: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
     """The shape of a piece of their tensor."""
-    part = tuple(max(0, min(piece.stop, n) - piece.start) if dim == piece.dim else n for dim, n in enumerate(whole))
-    return part[::-1] if piece.transposed else part
+    part = tuple(len(range(piece.start, min(piece.stop, n), piece.step)) if dim == piece.dim else n for dim, n in enumerate(whole))
+    return (*part[:-2], part[-1], part[-2]) if piece.transposed else part
 
 
-def _shape_and_dtype(folder: Path, files: dict[str, Any], place: Place) -> tuple[tuple[int, ...], str]:
+def _shape_and_dtype(folder: Path, files: dict[str, Any], file: str, name: str) -> tuple[tuple[int, ...], str]:
     """Shape and type of a tensor without reading it."""
     from safetensors import SafetensorError
 
-    file, name = place[0], place[1].name
     try:
         if isinstance(files[file], _Pickled):
             value = files[file].get_tensor(name)
@@ -170,19 +199,43 @@ def _shape_and_dtype(folder: Path, files: dict[str, Any], place: Place) -> tuple
         raise CheckpointError(f"{folder / file}: holds no {name}: {first_line(error)}. Download the model again.") from None
 
 
-def _read(folder: Path, files: dict[str, Any], places: tuple[Place, ...]) -> torch.Tensor:
+def _read(folder: Path, files: dict[str, Any], places: tuple[StoredPiece, ...]) -> torch.Tensor:
     import torch
 
+    if places[0].piece.scales is not None or places[0].piece.step > 1:
+        return _read_expert_by_expert(folder, files, places[0])
     parts = [_read_piece(folder, files, place) for place in places]
-    parts = [part.t().contiguous() if place[1].transposed else part for place, part in zip(places, parts, strict=True)]
+    parts = [part.transpose(-1, -2).contiguous() if place.piece.transposed else part for place, part in zip(places, parts, strict=True)]
     return parts[0] if len(parts) == 1 else torch.stack(parts)
 
 
-def _read_piece(folder: Path, files: dict[str, Any], place: Place) -> torch.Tensor:
+def _read_expert_by_expert(folder: Path, files: dict[str, Any], place: StoredPiece) -> torch.Tensor:
+    """A part of stacked tensors that lie interleaved or in blocks: memory holds the part and one expert."""
+
+    file, piece = place.file, place.piece
+    number = _shape_and_dtype(folder, files, file, piece.name)[0][0]
+    made: torch.Tensor | None = None
+    for expert in range(number):
+        one = _read_piece(folder, files, StoredPiece(file, Piece(piece.name, 0, expert, expert + 1)))[0]
+        if piece.scales is not None:
+            assert place.scales_file is not None
+            scales = _read_piece(folder, files, StoredPiece(place.scales_file, Piece(piece.scales, 0, expert, expert + 1)))[0]
+            one = mxfp4.dequantise(one, scales)
+        if piece.dim is not None:
+            at = slice(piece.start, piece.stop, piece.step)
+            one = one[(*(slice(None) for _ in range(piece.dim - 1)), at)]
+        one = one.t() if piece.transposed else one
+        made = one.new_empty(number, *one.shape) if made is None else made
+        made[expert] = one
+    assert made is not None
+    return made
+
+
+def _read_piece(folder: Path, files: dict[str, Any], place: StoredPiece) -> torch.Tensor:
     from safetensors import SafetensorError
 
-    file, name = place[0], place[1].name
-    dim, start, stop = place[1].dim, place[1].start, place[1].stop
+    file, name = place.file, place.piece.name
+    dim, start, stop = place.piece.dim, place.piece.start, place.piece.stop
     try:
         if dim is None:
             return files[file].get_tensor(name)
@@ -226,16 +279,19 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
     stored = stored if _blocks(folder) is None else without_scales(stored)[0]
     for spec in param_specs(config):
         pieces = pieces_of(family, spec, config, stored)
-        split = len(pieces) > 1 or any(piece.dim is not None or piece.transposed for piece in pieces)
-        if split and all(piece.name in stored for piece in pieces):
-            found[spec.name] = tuple((stored[piece.name], piece) for piece in pieces)
-            used |= {piece.name for piece in pieces}
+        names = [name for piece in pieces for name in piece.names]
+        split = len(names) > 1 or any(piece.dim is not None or piece.transposed for piece in pieces)
+        if split and all(name in stored for name in names):
+            found[spec.name] = tuple(
+                StoredPiece(stored[one.name], one, None if one.scales is None else stored[one.scales]) for one in pieces
+            )
+            used.update(names)
     without = vars(family).get("left_out")
     skipped: Collection[str] = set[str]() if without is None else without(stored, config)
     for theirs, file in stored.items():
         ours = None if theirs in skipped else our_name(family, theirs, config)
         if ours is not None and theirs not in used:
-            found[ours] = ((file, Piece(theirs)),)
+            found[ours] = (StoredPiece(file, Piece(theirs)),)
     wanted = {spec.name for spec in param_specs(config)}
     missing = sorted(wanted - found.keys())
     if missing:

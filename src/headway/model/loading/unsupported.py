@@ -5,7 +5,7 @@ Only names and the first bytes of files are examined.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -96,13 +96,13 @@ def pointer(path: Path) -> str | None:
         return None
 
 
-def quantised(config: Mapping[str, Any], folder: Path) -> str | None:
-    """How the weights of a Hugging Face folder are quantised, with a remedy; None if they are not."""
+def quantised(config: Mapping[str, Any], folder: Path, readable: Collection[str] = ()) -> str | None:
+    """How the weights of a Hugging Face folder are quantised, with a remedy; None if they are not, or by a `readable` method."""
     given = config.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, Mapping) else None
     if given is None and (folder / "quantize_config.json").is_file():
         given, method = {}, "gptq"
-    if given is None:
+    if given is None or method in readable:
         return None
     name = NAMED_QUANTISERS.get(str(method), str(method)) if method is not None else "an unnamed method"
     return (

@@ -1,0 +1,115 @@
+"""gpt-oss: mixtures of biased experts with a clamped SwiGLU, attention with a trained sink per head, a window in every other layer.
+
+ours    mlp.experts.gate_proj.weight   [experts, out, in]        mlp.experts.gate_proj.bias   [experts, out]
+theirs  mlp.experts.gate_up_proj       [experts, in, 2 out]      mlp.experts.gate_up_proj_bias  [experts, 2 out]; gate and up in turn
+mxfp4   mlp.experts.gate_up_proj_blocks and _scales: [experts, 2 out, in] in blocks of 32 (loading/mxfp4.py), read only
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.model.config import ModelConfig
+from headway.model.families import _config_json as shared
+from headway.model.families import _forms as forms
+from headway.model.families._experts import read_experts, written_experts
+from headway.model.families.base import Piece
+from headway.model.layout import EXPERTS, ParamSpec
+
+MODEL_TYPE = "gpt_oss"
+ARCHITECTURE = "GptOssForCausalLM"
+QUANTISED = ("mxfp4",)
+PERIOD = 2
+THETA = 150_000.0
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "layer_types": None,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+    # Of the first files: what transformers calls otherwise, and does not read.
+    "initial_context_length": None,
+    "experts_per_token": None,
+}
+OURS, THEIRS = ".mlp.gate.", ".mlp.router."
+
+published = shared.as_it_is
+
+
+def to_theirs(name: str) -> str:
+    """Their name of one of our parameters."""
+    return name.replace(OURS, THEIRS)
+
+
+def to_ours(name: str) -> str | None:
+    """Our name of one of their tensors."""
+    return shared.ours_or_none(name.replace(THEIRS, OURS))
+
+
+def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+    """The tensors of the experts."""
+    if EXPERTS not in spec.name:
+        return ()
+    owner, _, kind = spec.name.rpartition(".")
+    before, leaf = owner.split(EXPERTS)
+    is_down = leaf == "down_proj"
+    name = before + EXPERTS + ("down_proj" if is_down else "gate_up_proj")
+    start, stop, step = (0, config.hidden_size, 1) if is_down else (int(leaf == "up_proj"), 2 * config.expert_size, 2)
+    if kind == "bias":
+        return (Piece(name + "_bias", 1, start, stop, step=step),)
+    if stored is not None and name not in stored and name + "_blocks" in stored:
+        return (Piece(name + "_blocks", 1, start, stop, step=step, scales=name + "_scales"),)
+    return (Piece(name, 2, start, stop, transposed=True, step=step),)
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a gpt-oss config.json. As in transformers, load is balanced where the file asks for the routers' logits."""
+    settings = shared.understood(given, DEFAULTS)
+    settings["layer_types"] = forms.pattern(settings, PERIOD)
+    if settings["rope_parameters"] is None and settings["rope_scaling"] is None:
+        settings["rope_parameters"] = YARN
+    shared.default_theta(settings, THETA)
+    chosen, other = settings["num_experts_per_tok"], settings["experts_per_token"]
+    if other is not None and other != chosen:
+        raise ConfigError(f"experts_per_token is {other} and num_experts_per_tok is {chosen}; they are the same. Remove one of them.")
+    if not settings["output_router_logits"]:
+        settings["router_aux_loss_coef"] = 0.0
+    clamp = {key: settings[key] for key in ("swiglu_limit", "swiglu_alpha")}
+    experts = read_experts(settings, num="num_local_experts", router_bias=True, bias=True, **clamp)
+    bias = settings["attention_bias"]
+    windows = shared.read_windows({**settings, "use_sliding_window": True})
+    return shared.model_config("gpt_oss", settings, attention_sinks=True, qkv_bias=bias, output_bias=bias, experts=experts, **windows)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The gpt-oss config.json of a ModelConfig."""
+    shared.require(config, "gpt_oss", attention_sinks=True, experts=config.experts, qk_norm=False, ffn_bias=False)
+    shared.require_one_bias(config, "gpt_oss")
+    always = {"normalize": True, "router_bias": True, "bias": True, "first_dense": 0, "every": 1}
+    experts = written_experts(config, "gpt_oss", num="num_local_experts", **always)
+    assert config.experts is not None
+    if config.experts.swiglu_limit is None:
+        raise ConfigError("model.experts.swiglu_limit is null; the SwiGLU of a Hugging Face gpt_oss model is clamped. Use another family.")
+    return {
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        "attention_bias": config.qkv_bias,
+        "sliding_window": config.sliding_window,
+        "layer_types": forms.layer_types(config),
+        **experts,
+        "intermediate_size": config.expert_size,
+        "output_router_logits": config.experts.aux_loss > 0,
+        "swiglu_limit": config.experts.swiglu_limit,
+        "swiglu_alpha": config.experts.swiglu_alpha,
+    }
