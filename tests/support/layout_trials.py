@@ -40,6 +40,7 @@ LORA_EXPERTS = AdapterConfig(rank=4, targets=("all", "experts"))
 PACKED_EXPERTS = LORA_EXPERTS.model_copy(update={"base": "nf4"})
 DORA = AdapterConfig(kind="dora", rank=4)
 DORA_HEAD = DORA.model_copy(update={"targets": ("all", "lm_head")})
+FSDP = {"strategy": "fsdp"}
 SHAPED = NextToken(label_smoothing=0.1, z_loss=1e-3)
 
 
@@ -262,7 +263,52 @@ def expert_trials() -> list[LayoutTrial]:
         trial("experts, fsdp, selective recompute", 2, {"strategy": "fsdp"}, config=step, memory={"recompute": "selective"}),
         trial("experts in nf4, lora on them, fsdp", 2, {"strategy": "fsdp"}, config=mixture, adapter=PACKED_EXPERTS),
         trial("nf4 base, ddp", 2, {"zero1": {"size": 1}}, adapter=PACKED_EXPERTS.model_copy(update={"targets": ("all",)})),
+        trial("expert axis, ddp, loss of each row", 2, {"expert": 2, "zero1": {"size": 1}}, config=mixture, micro=4),
+        trial("expert axis, zero1, loss of the step, recomputed", 2, {"expert": 2}, config=step, micro=4, memory={"recompute": "every-2"}),
+        trial("expert axis, fsdp, bias, recomputed", 2, {"expert": 2, **FSDP}, config=biased, memory={"recompute": 1.0}),
     ]  # fmt: skip
+
+
+def expert_axis_trials() -> list[LayoutTrial]:
+    """Experts split over two and four of four ranks."""
+    experts = {"num": 4, "per_token": 2, "ffn_size": 24, "shared_ffn_size": 16, "aux_loss": 0.1, "z_loss": 1e-2}
+    mixture = PLAIN.with_(experts=experts)
+    biased = PLAIN.with_(experts={**experts, "aux_scope": "step", "bias_rate": 0.02, "router": "sigmoid"}, tie_embeddings=False)
+    biases = PLAIN.with_(experts={**experts, "bias": True, "router_bias": True, "swiglu_limit": 7.0})
+    return [
+        trial("expert axis 4 x ddp", 4, {"expert": 4, "zero1": {"size": 1}}, config=biased, micro=4),
+        trial("expert axis 2 x zero1", 4, {"expert": 2}, config=mixture, micro=8),
+        trial("expert axis 2 x fsdp", 4, {"expert": 2, **FSDP}, config=biased, micro=8),
+        trial("expert axis 2 x tensor, biases of experts", 4, {"expert": 2, "tensor": 2}, config=biases, micro=4),
+    ]
+
+
+def more_expert_axis_trials() -> list[LayoutTrial]:
+    """The rest of the expert axis, for drills."""
+    experts = {"num": 8, "per_token": 3, "ffn_size": 24, "aux_loss": 0.1, "aux_scope": "step", "bias_rate": 0.01}
+    mixture, two = PLAIN.with_(experts={**experts, "first_dense": 1}), {"expert": 2}
+    off = {"overlap": {"reduce": False, "gather": False, "step": False}}
+    gates = {"config": GATED.with_(experts=experts), "objective": SPARSITY}
+    offload = {"recompute": 1.0, "offload": ["activations", "optimizer"]}
+    return [
+        trial("expert axis, lora, recomputed, offloaded", 2, two, config=mixture, adapter=LORA, memory=offload),
+        trial("expert axis, fsdp, dora, offloaded", 2, {**two, **FSDP}, config=mixture, adapter=DORA, memory=offload),
+        trial("expert axis, dpo, dropout", 2, two, config=mixture.with_(dropout=0.2), pairs=True),
+        trial("expert axis, gates, frozen weights", 2, two, **gates, freeze=("weights",)),
+        trial("expert axis, frozen experts, overlaps off", 2, {**two, **off}, config=mixture, freeze=("*.mlp.experts.*",)),
+        trial("expert axis, a hook", 2, {**two, "hook": {"kind": "reduce_scatter"}}, config=mixture),
+        trial("expert axis, compiled", 2, two, config=mixture, compile_blocks=True),
+        trial("expert axis, fsdp, compiled", 2, {**two, **FSDP}, config=mixture, compile_blocks=True),
+        trial("expert axis 4 x zero1 of 2", 4, {"expert": 4, "zero1": {"size": 2}}, config=mixture, micro=4),
+        trial("expert axis 2 x zero1 of 2", 4, {"expert": 2, "zero1": {"size": 2}}, config=mixture, micro=4),
+        trial("expert axis 2 x fsdp of 2", 4, {"expert": 2, **FSDP, "fsdp": {"size": 2}}, config=mixture, micro=4),
+        trial("expert axis 4 x fsdp of 2", 4, {"expert": 4, **FSDP, "fsdp": {"size": 2}}, config=mixture, micro=4),
+        trial("expert axis 4 x fsdp", 4, {"expert": 4, **FSDP}, config=mixture, micro=4),
+        trial("expert axis 2 x tensor x fsdp, no sequence", 4, {"expert": 2, "tensor": 2, "sequence": False, **FSDP}, config=mixture),
+        trial("expert axis 4 x fsdp of 2, twice", 8, {"expert": 4, **FSDP, "fsdp": {"size": 2}}, config=mixture, micro=8),
+        trial("expert axis 2 x zero1 of 4, twice", 8, {"expert": 2, "zero1": {"size": 4}}, config=mixture, micro=8),
+        trial("expert axis 2 x tensor x zero1", 8, {"expert": 2, "tensor": 2}, config=mixture, micro=4),
+    ]
 
 
 def more_expert_trials() -> list[LayoutTrial]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
     from headway.model.head_gates import GateDraw
     from headway.model.kv_cache import KVCache
+    from headway.model.moe import ExpertCall
     from headway.model.projector import MediaTensors
     from headway.model.router import Routing
     from headway.model.score import ScoreHead
@@ -264,6 +265,10 @@ class Model(nn.Module, ABC):
         """Put the exchanges of a rank that holds a part of every layer into the layers; its parameters are already parts."""
         raise ConfigError(f"parallel.tensor is above 1; {type(self).__name__} cannot be split. Use tensor 1.")
 
+    def share_experts(self, wrap: Callable[[nn.Module], ExpertCall]) -> None:
+        """Call `wrap(experts)` in the place of every mixture's experts, of which this rank holds some."""
+        raise ConfigError(f"parallel.expert is above 1; {type(self).__name__} has no experts to split. Use expert 1.")
+
     def keep_layers(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         """Remove all layers but these, the embedding unless `first`, final norm and head unless `last`; names stay those of the whole
         model. Gates stay, and so does a tied embedding where the head is."""
@@ -326,11 +331,11 @@ MAX_VARIANTS = 64
 a reference model, every stage of a run. Its default limit of 8 would end such a run."""
 
 
-def compile_method(method: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:
-    """A method of a block as one graph per shape; anything that would break the graph is an error."""
+def compile_method(method: Callable[..., Any], options: dict[str, Any] | None = None, *, fullgraph: bool = True) -> Callable[..., Any]:
+    """A method of a block as one graph per shape; anything that would break the graph is an error unless `fullgraph` is false."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
-    return torch.compile(method, fullgraph=True, dynamic=False, options=options)
+    return torch.compile(method, fullgraph=fullgraph, dynamic=False, options=options)
 
 
 def compile_any_length(method: Callable[..., Any], dim: int = 1) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ DECIDED = 10.0
 STACKED = 3
 """Dims of a matrix that is stacked over experts."""
 EXPERTS = ".mlp.experts."
-"""Part of the name of every parameter that is stacked over experts."""
+"""Part of the name of every parameter that is stacked over experts, along dim 0."""
 ROUTER_BIAS = "e_score_correction_bias"
 """Last part of the name of the bias by which a router balances experts without a loss; fp32 and whole on every rank, never trained."""
 SPLIT_DIM: dict[Split, int | None] = {"column": 0, "row": 1, "vocab": 0, "replicated": None}

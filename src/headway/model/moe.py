@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, N = B*T, D width, E experts, k experts per token, F in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,10 @@ from headway.model.router import Router, Routing, summarize
 
 if TYPE_CHECKING:
     from headway.model.config import ModelConfig
+
+
+ExpertCall = Callable[[Tensor, Tensor, Dispatch], Tensor]
+"""Tokens x [N,D], their weights fp32 [N,k] and the order in which experts see them -> the weighted sum of each token's experts, [N,D]."""
 
 
 class ExpertLinear(nn.Module):
@@ -64,6 +69,8 @@ class MixtureOfExperts(nn.Module):
         self.config = config.experts
         self.gate = Router(config)
         self.experts = Experts(config)
+        self.exchange: ExpertCall | None = None
+        """Called instead of the experts where other ranks hold some of them: tokens travel there and back."""
         self.shared_experts = FeedForward(config, config.experts.shared_ffn_size) if config.experts.shared_ffn_size else None
 
     def fuse(self) -> None:
@@ -82,7 +89,8 @@ class MixtureOfExperts(nn.Module):
         chosen, weights = self.gate.choose(scores)
         taken = torch.zeros_like(scores).scatter(-1, chosen, 1.0).detach()
         plan = dispatch(chosen.flatten(0, -2), taken.flatten(0, -2).sum(0))
-        out = self.experts(x.flatten(0, -2), weights.flatten(0, -2), plan).view(x.shape)
+        run = self.experts if self.exchange is None else self.exchange
+        out = run(x.flatten(0, -2), weights.flatten(0, -2), plan).view(x.shape)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
         return out, None if counted is None else summarize(logits, scores, taken, counted)

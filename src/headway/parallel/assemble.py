@@ -40,7 +40,7 @@ def assemble(spec: EngineSpec) -> FlatEngine | FsdpEngine:
     groups = group_parameters(model, objective, spec)
     part = keep_stages(model, objective, groups, spec)
     local = replace(split_model(model, spec), part=part)
-    if spec.ranks.tensor.size > 1 and any(GATES in group.names for group in groups):
+    if spec.ranks.tensor.size * spec.ranks.expert.size > 1 and any(GATES in group.names for group in groups):
         next(iter(model.blocks().values())).register_forward_pre_hook(needs_gradient, prepend=True)
     engine = _engine_class(spec)(model, objective, groups, spec, local)
     wrap_blocks(model, spec)
@@ -128,7 +128,8 @@ def wrap_blocks(model: Model, spec: EngineSpec) -> None:
             if spec.memory.recompute == "selective":
                 recompute_method(block, method, is_random=model.is_random, compiled=spec.compile_blocks and model.COMPILES)
             if spec.compile_blocks and model.COMPILES:
-                setattr(block, method, compile_method(getattr(block, method)))
+                # tokens on their way to other ranks' experts have sizes that depend on data: such a half is several graphs
+                setattr(block, method, compile_method(getattr(block, method), fullgraph=spec.ranks.expert.size == 1))
         if index in recomputed:
             recompute_whole(block, is_random=model.is_random)
         if offload is not None:

@@ -21,64 +21,18 @@ from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup
 from headway.optim.scaler import Scaler
-from headway.parallel.collectives import RankGroup
+from headway.parallel.collectives import RankGroup, RankGroups
 from headway.parallel.engine import Box, EngineSpec, ReadTensor, StateTensor, Update
 from headway.parallel.offload_optimizer import HostStateOptimizer, LocalTensors
+from headway.parallel.param_box import Ints, ParamBox
 from headway.parallel.passes import Passes
 from headway.parallel.pipeline.passes import PipelinePasses
 from headway.parallel.pipeline.stages import PipelinePart
 from headway.parallel.update_rules import UpdateRule, WholeParameter, WholeState, build_rules, check_whole
 from headway.runtime.device import wide
 
-Ints = tuple[int, ...]
 NORM_BLOCK = 1024
 """Elements whose squares are added up in fp32 on the CPU. One fp32 sum over 50 million elements is 0.8 % too small; this is as fast."""
-
-
-@dataclass(frozen=True)
-class ParamBox:
-    """The part of one parameter that this rank's model holds: `local_shape` elements from `offset` on."""
-
-    shape: Ints
-    """Of the whole parameter."""
-    offset: Ints
-    local_shape: Ints
-    copies: int = 1
-    """Neighbouring ranks of the tensor axis that hold the same elements."""
-    copy: int = 0
-    """This rank's place among them."""
-    is_partial: bool = False
-    """This rank's gradient is a part: those of the ranks with the same elements are added up."""
-    dim: int | None = None
-    """Along which it is split; None: all of it is here."""
-    sizes: Ints = ()
-    """Of all parts along `dim`."""
-    of_earlier_stage: bool = False
-    """An earlier rank of the pipeline holds the same elements."""
-
-    @property
-    def is_copy(self) -> bool:
-        """Another rank of the tensor or pipeline axis holds the same elements, counts them in norms and saves them."""
-        return self.copy > 0 or self.of_earlier_stage
-
-    @property
-    def largest(self) -> int:
-        """Elements of the largest part on any rank."""
-        local = torch.Size(self.local_shape).numel()
-        return local if self.dim is None else local // self.local_shape[self.dim] * max(self.sizes)
-
-    @classmethod
-    def whole(cls, shape: Ints) -> ParamBox:
-        """All of a parameter."""
-        return cls(shape, (0,) * len(shape), shape)
-
-    def of(self, value: Tensor) -> Tensor:
-        """This box of a whole tensor."""
-        return value[tuple(slice(start, start + size) for start, size in zip(self.offset, self.local_shape, strict=True))]
-
-    def shift(self, offset: Ints) -> Ints:
-        """An offset in this box as an offset in the whole parameter."""
-        return tuple(start + at for start, at in zip(self.offset, offset, strict=True))
 
 
 @dataclass(frozen=True)
@@ -118,7 +72,7 @@ class BaseEngine(ABC):
         self.groups = list(groups)
         self.passes = Passes(model, objective, spec) if part is None else PipelinePasses(model, objective, spec, part)
         self.homes = parameter_homes(model, objective)
-        self.local = local
+        self.local, self._expert_ranks = local, spec.ranks.of_experts()
         self.boxes = {name: local.boxes[name] if name in local.boxes else self._objective_box(home) for name, home in self.homes.items()}
         self.shapes = {name: box.shape for name, box in self.boxes.items()}
         if part is not None:
@@ -130,7 +84,7 @@ class BaseEngine(ABC):
         check_whole(
             spec.optim,
             [name for name, rule in self.rule_of.items() if rule.matrices is not None and self.holds(name)],
-            {name: (box.shape, box.local_shape) for name, box in self.boxes.items()},
+            {name: (box.stacked_shape, box.local_shape) for name, box in self.boxes.items()},
         )
         self.host_state = host_optimizers(self.rules, spec.device) if spec.state_on_host else None
         self.scaler = Scaler(spec.loss_scale, spec.device) if spec.dtype == torch.float16 else None
@@ -168,6 +122,10 @@ class BaseEngine(ABC):
     def holds(self, name: str) -> bool:
         """Whether this rank has any part of a parameter."""
         return name in self.boxes
+
+    def ranks_of(self, name: str) -> RankGroups:
+        """The groups that share a parameter: its shards, its replicas, and all whose gradients are summed."""
+        return self._expert_ranks if self.boxes[name].expert_ranks > 1 else self.ranks
 
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
         """Metric sums over all ranks' batches, without gradients or dropout; of averaged weights where the optimizer averages."""
@@ -213,15 +171,30 @@ class BaseEngine(ABC):
             self.scaler.update(overflow)
         return Update(norm, guard.found_inf, scale)
 
-    def _sum_over_model(self, square: Tensor) -> Tensor:
-        """Add up a number of every rank that holds another part of the model."""
-        for group in (self.ranks.shard, self.ranks.tensor, self.ranks.pipeline):
+    def _sum_over_model(self, square: Tensor, of_experts: Tensor | None = None) -> Tensor:
+        """Add up a number of every rank that holds another part of the model; that of split experts has other shards."""
+        self.ranks.shard.all_reduce(square).wait()
+        if of_experts is not None and self.ranks.expert.size > 1:
+            for group in (self._expert_ranks.shard, self.ranks.expert):
+                group.all_reduce(of_experts).wait()
+            square = square + of_experts
+        for group in (self.ranks.tensor, self.ranks.pipeline):
             group.all_reduce(square).wait()
         return square
 
     def _whole_box(self, name: str, value: Tensor) -> Tensor:
-        """The whole parameter from this rank's box of it; the ranks of the tensor axis call it together, in the same order."""
-        box, tensor = self.boxes[name], self.ranks.tensor
+        """The whole parameter from this rank's box of it; the ranks of the tensor and expert axes call it together, in the same order."""
+        box, expert = self.boxes[name], self.ranks.expert
+        part = self._over_tensor(box, value)
+        if box.expert_ranks == 1:
+            return part
+        whole = part.new_empty(box.shape)
+        expert.all_gather(whole.view(-1), part.reshape(-1)).wait()
+        return whole
+
+    def _over_tensor(self, box: ParamBox, value: Tensor) -> Tensor:
+        """The part of this rank's experts, or all of a parameter without experts, from the parts of the tensor axis."""
+        tensor, shape = self.ranks.tensor, box.stacked_shape
         if box.dim is None:
             return value
         padded = value.reshape(-1)
@@ -230,11 +203,11 @@ class BaseEngine(ABC):
         found = padded.new_empty(tensor.size, box.largest)
         tensor.all_gather(found.view(-1), padded).wait()
         if box.dim == 0 and box.copies == 1 and len(set(box.sizes)) == 1:
-            return found.view(box.shape)
+            return found.view(shape)
         parts = []
         for index, size in enumerate(box.sizes):
-            shape = [size if at == box.dim else length for at, length in enumerate(box.shape)]
-            parts.append(view(found[index * box.copies], 0, tuple(shape)))
+            part = [size if at == box.dim else length for at, length in enumerate(shape)]
+            parts.append(view(found[index * box.copies], 0, tuple(part)))
         return torch.cat(parts, dim=box.dim)
 
     def _apply(self, group: str, tensors: LocalTensors, hyper: Hyper, guard: Guard, copies: list[Tensor] | None = None) -> None:
@@ -258,9 +231,9 @@ class BaseEngine(ABC):
     def tensors(self) -> Iterator[StateTensor]:
         """Master weights and optimizer state of what trains, the parameter itself of what does not; replicas share the writing."""
         self.flush()
-        replicate = self.ranks.replicate
         for index, shard in enumerate(self.shards()):
-            writes = self.ranks.reduce.rank == 0 if shard.is_whole else index % replicate.size == replicate.rank
+            ranks = self.ranks_of(shard.name)
+            writes = ranks.reduce.rank == 0 if shard.is_whole else index % ranks.replicate.size == ranks.replicate.rank
             for role, whole in self._roles(shard).items():
                 yield shard.name, role, whole, self._boxes(shard, role) if writes and not self.boxes[shard.name].is_copy else []
 
@@ -272,13 +245,18 @@ class BaseEngine(ABC):
     def _boxes(self, shard: ParamShard, role: str) -> list[Box]:
         """What this rank has of a parameter in one role."""
         if shard.whole_state is not None and role != "master":
-            return [((0,) * held.dim(), held) for slot, held in shard.whole_state.items() if slot == role]
+            return [(self._state_offset(shard.name, held), held) for slot, held in shard.whole_state.items() if slot == role]
         if not shard.boxes:
             return []
         flat = shard.values
         if role not in ("param", "master"):
             flat = self.rule_of[shard.name].storage.read(shard.state, role, shard.state_start, flat.numel())
         return [(offset, view(flat, start, shape)) for offset, shape, start in shard.boxes]
+
+    def _state_offset(self, name: str, held: Tensor) -> Ints:
+        """Where the state of a whole parameter begins in that of all experts, which is stacked as the parameter is."""
+        box = self.boxes[name]
+        return (box.offset[0] if box.expert_ranks > 1 else 0, *[0] * (held.dim() - 1)) if held.dim() else ()
 
     def scalars(self) -> dict[str, Any]:
         """Updates done, per parameter (groups may change on resume), steps skipped, and the loss scale."""
@@ -302,7 +280,7 @@ class BaseEngine(ABC):
         if shard.whole_state is not None and role != "master":
             for slot, held in shard.whole_state.items():
                 if slot == role:
-                    held.copy_(read(shard.name, role, (0,) * held.dim(), tuple(held.shape)))
+                    held.copy_(read(shard.name, role, self._state_offset(shard.name, held), tuple(held.shape)))
             return
         parts = [read(shard.name, role, offset, shape).reshape(-1) for offset, shape, _ in shard.boxes]
         if not parts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -116,14 +116,15 @@ class RankGroup:
         work = all_gather_tensors(whole, part if part.is_cuda else part.clone(), group=self.handle, async_op=True)
         return self._under_way("all_gather", work)
 
-    def all_to_all(self, received: Tensor, given: Tensor) -> Handle:
-        """Part i of `given` (along dim 0, as many parts as ranks) goes to rank i; part i of `received` comes from it."""
+    def all_to_all(self, received: Tensor, given: Tensor, takes: list[int] | None = None, gives: list[int] | None = None) -> Handle:
+        """Part i of `given` (along dim 0, as many parts as ranks) goes to rank i; part i of `received` comes from it. `takes` and `gives`
+        are the lengths of parts that are not equal, of tensors with two dims."""
         if self.size == 1:
             received.copy_(given)
             return Done()
         if not given.is_cuda:  # gloo supports bytes, not every dtype
             received, given = received.view(torch.uint8), given.view(torch.uint8)
-        return self._under_way("all_to_all", dist.all_to_all_single(received, given, group=self.handle, async_op=True))
+        return self._under_way("all_to_all", dist.all_to_all_single(received, given, takes, gives, group=self.handle, async_op=True))
 
     def shift(self, given: Tensor) -> tuple[Tensor, Handle]:
         """Send a tensor to the next rank of the ring; returns the one that comes from the rank before and when it is there."""
@@ -263,9 +264,22 @@ class RankGroups:
     """Ranks that hold parts of the same layers."""
     pipeline: RankGroup = field(default_factory=RankGroup)
     """Ranks that hold different layers."""
+    expert: RankGroup = field(default_factory=RankGroup)
+    """Ranks that hold different experts of the same mixtures and read different rows."""
+    expert_reduce: RankGroup = field(default_factory=RankGroup)
+    """Ranks that hold the same experts; they sum the gradients of these. Used where `expert` has several ranks, as the next two are."""
+    expert_shard: RankGroup = field(default_factory=RankGroup)
+    expert_replicate: RankGroup = field(default_factory=RankGroup)
+
+    def of_experts(self) -> RankGroups:
+        """The groups that share what belongs to this rank's experts: as for other parameters, without the ranks with other experts."""
+        if self.mesh.expert == 1:
+            return self
+        return replace(self, reduce=self.expert_reduce, shard=self.expert_shard, replicate=self.expert_replicate)
 
 
-SHARED_AXES, LAYER_AXES = ("shard", "replicate", "data", "reduce"), ("context", "tensor", "pipeline")
+SHARED_AXES, LAYER_AXES = ("shard", "replicate", "data", "reduce"), ("context", "tensor", "pipeline", "expert")
+EXPERT_AXES = ("expert_shard", "expert_replicate", "expert_reduce")
 """Groups of LAYER_AXES exchange inside layers, at the same time as the others, so they have separate connections."""
 
 
@@ -274,7 +288,7 @@ def form_groups(mesh: Mesh, world: RankGroup) -> RankGroups:
     if mesh.world == 1:
         return RankGroups(mesh, world)  # its heartbeat is the run's
     shared: dict[str, RankGroup] = {}
-    for axis in SHARED_AXES:
+    for axis in (*SHARED_AXES, *EXPERT_AXES) if mesh.expert > 1 else SHARED_AXES:
         same = next((other for other in shared if mesh.groups(other) == mesh.groups(axis)), None)
         shared[axis] = shared[same] if same else world if len(mesh.groups(axis)) == 1 else _join(mesh, axis, world)
     return RankGroups(mesh, world, **shared, **{axis: _join(mesh, axis, world) for axis in LAYER_AXES})

@@ -94,6 +94,12 @@ class ParallelConfig(Section):
     sequence: bool = setting(
         True, "With tensor above 1: norms and residual stream hold the tokens of a rank only; false = all tokens on every rank."
     )
+    expert: int = setting(
+        1,
+        "Data-parallel ranks among which the experts of every mixture are split (expert parallelism): tokens travel to their experts and "
+        "back. It must divide model.experts.num and the number of data-parallel ranks.",
+        ge=1,
+    )
     pipeline: int = setting(1, "Ranks that share the layers: each holds some of them (pipeline parallelism).", ge=1)
     schedule: ScheduleName = setting(
         "1f1b",
@@ -120,7 +126,8 @@ class ParallelConfig(Section):
     def mesh(self, rank: int, world: int) -> Mesh:
         """The layout of the ranks."""
         size, key = (self.fsdp.size, "parallel.fsdp.size") if self.strategy == "fsdp" else (self.zero1.size, "parallel.zero1.size")
-        return plan_mesh(rank, world, size, key, context=self.context, tensor=self.tensor, pipeline=self.pipeline)
+        axes = {"context": self.context, "tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
+        return plan_mesh(rank, world, size, key, **axes)
 
     def check_rows(self, model: ModelConfig, seq_len: int, objective: ObjectiveConfig, adapter: AdapterConfig | None) -> None:
         """Refuse a layout that this model, these rows or this objective cannot be trained on exactly; the rules are in layout_rules.py."""
@@ -174,6 +181,14 @@ class MemoryConfig(Section):
         "Memory limit of a rank in GiB; null = all of the device, on the CPU most of what is free. batch.micro_rows=auto fits into it.",
         gt=0,
     )
+
+    def check(self, parallel: ParallelConfig) -> None:
+        """Refuse what cannot be recomputed on this layout."""
+        if parallel.expert > 1 and self.recompute == "selective":
+            raise ValueError(
+                f"memory.recompute is selective and parallel.expert is {parallel.expert}: tokens on their way to other ranks cannot be "
+                "recomputed in part. Use a fraction of the blocks, such as 1"
+            )
 
     def chunk_tokens(self, *, on_cuda: bool) -> int:
         """Tokens whose logits exist at one time, on a device."""

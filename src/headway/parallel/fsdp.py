@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from headway.data.batch import StepBatch
 from headway.model.base import Model
-from headway.model.layout import GATES
+from headway.model.layout import EXPERTS, GATES
 from headway.objective.base import Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
@@ -97,14 +98,19 @@ class FsdpEngine(BaseEngine):
             next(iter(model.blocks().values())).register_forward_pre_hook(needs_gradient, prepend=True)
         if objective.module is not None:
             objective.module.to(spec.device, torch.float32)
-        whole = {name: self.shapes[name] for name, rule in self.rule_of.items() if rule.matrices is not None and not is_wide(name)}
-        self.owners = owners(whole, self.ranks.shard.size)
+        whole = {name: self.boxes[name].stacked_shape for name in self.rule_of if self._is_updated_whole(name)}
+        experts = {name: shape for name, shape in whole.items() if self.boxes[name].expert_ranks > 1}
+        self.owners = owners({name: shape for name, shape in whole.items() if name not in experts}, self.ranks.shard.size)
+        self.owners |= owners(experts, self._expert_ranks.shard.size)
         self.parts = {name: self._part(name, parameter_at(home), group_of.get(name)) for name, home in self.homes.items()}
         self._grads: dict[str, Tensor] = {}
         """The gradients of an update, between its norm and its step."""
 
+    def _is_updated_whole(self, name: str) -> bool:
+        return self.rule_of[name].matrices is not None and not is_wide(name)
+
     def _part(self, name: str, parameter: nn.Parameter, group: str | None) -> LocalParameter:
-        shape, shard = self.boxes[name].local_shape, self.ranks.shard
+        shape, shard = self.boxes[name].local_shape, self.ranks_of(name).shard
         local = _local(parameter.detach())
         offset = (0,) * len(shape)
         if isinstance(parameter, DTensor):
@@ -143,8 +149,11 @@ class FsdpEngine(BaseEngine):
         parts, device = self._training(), self.spec.device
         self._grads = {part.name: part.gradient for part in parts}
         self._sum_copies()
-        sharded = [self._grads[part.name] for part in parts if not part.is_whole and not self.boxes[part.name].is_copy]
-        square = self._sum_over_model(beside(square_norm(sharded), device))
+        sharded: dict[bool, list[Tensor]] = {False: [], True: []}
+        for part in parts:
+            if not part.is_whole and not self.boxes[part.name].is_copy:
+                sharded[self.boxes[part.name].expert_ranks > 1].append(self._grads[part.name])
+        square = self._sum_over_model(*(beside(square_norm(grads), device) for grads in sharded.values()))
         return square + beside(square_norm([self._grads[part.name] for part in parts if part.is_whole]), device)
 
     def _sum_copies(self) -> None:
@@ -192,7 +201,9 @@ class FsdpEngine(BaseEngine):
             for part in members
             if not part.is_whole
         }
-        update_whole(sharded, self.owners, self.ranks.shard, update)
+        for experts, group in ((False, self.ranks.shard), (True, self._expert_ranks.shard)):
+            some = {name: member for name, member in sharded.items() if (self.boxes[name].expert_ranks > 1) == experts}
+            update_whole(some, self.owners, group, update)
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -269,12 +280,14 @@ class FsdpEngine(BaseEngine):
 
 
 def shard_model(model: Model, spec: EngineSpec) -> None:
-    """Apply `fully_shard` to every block, then to the rest; allocate what this rank holds, all zero."""
+    """Apply `fully_shard` to the experts that ranks share, to every block, then to the rest; allocate what this rank holds, all zero."""
     param_dtype = None if spec.dtype == torch.float32 else spec.dtype
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[spec.parallel.reduce_dtype], cast_forward_inputs=False)
     mesh = _device_mesh(spec.ranks, spec.device.type)
     whole = {parameter for name, parameter in model.named_parameters() if is_wide(name)} or None
     again = spec.parallel.fsdp.reshard_after_forward
+    if spec.ranks.expert.size > 1:
+        _shard_experts(model, spec, policy)
     for block in model.blocks().values():
         fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, ignored_params=whole)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
@@ -297,6 +310,34 @@ def _device_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
     first = outer // sizes.reduce * sizes.reduce * sizes.tensor + tensor
     layout = torch.arange(first, first + sizes.reduce * sizes.tensor, sizes.tensor).view(sizes.replicate, sizes.shard)
     return DeviceMesh.from_group([replicate, shard], device_type, mesh=layout, mesh_dim_names=("replicate", "shard"))
+
+
+def _shard_experts(model: Model, spec: EngineSpec, policy: MixedPrecisionPolicy) -> None:
+    """Apply `fully_shard` to the experts of every block. They are gathered from the block's beginning on, while attention computes."""
+    mesh, again = _expert_mesh(spec.ranks, spec.device.type), spec.parallel.fsdp.reshard_after_forward
+    waits = "activations" in spec.memory.offload  # which must know all parameters when a block begins
+    path = EXPERTS.strip(".")
+    for block in model.blocks().values():
+        if any(name.startswith(path + ".") for name, _ in block.named_parameters()):
+            experts = fully_shard(block.get_submodule(path), mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+            block.register_forward_pre_hook(lambda _block, _inputs, experts=experts: _gather(experts, wait=waits))
+
+
+def _gather(experts: FSDPModule, *, wait: bool) -> None:
+    experts.unshard(async_op=not wait)
+
+
+def _expert_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
+    """The ranks that hold the same experts: groups with a shard each, or one rank alone."""
+    sizes, shard, replicate = ranks.mesh, ranks.expert_shard, ranks.expert_replicate
+    members = next(group for group in sizes.groups("expert_reduce") if sizes.rank in group)
+    alone = None if shard.handle is not None else dist.new_group([sizes.rank], use_local_synchronization=True)
+    inner = shard.handle or alone
+    assert inner is not None
+    if replicate.handle is None:
+        return DeviceMesh.from_group(inner, device_type, mesh_dim_names=("shard",))
+    layout = torch.tensor(members).view(replicate.size, shard.size)
+    return DeviceMesh.from_group([replicate.handle, inner], device_type, mesh=layout, mesh_dim_names=("replicate", "shard"))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headway.errors import ParallelError
+from headway.model.layout import EXPERTS
 from headway.parallel.layouts import Layout, LayoutShape, broken_tensor
 from headway.parallel.mesh import ring_ranks
 
@@ -89,8 +90,13 @@ def _wrapped(case: LayoutCase) -> Iterator[str]:
 
 
 def _experts(case: LayoutCase) -> Iterator[str]:
-    if case.model.experts is None:
+    experts, expert = case.model.experts, case.parallel.expert
+    if experts is None:
+        if expert > 1:
+            yield f"parallel.expert is {expert} and the model has no experts (model.experts is null). Use expert 1."
         return
+    if experts.num % expert:
+        yield f"parallel.expert is {expert}; it must divide model.experts.num={experts.num}. Use {nearest(expert, experts.num)}."
     for axis, size in (("pipeline", case.parallel.pipeline), ("context", case.parallel.context)):
         if size > 1:
             yield f"parallel.{axis} is {size} and model.experts is given; mixtures of experts have no {axis} axis. Use {axis} 1."
@@ -166,6 +172,12 @@ def _teacher(case: LayoutCase) -> Iterator[str]:
 
 def _packed(case: LayoutCase) -> Iterator[str]:
     """A part of a quantised matrix is not the quantised part: scales cover elements of several ranks."""
+    adapter, expert = case.adapter, case.parallel.expert
+    if adapter is not None and expert > 1 and any(EXPERTS in name for name in adapter.layouts(case.model)):
+        yield (
+            f"parallel.expert is {expert} and adapter.base is {adapter.base}, which quantises the experts of a layer together. "
+            "Use expert 1 and strategy fsdp to spread the weights over ranks, or set adapter.base to null."
+        )
     if case.adapter is not None and case.adapter.base is not None and case.parallel.tensor > 1:
         yield (
             f"parallel.tensor is {case.parallel.tensor} and adapter.base is {case.adapter.base}, whose matrices are quantised whole. "

@@ -1,6 +1,7 @@
 """Which layouts work: sizes of all axes, a model's shape and the batch come in; the broken rule and the nearest layout that works go out.
 
     world = pipeline x data x context x tensor                    tensor      divides the query heads and ffn_size; KV heads
+    expert        divides the data ranks and the experts of a layer; divides the shard group or is a multiple of it
     pipeline      at most one stage per layer                                  are divided, or each is on tensor / kv_heads ranks
     context       divides seq_len; beyond the KV heads of a rank, ring exchange with two pieces of a row per rank
     strategy      fsdp has no pipeline
@@ -17,7 +18,7 @@ from math import isqrt, log2
 
 from headway.errors import ParallelError
 from headway.model.config import ModelConfig
-from headway.parallel.mesh import ring_ranks
+from headway.parallel.mesh import broken_expert_sizes, ring_ranks
 from headway.parallel.pipeline_order import ScheduleName
 
 
@@ -35,6 +36,8 @@ class Layout:
     virtual_stages: int = 1
     """Stages of one rank (interleaved)."""
     context: int = 1
+    expert: int = 1
+    """Data-parallel ranks among which experts are split."""
     shard: int | None = None
     """Ranks that share optimizer state (zero1) or everything (fsdp); None = all ranks with the same part of the model."""
 
@@ -54,6 +57,11 @@ class Layout:
         return self.reduce if self.shard is None else self.shard
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks of one shard group that have the same experts."""
+        return max(1, self.shards // self.expert)
+
+    @property
     def stages(self) -> int:
         """Pipeline stages of the whole model."""
         return self.pipeline * self.virtual_stages
@@ -63,7 +71,9 @@ class Layout:
         parts = [f"parallel.strategy={self.strategy}"]
         if self.shard is not None and self.shard != self.reduce:
             parts.append(f"parallel.{self.strategy}.size={self.shard}")
-        parts += [f"parallel.{axis}={getattr(self, axis)}" for axis in ("tensor", "pipeline", "context") if getattr(self, axis) > 1]
+        parts += [
+            f"parallel.{axis}={getattr(self, axis)}" for axis in ("tensor", "pipeline", "context", "expert") if getattr(self, axis) > 1
+        ]
         if self.pipeline > 1 and self.schedule != "1f1b":
             parts.append(f"parallel.schedule={self.schedule}")
         if self.virtual_stages > 1:
@@ -130,7 +140,15 @@ def _widths(model: ModelConfig) -> Iterator[tuple[str, int]]:
 
 
 def _experts(layout: Layout, case: LayoutShape) -> Iterator[str]:
-    if case.model.experts is not None:
+    experts = case.model.experts
+    if layout.expert > 1:
+        key = f"parallel.{layout.strategy}.size"
+        yield from broken_expert_sizes(layout.expert, layout.data, layout.shards, key)
+        if experts is None:
+            yield f"parallel.expert is {layout.expert} and the model has no experts"
+        elif experts.num % layout.expert:
+            yield f"parallel.expert is {layout.expert}; it must divide model.experts.num={experts.num}"
+    if experts is not None:
         for axis, size in (("pipeline", layout.pipeline), ("context", layout.context)):
             if size > 1:
                 yield f"parallel.{axis} is {size} and model.experts is given; mixtures of experts have no {axis} axis"
@@ -173,19 +191,20 @@ def ring_size(layout: Layout, model: ModelConfig) -> int:
 def nearest_layouts(layout: Layout, case: LayoutShape, count: int = 1) -> list[Layout]:
     """Layouts of the same world that break no rule, by how little their axes differ."""
     divisors = divisors_of(layout.world)
+    experts = [n for n in divisors if n == 1 or n <= layout.expert]
 
     def distance(other: Layout) -> float:
-        axes = sum(abs(log2(getattr(other, axis) / getattr(layout, axis))) for axis in ("tensor", "pipeline", "context"))
+        axes = sum(abs(log2(getattr(other, axis) / getattr(layout, axis))) for axis in ("tensor", "pipeline", "context", "expert"))
         return axes + (other.strategy != layout.strategy) + 0.5 * (other.shard != layout.shard) + 0.5 * (other.schedule != layout.schedule)
 
     found: list[Layout] = []
     strategies = [layout.strategy, *({"zero1", "fsdp"} - {layout.strategy})]
-    for tensor, pipeline, context, strategy in product(divisors, divisors, divisors, strategies):
+    for tensor, pipeline, context, expert, strategy in product(divisors, divisors, divisors, experts, strategies):
         if layout.world % (tensor * pipeline * context):
             continue
         virtual = layout.virtual_stages if pipeline > 1 else 1
         schedule = layout.schedule if pipeline > 1 else "1f1b"
-        sizes = replace(layout, tensor=tensor, pipeline=pipeline, context=context, strategy=strategy)
+        sizes = replace(layout, tensor=tensor, pipeline=pipeline, context=context, expert=expert, strategy=strategy)
         shard = layout.shard if layout.shard is not None and sizes.reduce % layout.shard == 0 else None
         other = replace(sizes, shard=shard, virtual_stages=virtual, schedule=schedule)
         for one in (other, replace(other, virtual_stages=1, schedule="1f1b")) if virtual > 1 else (other,):

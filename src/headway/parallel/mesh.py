@@ -13,15 +13,28 @@ Gradients are summed over both (`reduce`). The same ranks are also split into `r
 
 `tensor` ranks hold parts of the same layers and see the same tokens, `pipeline` ranks hold different layers. Only `data` ranks read
 different rows, so whatever counts rows or tokens counts by `data`.
+
+`expert` divides the same ranks once more: neighbours hold different experts of every mixture and still read different rows. What belongs to
+experts is shared by every `expert`-th rank (`expert_reduce`), which are split into `expert_replicate` x `expert_shard` as the others are.
+
+    expert 2              0 1|0 1|0 1|0 1      which experts
+    expert_shard 2        0 0 1 1|0 0 1 1      position among the ranks that share the state of these experts
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd, prod
 
 from headway.errors import ParallelError
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
-_VIEWS = (AXES, ("pipeline", "data", "context", "tensor"), ("pipeline", "reduce", "tensor"))
+_VIEWS = (
+    AXES,
+    ("pipeline", "data", "context", "tensor"),
+    ("pipeline", "reduce", "tensor"),
+    ("pipeline", "expert_replicate", "expert_shard", "expert", "tensor"),
+    ("pipeline", "expert_reduce", "expert", "tensor"),
+)
 """The ways in which ranks are numbered by axes, outermost first."""
 
 
@@ -35,6 +48,7 @@ class Mesh:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
@@ -55,6 +69,21 @@ class Mesh:
     def data(self) -> int:
         """Number of data-parallel ranks: those that read different rows."""
         return self.reduce // self.context
+
+    @property
+    def expert_reduce(self) -> int:
+        """Number of ranks that hold the same experts."""
+        return self.reduce // self.expert
+
+    @property
+    def expert_shard(self) -> int:
+        """Number of ranks of a shard group that hold the same experts."""
+        return max(1, self.shard // self.expert)
+
+    @property
+    def expert_replicate(self) -> int:
+        """Number of ranks that hold the same shard of the same experts."""
+        return self.expert_reduce // self.expert_shard
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group along an axis, in order. Each rank is in one group."""
@@ -80,12 +109,14 @@ class Mesh:
         names = {"zero1": "data parallel" if self.shard == 1 else f"zero1 over {self.shard}", "fsdp": f"fsdp over {self.shard}"}
         copies = f", {self.replicate} times" if self.shard > 1 and self.replicate > 1 else ""
         first = [names[strategy] + copies] if self.reduce > 1 else []
-        shared = {"each row's tokens": "context", "each layer": "tensor", "the layers": "pipeline"}
+        shared = {"each row's tokens": "context", "each layer": "tensor", "the layers": "pipeline", "the experts": "expert"}
         parts = [f"{what} over {getattr(self, axis)} ({axis})" for what, axis in shared.items() if getattr(self, axis) > 1]
         return [f"{self.world} ranks: {'; '.join(first + parts)}"]
 
 
-def plan_mesh(rank: int, world: int, size: int | str, key: str, *, context: int = 1, tensor: int = 1, pipeline: int = 1) -> Mesh:
+def plan_mesh(
+    rank: int, world: int, size: int | str, key: str, *, context: int = 1, tensor: int = 1, pipeline: int = 1, expert: int = 1
+) -> Mesh:
     """The layout of the ranks for a shard size given in a recipe under `key`; `auto` shards over all that share gradients."""
     axes = {"pipeline": pipeline, "context": context, "tensor": tensor}
     together = context * tensor * pipeline
@@ -101,7 +132,18 @@ def plan_mesh(rank: int, world: int, size: int | str, key: str, *, context: int 
         fitting = [str(n) for n in range(1, reduce + 1) if reduce % n == 0]
         ranks = f"the {world} ranks" if reduce == world else f"the {reduce} ranks that share gradients (data x context)"
         raise ParallelError(f"{key} is {shard}; it must divide {ranks}. Use auto or {' or '.join(fitting)}.")
-    return Mesh(rank=rank, replicate=reduce // shard, shard=shard, **axes)
+    for broken in broken_expert_sizes(expert, reduce // context, shard, key):
+        fitting = [str(n) for n in range(1, reduce // context + 1) if not any(broken_expert_sizes(n, reduce // context, shard, key))]
+        raise ParallelError(f"{broken}. Use {' or '.join(fitting)}.")
+    return Mesh(rank=rank, replicate=reduce // shard, shard=shard, expert=expert, **axes)
+
+
+def broken_expert_sizes(expert: int, data: int, shard: int, key: str) -> Iterator[str]:
+    """Why experts cannot be split over `expert` of `data` ranks; neither group may cross the border of the other."""
+    if expert > data or data % expert:
+        yield f"parallel.expert is {expert}; it must divide the {data} data-parallel ranks"
+    elif shard % expert and expert % shard:
+        yield f"parallel.expert is {expert}; it must divide {key}={shard}, or be a multiple of it"
 
 
 def ring_ranks(context: int, kv_heads: int, tensor: int) -> int:

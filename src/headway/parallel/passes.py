@@ -27,7 +27,7 @@ class Passes:
         self.exchange = DifferentiableCollectives(self.ranks.reduce)
         self.ring = ring_ranks(self.ranks.context.size, spec.model.kv_heads, self.ranks.tensor.size)
         model.chunk_tokens = spec.chunk_tokens
-        self.waits_in_layers = self.ranks.context.size * self.ranks.tensor.size > 1
+        self.waits_in_layers = self.ranks.context.size * self.ranks.tensor.size * self.ranks.expert.size > 1
         """Whether ranks exchange something inside each layer, so that all of them take as long as the slowest."""
         self.expert_load: Tensor | None = None
         """Tokens of each expert in the last step over all ranks, [mixtures, E], where the model has experts."""

@@ -4,6 +4,7 @@ with the exchanges in its layers, and a box for every parameter.
     column   q, k, v, gate, up        rows of the matrix: this rank's heads, its part of the feed-forward
     row      o, down                  columns: the same heads and part; the ranks' results are added up
     vocab    embedding, head          rows: some of the tokens, as even as possible
+    (of stacked experts, dim 1 and 2; the expert axis splits dim 0: whole experts)
     whole    norms, biases of row-split products, head gates, A of column-split and B of row-split adapters
 
 What is whole on several ranks is trained by each of them, with the same updates. Where a rank's gradient covers its heads, its tokens or
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -32,24 +34,31 @@ from headway.model.layout import EXPERTS, GATES, POSITIONS, ParamSpec
 from headway.model.media_shape import PROJECTOR
 from headway.model.moe import ExpertLinear
 from headway.optim.groups import ADAPTER
-from headway.parallel.base import LocalModel, ParamBox
+from headway.parallel.base import LocalModel
 from headway.parallel.collectives import RankGroup, RankGroups, split_group
 from headway.parallel.engine import EngineSpec
+from headway.parallel.expert_exchange import ExpertExchange
+from headway.parallel.param_box import ParamBox
 from headway.parallel.tensor_exchange import TensorExchange
 
 LORA_A, LORA_B, MAGNITUDE = PARTS
 
 
 def split_model(model: Model, spec: EngineSpec) -> LocalModel:
-    """Give a model this rank's part of every parameter and the exchanges between parts. Nothing changes on a tensor axis of 1."""
+    """Give a model this rank's part of every parameter and the exchanges between parts. Nothing changes on axes of 1."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    group = spec.ranks.tensor
+    group, experts = spec.ranks.tensor, spec.ranks.expert
+    if experts.size > 1:
+        model.share_experts(partial(ExpertExchange, group=experts))
     if group.size == 1:
-        return LocalModel({name: ParamBox.whole(shape) for name, shape in shapes.items()})
+        boxes = {name: expert_part(name, ParamBox.whole(shape), experts) for name, shape in shapes.items()}
+        if experts.size > 1:
+            _shrink(model, boxes)
+        return LocalModel(boxes)
     specs = {one.name: one for one in model.param_specs()}
     copies = kv_copies(model.config, group.size)
     cut = Cut(group, spec.parallel.sequence, copies)
-    boxes = {name: cut.box(specs[name], specs) for name in shapes}
+    boxes = {name: expert_part(name, cut.box(specs[name], specs), experts) for name in shapes}
     exchange = TensorExchange(group, sequence=spec.parallel.sequence)
     _shrink(model, boxes)
     _replace_modules(model, specs, boxes, exchange)
@@ -63,10 +72,20 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     return LocalModel(boxes, _sum_groups(spec.ranks, copies))
 
 
+def expert_part(name: str, box: ParamBox, group: RankGroup) -> ParamBox:
+    """Of a box of stacked experts, those of this rank of the expert axis; of any other parameter, the box itself."""
+    if group.size == 1 or EXPERTS not in name:
+        return box
+    each = box.local_shape[0] // group.size
+    offset, local = (group.rank * each, *box.offset[1:]), (each, *box.local_shape[1:])
+    return replace(box, offset=offset, local_shape=local, expert_ranks=group.size)
+
+
 @torch.no_grad()
 def build_frozen_part(spec: EngineSpec, weights: Iterable[tuple[str, Tensor]]) -> Model:
-    """This rank's part of a model with given weights, in evaluation mode and without gradients; all its heads are full."""
-    spec = replace(spec, model=spec.model.with_(head_gates=None))
+    """This rank's part of a model with given weights, in evaluation mode and without gradients; all its heads are full, and all experts
+    are here."""
+    spec = replace(spec, model=spec.model.with_(head_gates=None), ranks=replace(spec.ranks, expert=RankGroup()))
     with torch.device("meta"):
         model = build_model(spec.model)
     boxes = split_model(model, spec).boxes

@@ -216,8 +216,9 @@ def _ratio(ffn: float, width: int) -> float:
 def rank_groups(job: PlanJob) -> dict[str, list[list[int]]]:
     """The ranks of every group along every axis that has more than one rank."""
     layout = job.layout
-    mesh = Mesh(0, layout.pipeline, layout.reduce // layout.shards, layout.shards, layout.context, layout.tensor)
+    mesh = Mesh(0, layout.pipeline, layout.reduce // layout.shards, layout.shards, layout.context, layout.tensor, layout.expert)
     sizes = {"tensor": layout.tensor, "context": layout.context, "data": layout.data, "shard": layout.shards, "pipeline": layout.pipeline}
+    sizes["expert"] = layout.expert
     return {axis: mesh.groups(axis) for axis, size in sizes.items() if size > 1}
 
 
@@ -235,8 +236,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "layout": {
             "world": layout.world, "data": layout.data, "strategy": layout.strategy, "shard": layout.shards, "tensor": layout.tensor,
             "sequence": layout.sequence and layout.tensor > 1, "pipeline": layout.pipeline, "schedule": layout.schedule,
-            "virtual_stages": layout.virtual_stages, "context": layout.context, "micro_rows": job.rows, "accumulate": job.accumulate,
-            "step_tokens": job.step_tokens, "recompute": job.memory.recompute, "settings": layout.settings(),
+            "virtual_stages": layout.virtual_stages, "context": layout.context, "expert": layout.expert, "micro_rows": job.rows,
+            "accumulate": job.accumulate, "step_tokens": job.step_tokens, "recompute": job.memory.recompute, "settings": layout.settings(),
             "layers_by_stage": [len(stage) for stage in job.stages],
         },
         "gpu": {"name": job.gpu.name, "usable_bytes": job.usable_bytes, "bf16_flops": job.gpu.flops},

@@ -51,6 +51,8 @@ def _layout(plan: Plan) -> TextTable:
         ("step", f"{job.step_tokens:,} tokens = {layout.data} x {job.accumulate} microbatches x {job.rows} rows x {job.seq_len}"),
         ("settings", layout.settings()),
     ]
+    if layout.expert > 1:
+        rows.insert(2, ("experts", f"over {layout.expert} of the data ranks"))
     if layout.pipeline > 1:
         rows.append(("layers by stage", " ".join(str(len(stage)) for stage in job.stages)))
     return TextTable("Layout", ("what", "value"), rows)

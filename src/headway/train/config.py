@@ -386,6 +386,7 @@ class Recipe(Section):
         if whole and self.parallel.tensor > 1:
             remedy = "Use parallel.tensor=1, or another optimizer such as adamw"
             raise ValueError(f"parallel.tensor is {self.parallel.tensor}, {whole}, which the tensor axis splits. {remedy}")
+        self.memory.check(self.parallel)
         return self
 
     @model_validator(mode="after")

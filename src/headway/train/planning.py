@@ -97,7 +97,7 @@ def obeys_rules(recipe: Recipe, model: ModelConfig, layout: Layout) -> bool:
     """Whether `headway train` would take a layout for this recipe: its objective, adapter, dropout and masks too."""
     if recipe.optim.NEEDS_MATRICES and layout.tensor > 1:
         return False
-    changes = {axis: getattr(layout, axis) for axis in ("strategy", "tensor", "sequence", "pipeline", "schedule", "context")}
+    changes = {axis: getattr(layout, axis) for axis in ("strategy", "tensor", "sequence", "pipeline", "schedule", "context", "expert")}
     virtual = layout.virtual_stages if layout.schedule == "interleaved" else None
     other = recipe.parallel.model_copy(update={**changes, "virtual_stages": virtual, "pipeline_split": ()})
     return not any(broken_rules(LayoutCase(other, model, recipe.data.seq_len, recipe.objective, recipe.adapter)))
@@ -124,7 +124,7 @@ def layout_of(parallel: ParallelConfig, world: int | None) -> Layout:
     """The layout a recipe asks for on this many ranks."""
     tensor, pipeline, shape = parallel.tensor, parallel.pipeline, parallel.pipeline_shape
     size = parallel.fsdp.size if parallel.strategy == "fsdp" else parallel.zero1.size
-    ranks = world or tensor * pipeline * parallel.context * (1 if size == "auto" else int(size))
+    ranks = world or tensor * pipeline * parallel.context * max(parallel.expert, 1 if size == "auto" else int(size))
     return Layout(
         world=ranks,
         strategy=parallel.strategy,
@@ -134,6 +134,7 @@ def layout_of(parallel: ParallelConfig, world: int | None) -> Layout:
         schedule=shape.schedule if pipeline > 1 else "1f1b",
         virtual_stages=shape.virtual_stages if pipeline > 1 else 1,
         context=parallel.context,
+        expert=parallel.expert,
         shard=None if size == "auto" else int(size),
     )
 

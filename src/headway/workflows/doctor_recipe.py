@@ -106,7 +106,7 @@ def _check_one(resolved: Resolved, target: RecipeTarget) -> Iterator[Check]:
 
 def _trial(resolved: Resolved, data: OpenData, world: int) -> RecipeTrial:
     recipe = resolved.recipe
-    mesh = recipe.parallel.mesh(0, max(world, recipe.parallel.pipeline * recipe.parallel.context * recipe.parallel.tensor))
+    mesh = recipe.parallel.mesh(0, max(world, recipe.parallel.ranks_per_row * recipe.parallel.expert))
     batch = recipe.batch.resolve(recipe.data.seq_len, mesh.data)
     ranks = RankGroups(data=RankGroup(0, mesh.data))  # the first of ranks that do not run: a loader only counts by them
     with make_loader(recipe, data, batch, None, ranks) as loader:

@@ -113,6 +113,7 @@ ROWS: dict[str, Row] = {
     "parallel.hook[torch_style].options": (("parallel.hook.kind=torch_style", "parallel.hook.state=builtins:dict"), "{a: 1}", "{a: 2}", engine(lambda run: run.engine.reducer.hook.state)),
     "parallel.context": ((), 1, 2, on_two_ranks),
     "parallel.tensor": ((), 1, 2, on_two_ranks),
+    "parallel.expert": ((), 1, 2, on_two_ranks),
     "parallel.sequence": ((), True, False, norm_box),
     "parallel.pipeline": ((), 1, 2, on_two_ranks),
     "parallel.schedule": (("parallel.pipeline=2",), "1f1b", "zero_bubble", program_of_two),

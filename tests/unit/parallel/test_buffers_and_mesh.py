@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.errors import ParallelError
+from headway.config.load import load
+from headway.errors import ConfigError, ParallelError
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
+from headway.model.experts_config import ExpertsConfig
 from headway.objective.base import ObjectiveConfig
 from headway.objective.dpo import Config as DPO
 from headway.objective.next_token import Config as NextToken
@@ -18,6 +20,7 @@ from headway.optim.groups import ParamGroup
 from headway.parallel.config import ParallelConfig
 from headway.parallel.flat.buffer import ALIGN, BufferSharding, BufferSpec, TrainBuffer, boxes_of, lay_out
 from headway.parallel.mesh import Mesh, plan_mesh
+from headway.train.config import Recipe
 
 SHAPES = {"a": (10, 7), "b": (5,), "c": (64, 3, 2), "d": (1,), "e": (33, 9)}
 
@@ -152,6 +155,34 @@ def test_a_rank_outside_its_layout_is_refused() -> None:
         Mesh(rank=4, shard=4)
 
 
+def test_experts_divide_the_data_ranks_once_more() -> None:
+    mesh = plan_mesh(0, 8, 4, "key", expert=2)
+    assert mesh.groups("expert") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert mesh.groups("expert_shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert mesh.groups("expert_replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert mesh.groups("expert_reduce") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert mesh.data == 8 and mesh.describe("zero1") == ["8 ranks: zero1 over 4, 2 times; the experts over 2 (expert)"]
+    wide = plan_mesh(0, 16, 2, "key", tensor=2, expert=4)
+    assert (wide.expert_shard, wide.expert_replicate, wide.groups("expert")[0]) == (1, 2, [0, 2, 4, 6])
+    assert wide.groups("expert_replicate")[0] == [0, 8]
+
+
+def test_ranks_that_cannot_share_experts_are_refused_in_one_line() -> None:
+    assert refusal(expert=3) == "parallel.expert is 3; it must divide the 4 data-parallel ranks. Use 1 or 2 or 4."
+    assert "parallel.expert is 4; it must divide the 2 data-parallel ranks. Use 1 or 2." in refusal(expert=4, tensor=2)
+    with pytest.raises(ParallelError, match=r"parallel.expert is 2; it must divide key=3, or be a multiple of it. Use 1 or 3 or 6."):
+        plan_mesh(0, 6, 3, "key", expert=2)
+    shape = ModelConfig(experts=ExpertsConfig(num=6))
+    for model, expert, told in ((shape, 4, "model.experts.num=6. Use 3."), (ModelConfig(), 2, "has no experts .* Use expert 1.")):
+        with pytest.raises(ParallelError, match=f"parallel.expert is {expert}.*{told}"):
+            ParallelConfig(expert=expert).check_rows(model, 64, NextToken(), None)
+    for axis in ("pipeline", "context"):
+        with pytest.raises(ParallelError, match=f"parallel.{axis} is 2 and model.experts is given"):
+            ParallelConfig.model_validate({axis: 2, "expert": 2}).check_rows(shape, 64, NextToken(), None)
+    with pytest.raises(ConfigError, match=r"memory.recompute is selective and parallel.expert is 2.* such as 1"):
+        load(Recipe, None, ["run.name=x", "model.experts.num=4", "parallel.expert=2", "memory.recompute=selective"])
+
+
 def test_rows_are_counted_by_the_data_axis_alone() -> None:
     meshes = [plan_mesh(rank, 16, "auto", "key", context=2, tensor=2, pipeline=2) for rank in range(16)]
     assert {(mesh.data, mesh.reduce, mesh.shard, mesh.world, mesh.ranks_per_row) for mesh in meshes} == {(2, 4, 4, 16, 8)}
@@ -203,6 +234,7 @@ def test_a_layout_that_a_model_does_not_fit_is_refused_with_the_nearest_that_wor
 
 @pytest.mark.parametrize("kind", ["powersgd", "torch_style"])
 def test_hooks_that_cannot_serve_parts_of_matrices_are_refused(kind: str) -> None:
-    config = ParallelConfig.model_validate({"tensor": 2, "hook": {"kind": kind}})
-    with pytest.raises(ParallelError, match=f"parallel.hook.kind is {kind}.*parallel.tensor"):
-        config.check(config.mesh(0, 4), "float32")
+    for axis in ("tensor", "expert"):
+        config = ParallelConfig.model_validate({axis: 2, "hook": {"kind": kind}})
+        with pytest.raises(ParallelError, match=f"parallel.hook.kind is {kind}.*parallel.{axis}"):
+            config.check(config.mesh(0, 4), "float32")

@@ -65,7 +65,10 @@ class Bucket:
 
 
 def make_buckets(
-    buffers: list[TrainBuffer], order: list[str], ranks: RankGroups, sharers: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    buffers: list[TrainBuffer],
+    order: list[str],
+    ranks_of: Callable[[str], RankGroups],
+    sharers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[Bucket]:
     """All buckets in the order in which backward finishes them; `order` has the parameters as forward meets them.
 
@@ -79,7 +82,8 @@ def make_buckets(
         flat = buffer.grads[span.index]
         start, stop = span.shard_range(buffer.sharding)
         shard = flat[start - span.start : stop - span.start]
-        shared = sharers.get(span.slots[0].name, ())
+        first = span.slots[0].name
+        shared, ranks = sharers.get(first, ()), ranks_of(first)
         buckets.append(Bucket(index, index == len(found) - 1, ranks, flat, shard, span, buffer, shared))
     return buckets
 

@@ -46,11 +46,11 @@ class FlatEngine(BaseEngine):
         self.sharers: Mapping[str, tuple[int, ...]] = {} if local.part is None else local.part.sharers
         """The ranks of the pipeline that hold a parameter, where those are several."""
         self._allocate()
-        buckets = make_buckets(self.buffers, list(self.homes), self.ranks, self.sharers)
+        buckets = make_buckets(self.buffers, list(self.homes), self.ranks_of, self.sharers)
         self.reducer = Reducer(buckets, choose_hook(spec), overlap=self.overlap.reduce, share=self._sum_shared)
         if isinstance(self.passes, PipelinePasses):
             self.passes.end_last = self.reducer.end_last
-        self.gather = ParameterGather(buckets, self.ranks.shard)
+        self.gather = ParameterGather(buckets)
         self._register_all()
         self._place_head()
         if self.ranks.shard.size > 1 and self.overlap.gather:
@@ -59,15 +59,16 @@ class FlatEngine(BaseEngine):
         """Gradients have no memory between an update and the next backward, when activations need it most."""
         self._free_gradients()  # the first forward needs the memory too
         self._position = {name: index for index, name in enumerate(self.homes)}
-        self._squares: list[Tensor] = []
+        self._squares: list[tuple[Bucket, Tensor]] = []
         """Sums of squares of buckets, taken while other buckets were still being exchanged."""
 
     def _allocate(self) -> None:
-        spec, shard = self.spec, self.ranks.shard
-        sharding = BufferSharding(max(1, spec.parallel.bucket_bytes // spec.grad_dtype.itemsize), shard.size, shard.rank)
+        spec = self.spec
         shapes = {name: box.local_shape for name, box in self.boxes.items()}
         self.buffers = [
-            TrainBuffer.allocate(group, shapes, self._dtype_of(group.names[0]), spec.device, sharding, self._buffer_spec(group))
+            TrainBuffer.allocate(
+                group, shapes, self._dtype_of(group.names[0]), spec.device, self._sharding(group.names[0]), self._buffer_spec(group)
+            )
             for group in self._groups_by_copy()
         ]
         training = {name for group in self.groups for name in group.names}
@@ -77,6 +78,11 @@ class FlatEngine(BaseEngine):
             slot.name: (buffer, span, slot) for buffer in self.buffers for span in buffer.spans for slot in span.slots
         }
 
+    def _sharding(self, name: str) -> BufferSharding:
+        """How the buffer with a parameter is divided."""
+        shard = self.ranks_of(name).shard
+        return BufferSharding(max(1, self.spec.parallel.bucket_bytes // self.spec.grad_dtype.itemsize), shard.size, shard.rank)
+
     def _buffer_spec(self, group: ParamGroup) -> BufferSpec:
         rule, spec = self.rules[group.name], self.spec
         whole = rule if rule.matrices is not None else None
@@ -85,11 +91,11 @@ class FlatEngine(BaseEngine):
         return BufferSpec(rule.optimizer.slots, rule.storage, spec.grad_dtype, spec.state_on_host, whole, averages, largest)
 
     def _groups_by_copy(self) -> Iterator[ParamGroup]:
-        """The groups of what this rank holds; what several ranks of the tensor or pipeline axis hold has separate buffers, in the same
-        order on all of them."""
+        """The groups of what this rank holds; what several ranks of the tensor or pipeline axis hold has separate buffers, and so have
+        experts that ranks share, in the same order on all of them."""
         for group in self.groups:
             held = {name: self.boxes[name] for name in group.names if self.holds(name)}
-            kinds = {name: (box.copies, box.is_partial, self.sharers.get(name, ())) for name, box in held.items()}
+            kinds = {name: (box.copies, box.is_partial, self.sharers.get(name, ()), box.expert_ranks) for name, box in held.items()}
             for kind in sorted(set(kinds.values())):
                 yield replace(group, names=tuple(name for name in held if kinds[name] == kind))
 
@@ -135,7 +141,7 @@ class FlatEngine(BaseEngine):
             for bucket in self.reducer.finish():
                 self._sum_copies(bucket)
                 if ahead and self._counts(bucket):
-                    self._squares.append(square_norm([bucket.local_shard]))
+                    self._squares.append((bucket, square_norm([bucket.local_shard])))
         return self.passes.over_ranks(result)
 
     def _sum_copies(self, bucket: Bucket) -> None:
@@ -159,12 +165,22 @@ class FlatEngine(BaseEngine):
         return not self.boxes[bucket.span.slots[0].name].is_copy
 
     def _square_norm(self) -> Tensor:
+        plain, experts = self._square_of(experts=False), None
+        if self.ranks.expert.size > 1:
+            experts = self._square_of(experts=True)
+        return self._sum_over_model(plain, experts)
+
+    def _square_of(self, *, experts: bool) -> Tensor:
+        """The squares of this rank's shards: of experts that ranks share, or of everything else."""
+
+        def wanted(bucket: Bucket) -> bool:
+            return (self.boxes[bucket.span.slots[0].name].expert_ranks > 1) == experts
+
         if self._squares:
-            square = torch.stack(self._squares).sum()
-        else:
-            counted = [bucket.local_shard for bucket in self.reducer.buckets if self._counts(bucket)]
-            square = beside(square_norm(counted), self.spec.device)
-        return self._sum_over_model(square)
+            found = [square for bucket, square in self._squares if wanted(bucket)]
+            return torch.stack(found).sum() if found else torch.zeros_like(self._squares[0][1])
+        counted = [bucket.local_shard for bucket in self.reducer.buckets if self._counts(bucket) and wanted(bucket)]
+        return beside(square_norm(counted), self.spec.device)
 
     def _step(self, hypers: dict[str, Hyper], guard: Guard) -> None:
         """Update this rank's shards and start sending them: all at once, or one bucket ahead of the next forward."""
@@ -325,10 +341,10 @@ class FlatEngine(BaseEngine):
         for bucket in self.gather.buckets:
             buffer, span = bucket.buffer, bucket.span
             shard = buffer.packed(span, buffer.master).to(self.spec.device)
-            whole = shard
-            if self.ranks.shard.size > 1:
+            whole, group = shard, bucket.ranks.shard
+            if group.size > 1:
                 whole = torch.empty(span.stop - span.start, dtype=torch.float32, device=shard.device)
-                self.ranks.shard.all_gather(whole, shard).wait()
+                group.all_gather(whole, shard).wait()
             for slot in sorted(span.slots, key=lambda slot: self._position[slot.name]):
                 yield slot.name, self._whole_box(slot.name, view(whole, slot.start - span.start, slot.shape))
         for name, value in self.frozen.values.items():

@@ -10,15 +10,15 @@ from __future__ import annotations
 from torch import nn
 
 from headway.model.base import Model
-from headway.parallel.collectives import Handle, RankGroup
+from headway.parallel.collectives import Handle
 from headway.parallel.flat.bucket import Bucket
 
 
 class ParameterGather:
     """Brings the parameters of all buckets up to date."""
 
-    def __init__(self, buckets: list[Bucket], group: RankGroup) -> None:
-        self.buckets, self.group = list(reversed(buckets)), group
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self.buckets = list(reversed(buckets))
         """In the order of forward."""
         self._handles: list[Handle] = []
         self._waited = len(self.buckets)
@@ -35,7 +35,7 @@ class ParameterGather:
             buffer, span = bucket.buffer, bucket.span
             # `.data`: autograd would take a change of this storage for a change of parameters that forward has used
             param = buffer.param.data
-            self._handles.append(self.group.all_gather(param[span.start : span.stop], buffer.local_shard(span, param)))
+            self._handles.append(bucket.ranks.shard.all_gather(param[span.start : span.stop], buffer.local_shard(span, param)))
 
     def need(self, position: int) -> None:
         """Wait until every bucket up to a position in forward order is current; one more is being gathered."""

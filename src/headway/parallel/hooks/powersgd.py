@@ -51,6 +51,11 @@ class Config(HookConfig):
                 f"parallel.hook.kind is powersgd and parallel.tensor is {mesh.tensor}: it would approximate parts of matrices, "
                 "not the matrices. Use parallel.tensor=1, or hook compress."
             )
+        if mesh.expert > 1:
+            raise ParallelError(
+                f"parallel.hook.kind is powersgd and parallel.expert is {mesh.expert}: all ranks save its residuals, and each has some of "
+                "the experts. Use parallel.expert=1, or hook compress."
+            )
         if precision == "float16" and self.error_feedback:
             raise ParallelError(
                 "parallel.hook.kind is powersgd with precision fp16: its residual would change with the loss scale. "

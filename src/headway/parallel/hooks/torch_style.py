@@ -35,10 +35,10 @@ class Config(HookConfig):
 
     def check(self, mesh: Mesh, precision: str) -> None:
         """Such a hook exchanges among all ranks of the run."""
-        if mesh.world != mesh.reduce:
+        if mesh.world != mesh.expert_reduce:
             raise ParallelError(
-                "parallel.hook.kind is torch_style, whose hooks exchange among all ranks; with parallel.tensor or parallel.pipeline "
-                "above 1 only some of them share gradients. Use another hook."
+                "parallel.hook.kind is torch_style, whose hooks exchange among all ranks; with parallel.tensor, parallel.pipeline or "
+                "parallel.expert above 1 only some of them share gradients. Use another hook."
             )
 
     def build(self, device: torch.device) -> TorchStyle:

@@ -1,0 +1,116 @@
+"""Tokens travel to the ranks that hold their experts, and the results back. In: this rank's tokens, their weights and experts; out: the
+weighted sum of each token's experts, as if all experts were here.
+
+    x [N,D] -> slots sorted by expert [N*k,D]      this rank's, expert 0 .. E-1: parts for rank 0, 1, ... follow one another
+      -> all-to-all -> [M,D]                       every rank's slots for this rank's experts: by rank, then by expert
+      -> sorted by expert, grouped products        (the module that holds this rank's experts)
+      -> all-to-all back -> [N*k,D]                -> each token adds up its k results
+
+M depends on the routers of all ranks and may be 0. Ranks tell each other their counts first; these counts are all that the host waits for.
+Backward exchanges the gradients the other way, with the same counts. Every sum has a fixed order, so results are deterministic.
+
+Shapes: N tokens, D width, E experts, P ranks of the expert axis, k experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.model.expert_products import Dispatch, dispatch
+from headway.parallel.collectives import RankGroup
+
+
+class ExpertExchange:
+    """In the place of one mixture's experts, of which this rank holds some. The compiler does not look into it: sizes depend on data."""
+
+    def __init__(self, experts: nn.Module, group: RankGroup) -> None:
+        self.experts, self.group = experts, group
+
+    @torch.compiler.disable
+    def __call__(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
+        """[N,D] of tokens x [N,D] with weights fp32 [N,k]."""
+        gives, takes, local = self._agree(plan.ends)
+        slots, scale = Spread.apply(x, weights, plan.order, plan.places)  # pyright: ignore[reportGeneralTypeIssues]
+        slots, scale = Exchanged.apply(self.group, gives, takes, slots, scale)  # pyright: ignore[reportGeneralTypeIssues]
+        count = len(slots)
+        if not count:  # no kernel must know products of nothing: a slot of zeros has results and gradients of zero
+            slots, scale = F.pad(slots, (0, 0, 0, 1)), F.pad(scale, (0, 0, 0, 1))
+        results = self.experts(slots, scale, local)
+        (results,) = Exchanged.apply(self.group, takes, gives, results[:count])  # pyright: ignore[reportGeneralTypeIssues]
+        return Combine.apply(results, plan.order, plan.places, weights.shape[1])  # pyright: ignore[reportReturnType]
+
+    @torch.no_grad()
+    def _agree(self, ends: Tensor) -> tuple[list[int], list[int], Dispatch]:
+        """(slots for each rank, slots from each rank, the order in which this rank's experts see what arrives)."""
+        ranks = self.group.size
+        given = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1)
+        received = given.clone()  # where other ranks are only simulated, it stays: the balanced case
+        self.group.all_to_all(received, given).wait()
+        gives, takes = torch.stack([given.sum(1), received.sum(1)]).tolist()
+        load, total = received.sum(0), sum(takes)
+        if not total:
+            load[-1] = total = 1
+            experts = load.new_full((1,), len(load) - 1)
+        else:
+            owners = torch.arange(len(load), device=ends.device).repeat(ranks)
+            experts = owners.repeat_interleave(received.flatten(), output_size=total)
+        return gives, takes, dispatch(experts[:, None], load)
+
+
+class Spread(torch.autograd.Function):
+    """A row for every slot, sorted by expert: x[order // k], and the weight of each, [N*k,1]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(places)
+        ctx.shape = weights.shape
+        return x[order // weights.shape[1]], weights.view(-1, 1)[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (places,) = ctx.saved_tensors
+        slots, scale = grads
+        by_x = slots[places].view(*ctx.shape, -1).float().sum(1).to(slots.dtype)
+        return by_x, scale[places].view(ctx.shape), None, None
+
+
+class Combine(torch.autograd.Function):
+    """The sum of each token's slots."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return results[places].view(-1, k, results.shape[1]).float().sum(1).to(results.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        return grads[0][order // ctx.k], None, None, None
+
+
+class Exchanged(torch.autograd.Function):
+    """Consecutive rows of each tensor to every rank, and theirs for this one; gradients travel back. One node, so that all ranks exchange
+    the same in the same order."""
+
+    @staticmethod
+    def forward(ctx: Any, group: RankGroup, gives: list[int], takes: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.gives, ctx.takes = group, gives, takes
+        return exchange_rows(group, gives, takes, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, None, *exchange_rows(ctx.group, ctx.takes, ctx.gives, grads)
+
+
+def exchange_rows(group: RankGroup, gives: list[int], takes: list[int], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Row parts of tensors for each rank -> those that each rank had for this one; all tensors at the same time."""
+    received = tuple(tensor.new_empty(sum(takes), *tensor.shape[1:]) for tensor in tensors)
+    handles = [group.all_to_all(into, tensor.contiguous(), takes, gives) for into, tensor in zip(received, tensors, strict=True)]
+    for handle in handles:
+        handle.wait()
+    return received
