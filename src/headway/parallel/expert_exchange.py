@@ -34,14 +34,14 @@ class ExpertExchange:
     def __call__(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         """[N,D] of tokens x [N,D] with weights fp32 [N,k]."""
         gives, takes, local = self._agree(plan.ends)
-        slots, scale = Spread.apply(x, weights, plan.order, plan.places)  # pyright: ignore[reportGeneralTypeIssues]
-        slots, scale = Exchanged.apply(self.group, gives, takes, slots, scale)  # pyright: ignore[reportGeneralTypeIssues]
+        slots, scale = _Spread.apply(x, weights, plan.order, plan.places)  # pyright: ignore[reportGeneralTypeIssues]
+        slots, scale = _Exchanged.apply(self.group, gives, takes, slots, scale)  # pyright: ignore[reportGeneralTypeIssues]
         count = len(slots)
         if not count:  # no kernel must know products of nothing: a slot of zeros has results and gradients of zero
             slots, scale = F.pad(slots, (0, 0, 0, 1)), F.pad(scale, (0, 0, 0, 1))
         results = self.experts(slots, scale, local)
-        (results,) = Exchanged.apply(self.group, takes, gives, results[:count])  # pyright: ignore[reportGeneralTypeIssues]
-        return Combine.apply(results, plan.order, plan.places, weights.shape[1])  # pyright: ignore[reportReturnType]
+        (results,) = _Exchanged.apply(self.group, takes, gives, results[:count])  # pyright: ignore[reportGeneralTypeIssues]
+        return _Combine.apply(results, plan.order, plan.places, weights.shape[1])  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
     def _agree(self, ends: Tensor) -> tuple[list[int], list[int], Dispatch]:
@@ -61,7 +61,7 @@ class ExpertExchange:
         return gives, takes, dispatch(experts[:, None], load)
 
 
-class Spread(torch.autograd.Function):
+class _Spread(torch.autograd.Function):
     """A row for every slot, sorted by expert: x[order // k], and the weight of each, [N*k,1]."""
 
     @staticmethod
@@ -78,7 +78,7 @@ class Spread(torch.autograd.Function):
         return by_x, scale[places].view(ctx.shape), None, None
 
 
-class Combine(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """The sum of each token's slots."""
 
     @staticmethod
@@ -93,7 +93,7 @@ class Combine(torch.autograd.Function):
         return grads[0][order // ctx.k], None, None, None
 
 
-class Exchanged(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     """Consecutive rows of each tensor to every rank, and theirs for this one; gradients travel back. One node, so that all ranks exchange
     the same in the same order."""
 
