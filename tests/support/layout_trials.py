@@ -291,7 +291,8 @@ def more_expert_axis_trials() -> list[LayoutTrial]:
     gates = {"config": GATED.with_(experts=experts), "objective": SPARSITY}
     offload = {"recompute": 1.0, "offload": ["activations", "optimizer"]}
     return [
-        trial("expert axis, lora, recomputed, offloaded", 2, two, config=mixture, adapter=LORA, memory=offload),
+        trial("expert axis, lora on experts, recomputed", 2, two, config=mixture, adapter=LORA_EXPERTS, memory=offload),
+        trial("expert axis, fsdp, lora on experts", 2, {**two, **FSDP}, config=mixture, adapter=LORA_EXPERTS),
         trial("expert axis, fsdp, dora, offloaded", 2, {**two, **FSDP}, config=mixture, adapter=DORA, memory=offload),
         trial("expert axis, dpo, dropout", 2, two, config=mixture.with_(dropout=0.2), pairs=True),
         trial("expert axis, gates, frozen weights", 2, two, **gates, freeze=("weights",)),
