@@ -267,7 +267,13 @@ class Model(nn.Module, ABC):
 
     def share_experts(self, wrap: Callable[[nn.Module], ExpertCall]) -> None:
         """Call `wrap(experts)` in the place of every mixture's experts, of which this rank holds some."""
-        raise ConfigError(f"parallel.expert is above 1; {type(self).__name__} has no experts to split. Use expert 1.")
+        from headway.model.moe import MixtureOfExperts
+
+        mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
+        if not mixtures:
+            raise ConfigError(f"parallel.expert is above 1; {type(self).__name__} has no experts to split. Use expert 1.")
+        for mixture in mixtures:
+            mixture.exchange = wrap(mixture.experts)
 
     def keep_layers(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         """Remove all layers but these, the embedding unless `first`, final norm and head unless `last`; names stay those of the whole

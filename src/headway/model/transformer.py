@@ -359,12 +359,6 @@ class Transformer(Model):
             block.enter, block.leave, block.drop = split.enter, split.leave, split.drop
             block.self_attn.mean_over_ranks = split.mean
 
-    def share_experts(self, wrap: Callable[[nn.Module], ExpertCall]) -> None:
-        """In every layer that is a mixture."""
-        for block in self.blocks().values():
-            if not isinstance(block.mlp, FeedForward):
-                block.mlp.exchange = wrap(block.mlp.experts)
-
     def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None, media: MediaTensors | None = None) -> Tensor:
         """Rows that continue what a cache holds need no mask: each is one document."""
         rows, length = tokens.shape
