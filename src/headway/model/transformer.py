@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
     from headway.model.head_gates import GateDraw
     from headway.model.kv_cache import KVCache
-    from headway.model.moe import ExpertCall
 
 
 @dataclass(frozen=True)
