@@ -161,6 +161,16 @@ def test_the_recipe_learns_from_raw_records_what_held_out_ones_confirm(tmp_path:
 
 
 @pytest.mark.drill
+def test_a_mixture_of_experts_learns_the_same_however_a_step_is_cut(folder: Path) -> None:
+    experts = ("model.experts={num: 4, per_token: 2, ffn_size: 24, aux_loss: 0.01}", "steps=3")
+    right = run(folder, "experts", *experts, "batch.micro_rows=8")
+    assert "expert_load_max" in right[0] and right[-1]["loss"] < right[0]["loss"]
+    assert_same(run(folder, "experts-cut", *experts), right)
+    with pytest.raises(HeadwayError, match="couples all rows of a step"):
+        run(folder, "experts-step", *experts, "model.experts.aux_scope=step")
+
+
+@pytest.mark.drill
 def test_pairs_are_learned_as_labelled_answers(tmp_path: Path) -> None:
     make_pair_store(tmp_path / "answers", pairs=60)
     got = run(tmp_path, "pairs", "steps=8", "objective.undesirable_weight=1.0")

@@ -27,15 +27,14 @@ def run(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
     return read_metrics(folder / "runs" / name / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "kto_pair"])
-def test_preference_on_the_gpu_follows_the_cpu(tmp_path: Path, loss_type: str) -> None:
+@pytest.mark.parametrize("kind", ["objective.loss_type=sigmoid", "objective.loss_type=kto_pair", "objective.kind=kto"])
+def test_preference_on_the_gpu_follows_the_cpu(tmp_path: Path, kind: str) -> None:
     make_pair_store(tmp_path / "pairs", pairs=80)
-    kind = f"objective.loss_type={loss_type}"
     right = run(tmp_path, "cpu", kind, "device=cpu")
     exact = run(tmp_path, "gpu", kind, "device=cuda", "precision=fp32", "kernels.tf32=false", "kernels.compile=true")
     for one, other in zip(exact, right, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
         assert one["rewards/margins"] == pytest.approx(other["rewards/margins"], abs=2e-3)
     narrow = run(tmp_path, "bf16", kind, "device=cuda", "precision=bf16", "objective.reference_logps=cached")
-    assert narrow[0]["loss"] == pytest.approx(math.log(2) if loss_type == "sigmoid" else 0.5, abs=5e-3)
+    assert narrow[0]["loss"] == pytest.approx(math.log(2) if kind.endswith("sigmoid") else 0.5, abs=5e-3)
     assert narrow[-1]["valid"]["valid"]["rewards/accuracies"] == pytest.approx(right[-1]["valid"]["valid"]["rewards/accuracies"], abs=0.2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -120,8 +120,9 @@ def text_checks(name: str, selection: Selection, context: DataContext) -> Iterat
 def length_check(name: str, selection: Selection, config: DataConfig) -> Iterator[Check]:
     """How many documents do not fit into a row, and what happens to them."""
     longer = pieces = total = cut = 0
+    whole = replace(selection, max_length=None)
     for first in range(0, selection.num_documents, CHUNK_DOCUMENTS * 16):
-        _, lengths = selection.pick(first, first + CHUNK_DOCUMENTS * 16)
+        _, lengths = whole.pick(first, first + CHUNK_DOCUMENTS * 16)
         over = lengths[lengths > config.seq_len]
         total, longer = total + len(lengths), longer + len(over)
         pieces, cut = pieces + int((-(-over // config.seq_len)).sum()), cut + int(lengths.sum())
@@ -129,12 +130,9 @@ def length_check(name: str, selection: Selection, config: DataConfig) -> Iterato
     if not total:
         return
     if isinstance(selection.source, (PairSource, UnpairedSource)):
-        skipped = selection.num_documents - total
         what = "pairs" if isinstance(selection.source, PairSource) else "records"
-        detail = f"{skipped} of {selection.num_documents} {what} are longer than data.seq_len={config.seq_len} and left out"
-        yield Check(
-            title, "warn" if skipped > MANY_LONG * selection.num_documents else "ok", detail, "Raise data.seq_len." if skipped else None
-        )
+        detail = f"{longer} of {total} {what} are longer than data.seq_len={config.seq_len} and left out"
+        yield Check(title, "warn" if longer > MANY_LONG * total else "ok", detail, "Raise data.seq_len." if longer else None)
         return
     mean = cut / total
     detail = f"{total} documents of {mean:.0f} tokens on average; {longer} are longer than data.seq_len={config.seq_len}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from headway.errors import ConfigError
-from headway.objective.base import Collectives, Loss, MetricSums, Objective, StepInfo, StepObjective, Term
+from headway.objective.base import Collectives, Loss, MetricSums, MismatchObjective, Objective, StepInfo, StepObjective, Term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,9 +34,12 @@ def with_balance(objective: Objective, model: ModelConfig) -> Objective:
     experts = model.experts
     if experts is None:
         return objective
+    by_step = bool(experts.aux_loss) and experts.aux_scope == "step"
+    if isinstance(objective, MismatchObjective) and not by_step:
+        return MismatchBalanced(objective, experts)
     if isinstance(objective, StepObjective):
         raise ConfigError(f"model.experts is given with an objective that couples all rows of a step ({type(objective).__name__}).")
-    return StepBalanced(objective, experts) if experts.aux_loss and experts.aux_scope == "step" else Balanced(objective, experts)
+    return StepBalanced(objective, experts) if by_step else Balanced(objective, experts)
 
 
 class Balanced:
@@ -72,6 +75,22 @@ class Balanced:
         is_row = (tokens > 0).to(values.dtype)
         total = (values * is_row).sum()
         return Term(total, per="rows", coefficient=self.experts.aux_loss), (total.detach(), is_row.sum())
+
+
+class MismatchBalanced(Balanced):
+    """Balances each row by itself; the survey is that of the objective."""
+
+    def __init__(self, inner: MismatchObjective, experts: ExpertsConfig) -> None:
+        super().__init__(inner, experts)
+        self.surveyor = inner
+
+    def surveyed_rows(self, batch: Batch) -> Batch:
+        """Those of the objective."""
+        return self.surveyor.surveyed_rows(batch)
+
+    def survey(self, out: ModelOut, batch: Batch) -> Tensor:
+        """What the objective must know; the choices of routers in these rows count nowhere."""
+        return self.surveyor.survey(out, batch)
 
 
 class StepBalanced(Balanced):

@@ -9,7 +9,9 @@ from support.unpaired import documents_of, random_records, steps_of, write_unpai
 
 from headway.data.config import DataConfig
 from headway.data.open import open_data
+from headway.data.selection import Selection, split_side
 from headway.data.unpaired import LABEL, RECORD, UnpairedSource, mismatched
+from headway.diagnose.data_checks import length_check
 from headway.errors import DataError, HeadwayError
 from headway.store.reader import StoreWriter, open_store
 
@@ -105,3 +107,14 @@ def test_what_has_no_labels_or_no_other_record_is_refused(tmp_path: Path) -> Non
         opened("good")
     with pytest.raises(HeadwayError, match="holds answers labelled good or bad"):
         opened("good", pairs=True)
+
+
+def test_a_checkup_counts_long_records_and_not_those_held_out(tmp_path: Path) -> None:
+    records = [([1] * (12 if number == 3 else 2), [2] * 8, True) for number in range(20)]
+    source = UnpairedSource(open_store(write_unpaired(tmp_path / "s", [*records, ([3], [4], False)])), 16)
+    for held_out in (0.2, 0.5):
+        selection = split_side(Selection(source, max_length=16), "train", held_out)
+        (check,) = length_check("s", selection, DataConfig(seq_len=16))
+        kept = len(split_side(Selection(source), "train", held_out).pick(0, 21)[0])
+        assert check.detail.endswith(f"of {kept} records are longer than data.seq_len=16 and left out"), check.detail
+        assert check.detail[0] in "01"
