@@ -46,7 +46,7 @@ def teacher(folder: Path) -> LoadedModel:
 def few(folder: Path, teacher: LoadedModel) -> tuple[str, ...]:
     """A run with eight tokens per position, in half precision."""
     write(folder, teacher, "store0", "few", LogitsOptions(top_k=8, temperature=2.0))
-    shape = ("objective.kind=distill", f"objective.cache={folder}/few", "objective.temperature=2.0")
+    shape = ("objective.kind=distill", f"objective.cache={folder}/few", "objective.temperature=2.0", "model.num_layers=2")
     return (*shape, "steps=4", "optim.lr=1e-2", "checkpoint.every=2")
 
 
@@ -54,12 +54,13 @@ def write(folder: Path, teacher: LoadedModel, store: str, out: str, options: Log
     return write_logits(teacher, open_store(folder / store), folder / out, options)
 
 
-def run(folder: Path, name: str, *overrides: str, world: int = 1) -> list[dict[str, Any]]:
-    loaded = load(Recipe, None, [*tiny_settings(folder / "runs", name), f"data.train=[{folder}/store0]", *overrides])
-    if world == 1:
-        train(loaded)
-    else:
-        start_processes(lambda: train(loaded), world)
+def recipe(folder: Path, name: str, *overrides: str) -> Recipe:
+    return load(Recipe, None, [*tiny_settings(folder / "runs", name), f"data.train=[{folder}/store0]", *overrides])
+
+
+def run(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
+    loaded = recipe(folder, name, *overrides)
+    train(loaded)
     return read_metrics(loaded.run.folder / "metrics.jsonl")
 
 
@@ -101,13 +102,15 @@ def test_a_few_tokens_in_half_precision_teach_nearly_the_same(folder: Path, few:
 def test_microbatches_and_ranks_change_nothing_and_a_resumed_run_is_the_uninterrupted_one(folder: Path, few: tuple[str, ...]) -> None:
     plain = run(folder, "plain", *few)
     assert_same(run(folder, "wide", *few, "batch.micro_rows=4", "data.workers=0"), plain, 1e-4)
-    assert_same(run(folder, "zero1", *few, world=2), plain, 1e-4)
-    assert_same(run(folder, "fsdp", *few, "parallel.strategy=fsdp", world=2), plain, 1e-4)
+    layouts = {"zero1": (), "fsdp": ("parallel.strategy=fsdp",), "pipeline": ("parallel.pipeline=2",)}
+    for name, more in layouts.items():
+        one = recipe(folder, name, *few, "checkpoint.every=null", *more)
+        start_processes(lambda one=one: train(one), 2)
+        assert_same(read_metrics(one.run.folder / "metrics.jsonl"), plain, 1e-4)
     straight, again = folder / "runs" / "plain", folder / "runs" / "again"
     shutil.copytree(folder / "few", folder / "moved")
     moved = (*few, f"objective.cache={folder}/moved")
-    loaded = load(Recipe, None, [*tiny_settings(folder / "runs", "again"), f"data.train=[{folder}/store0]", *moved])
-    train(loaded, resume=str(straight / "checkpoints" / "step-00000002"))
+    train(recipe(folder, "again", *moved), resume=str(straight / "checkpoints" / "step-00000002"))
     assert deterministic(again / "metrics.jsonl") == deterministic(straight / "metrics.jsonl")[2:]
     shutil.copyfile(straight / "metrics.jsonl", again / "metrics.jsonl")
     assert_same_run(straight, again, 4)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from headway.kernels.distill_loss import DistillShaping, TeacherHead, linear_distill
+from headway.kernels.topk_distill_loss import linear_top_k, linear_topk_distill
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -45,3 +46,23 @@ def test_memory_is_that_of_a_chunk_whatever_the_length_of_a_row() -> None:
         weight.grad = None
     assert peaks[1] < 1.2 * peaks[0]
     assert peaks[1] < 16384 * vocab * 4  # one tensor of the whole logits in fp32
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_stored_logits_in_bf16_on_the_device_agree_with_fp32_on_the_host(drop: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((512, 64), (1000, 64), (512, 96), (1000, 96))
+    hidden, weight, taught, teacher = (torch.randn(*shape, generator=generator) / 4 for shape in shapes)
+    targets, counted = torch.randint(0, 1000, (512,), generator=generator), torch.ones(512)
+    stored = linear_top_k(taught, teacher, 16, 2.0)
+    found = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        leaf, head = (x.bfloat16().to(device, dtype) for x in (hidden, weight))
+        leaf.requires_grad_()
+        given = type(stored)(stored.ids.int().to(device), stored.log_probs.half().to(device))
+        out = linear_topk_distill(leaf, head, given, targets.to(device), counted.to(device), DistillShaping(2.0, False, 0.5), drop, 256)
+        out.total.backward()
+        assert leaf.grad is not None
+        found.append((float(out.total.detach()), leaf.grad.float().cpu()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=5e-3)
+    assert (found[0][1] - found[1][1]).norm() / found[1][1].norm() < 0.02

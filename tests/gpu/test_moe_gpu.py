@@ -4,6 +4,10 @@ import pytest
 import torch
 
 from headway.kernels.grouped import _linear, _weights, grouped_inputs, grouped_linear, grouped_weights, has_kernel
+from headway.kernels.packed_layout import PackedLayout
+from headway.kernels.packed_weight import pack, unpack
+from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.experts import AdaptedExpertLinear
 from headway.model.base import compile_method
 from headway.model.config import ModelConfig
 from headway.model.moe import MixtureOfExperts
@@ -68,3 +72,47 @@ def test_a_compiled_mixture_neither_waits_for_the_host_nor_compiles_again() -> N
                 out.sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_updates_of_quantised_experts_in_bf16_are_near_the_effective_matrices_in_fp32(compiled: bool) -> None:
+    """Every matrix in nf4 with an update of rank 8, against plain experts that hold W + s B A."""
+    low, exact = mixture(torch.bfloat16), mixture(torch.float32)
+    updates: dict[str, tuple[torch.Tensor, torch.Tensor, torch.nn.Parameter]] = {}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        old = getattr(low.experts, name)
+        experts, outputs, inputs = old.weight.shape
+        layout = PackedLayout("nf4", experts * outputs, inputs, experts)
+        packed = pack(old.weight.detach().flatten(0, 1), "nf4")
+        made = AdaptedExpertLinear(old, AdapterConfig(rank=8, targets=("experts",))).cuda().bfloat16()
+        for factor in (made.lora_A, made.lora_B):
+            assert factor is not None
+            torch.nn.init.normal_(factor.weight, std=0.05)
+        made.store_packed(layout)
+        getattr(made, "weight_nf4").data.copy_(packed)  # noqa: B009 - a parameter that the checker does not know
+        setattr(low.experts, name, made)
+        assert made.lora_A is not None and made.lora_B is not None
+        whole = unpack(packed, layout, torch.float32).view(layout.shape)
+        whole = whole + made.scale * made.lora_B.weight.detach().float() @ made.lora_A.weight.detach().float()
+        getattr(exact.experts, name).weight.data.copy_(whole)
+        updates[name] = (made.lora_A.weight, made.lora_B.weight, getattr(exact.experts, name).weight)
+    exact.gate.load_state_dict({name: value.float() for name, value in low.gate.state_dict().items()})
+    x = torch.randn(2, 512, 256, device="cuda").bfloat16()
+    route = compile_method(low.route) if compiled else low.route
+    a, b = x.detach().requires_grad_(), x.float().requires_grad_()
+    counted = torch.ones(2, 512, device="cuda")
+    got, right = route(a, counted)[0], exact.route(b, counted)[0]
+    torch.testing.assert_close(got.float(), right.detach(), rtol=5e-2, atol=5e-2 * float(right.detach().abs().max()))
+    upstream = torch.randn_like(right)
+    got.backward(upstream.bfloat16())
+    right.backward(upstream)
+    assert a.grad is not None and b.grad is not None
+    torch.testing.assert_close(a.grad.float(), b.grad, rtol=5e-2, atol=5e-2 * float(b.grad.abs().max()))
+    scale = 32 / 8
+    for first, second, whole in updates.values():
+        assert first.grad is not None and second.grad is not None and whole.grad is not None
+        for ours, theirs in (
+            (first.grad.float(), scale * second.detach().float().mT @ whole.grad),
+            (second.grad.float(), scale * whole.grad @ first.detach().float().mT),
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2 * float(theirs.abs().max()))
