@@ -18,7 +18,7 @@ from headway.model.layout import HEAD, SCORE, num_parameters, param_specs
 from headway.optim.groups import trainable
 
 SMALL = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, ffn_size=24, vocab_size=32, max_seq_len=32, tie_embeddings=False)
-WITHOUT = {"cohere2", "granite", "internlm", "olmoe", "transformers", "z2all", "gpt_oss"}
+WITHOUT = {"cohere2", "granite", "internlm", "olmoe", "transformers", "z2all"}
 """Families without such a class, or published as another one; `transformers` wraps causal models alone."""
 IDS = torch.randint(1, 96, (2, 11), generator=torch.Generator().manual_seed(3))
 

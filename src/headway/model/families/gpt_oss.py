@@ -18,6 +18,7 @@ from headway.model.layout import EXPERTS, ParamSpec
 
 MODEL_TYPE = "gpt_oss"
 ARCHITECTURE = "GptOssForCausalLM"
+CLASSIFIER = "GptOssForSequenceClassification"
 QUANTISED = ("mxfp4",)
 PERIOD = 2
 THETA = 150_000.0
