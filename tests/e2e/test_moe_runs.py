@@ -78,3 +78,30 @@ def test_a_killed_mixture_ends_bit_for_bit_like_the_undisturbed_one_with_its_bia
     assert record["dropped_tokens"] == 0 and record["expert_load_max"] >= 1 and record["router_entropy"] > 0 and record["aux_loss"] > 0
     shares = [value for name, value in record.items() if name.startswith("expert_share/1.")]
     assert len(shares) == 4 and sum(shares) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+def test_the_bias_of_balance_travels_through_published_folders(dense: tuple[Path, Path]) -> None:
+    """Latent attention and grouped experts: trained, exported, read again; the bias stays unless a rate is given."""
+    recipe, _ = dense
+    shape = [
+        "model={family: deepseek_v3, hidden_size: 32, num_layers: 2, num_heads: 2, ffn_size: 48, vocab_size: 64, max_seq_len: 128, "
+        "latent_attention: {kv_rank: 8, nope_head_dim: 8, rope_head_dim: 4, value_head_dim: 8}, experts: {num: 4, ffn_size: 16, "
+        "shared_ffn_size: 16, router: sigmoid, first_dense: 1, num_groups: 2, groups_per_token: 2, aux_loss: 0.0, bias_rate: 0.05}}",
+    ]
+    train(load(Recipe, recipe, ["run.name=mla", *shape]))
+    final = _run(recipe, "mla") / "final"
+    first = bias_of(final)
+    assert first.abs().max() > 0
+    again = ["steps=1", f"init.from={final}", "model={max_seq_len: 128}"]
+    train(load(Recipe, recipe, ["run.name=fixed", *again]))
+    assert torch.equal(bias_of(_run(recipe, "fixed") / "final"), first)
+    train(load(Recipe, recipe, ["run.name=moved", *again, "model.experts.bias_rate=0.05"]))
+    assert not torch.equal(bias_of(_run(recipe, "moved") / "final"), first)
+
+
+def bias_of(folder: Path) -> torch.Tensor:
+    """The bias as their file has it."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]

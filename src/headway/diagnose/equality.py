@@ -56,6 +56,10 @@ def small_model(model: ModelConfig, seq_len: int) -> tuple[ModelConfig, str]:
         "ffn_size": 128, "max_seq_len": max(seq_len, 2), "no_rope_layers": tuple(i for i in model.no_rope_layers if i < layers),
         "window_layers": None if model.window_layers is None else tuple(i for i in model.window_layers if i < layers),
     }  # fmt: skip
+    if model.experts is not None:
+        first = min(model.experts.first_dense, layers - 1)
+        every, shared = min(model.experts.every, layers - first), min(model.experts.shared_ffn_size, 32)
+        shape["experts"] = {**model.experts.model_dump(), "ffn_size": 32, "shared_ffn_size": shared, "first_dense": first, "every": every}
     if model.latent_attention is not None:
         sizes = {"kv_rank": 32, "nope_head_dim": 16, "rope_head_dim": 8, "value_head_dim": 16}
         q_rank = None if model.latent_attention.q_rank is None else 24

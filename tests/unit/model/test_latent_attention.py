@@ -156,6 +156,9 @@ def test_a_small_twin_for_checks_has_latent_attention_too() -> None:
     small, words = small_model(ModelConfig.model_validate({"preset": "deepseek-v2-lite"}), 64)
     assert small.latent_attention is not None and small.latent_attention.q_rank is None
     assert words == "a small random deepseek_v2"
+    big, _ = small_model(ModelConfig.model_validate({"preset": "deepseek-v3"}), 64)
+    assert big.is_mixture(1) and not big.is_mixture(0)
+    assert num_parameters(big) < 20e6 + 2 * big.vocab * big.hidden_size
 
 
 def test_layers_that_predict_more_tokens_are_left_out() -> None:
