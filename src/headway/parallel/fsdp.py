@@ -201,9 +201,9 @@ class FsdpEngine(BaseEngine):
             for part in members
             if not part.is_whole
         }
-        for experts, group in ((False, self.ranks.shard), (True, self._expert_ranks.shard)):
+        for experts, sharers in ((False, self.ranks.shard), (True, self._expert_ranks.shard)):
             some = {name: member for name, member in sharded.items() if (self.boxes[name].expert_ranks > 1) == experts}
-            update_whole(some, self.owners, group, update)
+            update_whole(some, self.owners, sharers, update)
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
