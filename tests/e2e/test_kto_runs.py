@@ -94,6 +94,7 @@ def test_two_ranks_leave_what_one_process_leaves(folder: Path, plain: list[dict[
     assert_same(run(folder, f"two-{layout}", f"objective.reference_logps={how}", *LAYOUTS[layout], world=2), plain)
 
 
+@pytest.mark.drill
 def test_records_packed_into_rows_are_records_on_their_own(folder: Path) -> None:
     whole = ("data.valid=null", "steps=null", "epochs=1", "batch.rows=100", "objective.reference_logps=cached")
     packed = run(folder, "packed", *whole, "batch.micro_rows=50")

@@ -63,7 +63,8 @@ def overrides(path: Path, text: Path) -> list[str]:
         return [*where, *layers, *short, "stages.2.epochs=null", "data.valid.fraction=0.1"]
     if path.stem in ("sft", "dpo", "kto", "lora", "reward"):
         raw = {"sft": "chat", "dpo": "pairs", "kto": "labelled", "lora": "chat", "reward": "pairs"}[path.stem]
-        return [f"init.from={text}/base", f"data.train.0.path={text}/{raw}.jsonl", "epochs=null", "batch={rows: 2, micro_rows: 1}"]
+        short = ["data.seq_len=128"] if path.stem == "kto" else []
+        return [f"init.from={text}/base", f"data.train.0.path={text}/{raw}.jsonl", "epochs=null", "batch={rows: 2, micro_rows: 1}", *short]
     if path.stem == "sparsify":
         return [f"init.from={text}/base", f"data.train=[{text}/store]", "batch={tokens: 2048, micro_rows: 2}"]
     taught = [f"objective.teacher={text}/base"] if path.stem == "distill" else []
