@@ -1,5 +1,7 @@
 """`headway eval` as one types it: several datasets, suites, continuations, reports, models side by side."""
 
+import contextlib
+import io
 import json
 import math
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.byte_model import CONFIG, byte_tokenizer, write_model
+from support.ranks import start_processes
 
 from headway.cli import main
 from headway.eval.dataset import SUITES
@@ -220,15 +223,22 @@ def test_a_dataset_is_split_by_a_key_or_by_file(capsys: pytest.CaptureFixture[st
     assert "all.jsonl:1: has no key 'meta.kind'" in said and len(said.strip().splitlines()) == 1
 
 
-@pytest.mark.slow
+def printed(arguments: list[str]) -> str:
+    """What a rank prints; `--nproc 2` starts such ranks as fresh interpreters (test_harness.py)."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(arguments) == 0
+    return out.getvalue()
+
+
 def test_two_ranks_find_what_one_finds(capfd: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path) -> None:
     (tmp_path / "again").symlink_to(model)
     options = ["--batch-tokens", "32", "--stride", "8", "--by", "file", "--prompt=-a", "--json"]
     arguments = ["eval", "compare", model, str(tmp_path / "again"), *data, *options]
     assert main(arguments) == 0
     alone = json.loads(capfd.readouterr().out)
-    assert main([*arguments, "--nproc", "2"]) == 0
-    both = json.loads(capfd.readouterr().out)
+    first, second = start_processes(lambda: printed(arguments), 2)
+    assert second == ""
+    both = json.loads(first)
     for one, other in zip(alone["models"], both["models"], strict=True):
         assert list(flat(one)) == list(flat(other))
         for key, value in flat(one).items():
