@@ -87,7 +87,7 @@ def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[bytes] | F
     while time.monotonic() < end and process.poll() is None:
         if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
             return
-        time.sleep(0.02)
+        time.sleep(0.005)
 
 
 def assert_same_run(one: Path, two: Path, step: int) -> None:
