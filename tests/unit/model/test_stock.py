@@ -128,6 +128,8 @@ def test_the_shape_of_a_wrapped_class_is_read_off_it(pair: tuple[Any, LoadedMode
         ({"model_type": "diffllama"}, "layer 0 attends out of order, or twice"),
         ({"model_type": "arcee", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type is 'dynamic'"),
         ({"model_type": "stablelm", "num_attention_heads": "four"}, "transformers cannot make this model"),
+        ({"model_type": "starcoder2", "max_position_embeddings": -1}, "Starcoder2ForCausalLM: max_seq_len Input should be greater than 0"),
+        ({"model_type": {}}, "does not know"),
         ({"model_type": "no_such_model"}, "which the installed transformers does not know"),
         ({"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}, "model.trust_remote_code=true"),
     ],

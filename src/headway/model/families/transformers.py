@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families.base import Piece
-from headway.model.layout import ParamSpec
+from headway.model.layout import HEAD, ParamSpec
 
 if TYPE_CHECKING:
     from headway.model.base import Model
@@ -45,7 +47,7 @@ def knows(given: Mapping[str, Any]) -> bool:
     """Whether the installed transformers has a decoder for a config.json; False where it is too old or missing."""
     from headway.runtime.optional import is_installed
 
-    if not is_installed(NAME):
+    if not is_installed(NAME) or not isinstance(given.get("model_type"), str):
         return False
     from headway.model.stock.classes import known_to_transformers
 
@@ -64,28 +66,32 @@ def read(given: Mapping[str, Any], trust_remote_code: bool = False) -> ModelConf
     theirs = make_config(given, trust_remote_code=trust_remote_code)
     inner = {path: sizes for path, sizes in facts.linears.items() if path.startswith(f"{facts.layers}0.")}
     ffn = max((max(sizes) for sizes in inner.values()), default=4 * facts.hidden_size)
-    sizes = [facts.hidden_size, *(sizes for spec in facts.specs if spec.tied_to or spec.name == "lm_head.weight" for sizes in spec.shape)]
     windowed = tuple(layer for layer, window in enumerate(facts.windows) if window is not None)
-    return ModelConfig(
-        family=NAME,
-        hf_config=dict(given),
-        trust_remote_code=trust_remote_code,
-        hidden_size=facts.hidden_size,
-        num_layers=len(facts.windows),
-        num_heads=facts.num_heads,
-        num_kv_heads=facts.kv_heads,
-        head_dim=facts.head_size,
-        ffn_size=ffn,
-        ffn_gate=sum(ffn == outputs for outputs, _ in inner.values()) > 1,
-        vocab_size=next((spec.shape[0] for spec in facts.specs if spec.tied_to is not None or spec.name == "lm_head.weight"), max(sizes)),
-        max_seq_len=next((int(getattr(theirs, key)) for key in LENGTHS if getattr(theirs, key, None)), UNLIMITED),
-        tie_embeddings=facts.tied is not None,
-        sliding_window=next((window for window in facts.windows if window is not None), None),
-        window_layers=windowed if windowed and len(windowed) < len(facts.windows) else None,
-        attention_softcap=facts.softcap,
-        logit_scale=facts.logit_scale,
-        logit_softcap=facts.logit_softcap,
-    )
+    shape: dict[str, Any] = {
+        "family": NAME,
+        "hf_config": dict(given),
+        "trust_remote_code": trust_remote_code,
+        "hidden_size": facts.hidden_size,
+        "num_layers": len(facts.windows),
+        "num_heads": facts.num_heads,
+        "num_kv_heads": facts.kv_heads,
+        "head_dim": facts.head_size,
+        "ffn_size": ffn,
+        "ffn_gate": sum(ffn == outputs for outputs, _ in inner.values()) > 1,
+        "vocab_size": next(spec.shape[0] for spec in facts.specs if spec.tied_to is not None or spec.name == HEAD),
+        "max_seq_len": next((int(getattr(theirs, key)) for key in LENGTHS if getattr(theirs, key, None)), UNLIMITED),
+        "tie_embeddings": facts.tied is not None,
+        "sliding_window": next((window for window in facts.windows if window is not None), None),
+        "window_layers": windowed if windowed and len(windowed) < len(facts.windows) else None,
+        "attention_softcap": facts.softcap,
+        "logit_scale": facts.logit_scale,
+        "logit_softcap": facts.logit_softcap,
+    }
+    try:
+        return ModelConfig.model_validate(shape)
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, one['loc']))} {one['msg']}".strip() for one in error.errors())
+        raise ConfigError(f"{facts.class_name}: {said[:500]}.") from None
 
 
 def published(config: ModelConfig) -> ModelConfig:

@@ -63,7 +63,7 @@ def make_config(given: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrai
 
     kind, rest = given.get("model_type"), {key: value for key, value in given.items() if key not in OURS}
     needs_code = isinstance(given.get("auto_map"), dict)
-    if needs_code and kind not in CONFIG_MAPPING and not trust_remote_code:
+    if needs_code and not (isinstance(kind, str) and kind in CONFIG_MAPPING) and not trust_remote_code:
         raise ConfigError(
             f"model_type {str(kind)[:80]!r} is code in the model's folder. headway does not run it unless asked: if you trust it, set "
             "model.trust_remote_code=true."
