@@ -28,6 +28,7 @@ def test_families_on_every_axis_train_like_one_process() -> None:
     listed += trials(2, {"tensor": 2}, ("deepseek", "gemma3", "olmo2", "gpt2"), adapter=LORA)
     listed += trials(2, {"pipeline": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2"))
     listed += trials(2, {"context": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2"))
+    listed += trials(2, {"expert": 2}, ("gpt_oss",))
     listed += [trial("trained sinks, context 2", 2, {"context": 2}, config=PLAIN.with_(attention_sinks=True, sliding_window=5))]
     listed += trials(2, {"strategy": "fsdp"}, ("deepseek", "gemma2", "gpt2", "olmo2", "gpt_oss"))
     listed += [trial("olmo2, 2 KV heads on 4 ranks", 4, {"tensor": 4}, config=PLAIN.with_(num_kv_heads=2, **FAMILY_SHAPES["olmo2"]))]

@@ -30,6 +30,16 @@ FAMILIES: dict[str, ModelConfig] = {
         latent_attention={"kv_rank": 24, "q_rank": 20, "nope_head_dim": 10, "rope_head_dim": 6, "value_head_dim": 12},
         experts={"num": 8, "per_token": 3, "ffn_size": 16, "shared_ffn_size": 16, "router": "sigmoid", "first_dense": 1, "num_groups": 2},
     ),
+    "gpt_oss": BASE.with_(
+        family="gpt_oss",
+        attention_sinks=True,
+        qkv_bias=True,
+        output_bias=True,
+        sliding_window=5,
+        window_layers=(0, 2),
+        tie_embeddings=False,
+        experts={"num": 4, "per_token": 2, "router_bias": True, "bias": True, "swiglu_limit": 0.8},
+    ),
     "smollm3": BASE.with_(family="smollm3", no_rope_layers=(0, 2), head_dim=12),
 }
 QUICK = ("mistral", "qwen2")
