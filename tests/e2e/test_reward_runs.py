@@ -130,6 +130,11 @@ def test_the_head_of_an_adapter_run_trains_and_is_in_its_peft_folder(folder: Pat
     data = folder / "pairs.jsonl"
     merged = scores(run, data, tmp_path / "a.jsonl")
     assert scores(run / "checkpoints" / "step-00000004", data, tmp_path / "b.jsonl")[0] == pytest.approx(merged[0], abs=1e-5)
+    if base is not None:
+        train(load(Recipe, run / "recipe.yaml", ["run.name=lora-again"]), resume=str(run / "checkpoints" / "step-00000002"))
+        again = folder / "runs" / "lora-again"
+        shutil.copyfile(run / "metrics.jsonl", again / "metrics.jsonl")
+        assert_same_run(run, again, 4)
     if base is None:
         apart = scores(run / "final" / "adapter", data, tmp_path / "c.jsonl")
         assert [one["reward_chosen"] for one in apart] == pytest.approx([one["reward_chosen"] for one in merged], abs=1e-5)

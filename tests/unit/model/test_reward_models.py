@@ -45,10 +45,16 @@ def test_families_name_the_class_that_transformers_has() -> None:
 
 
 QUICK = ("llama", "gpt2", "gemma2", "qwen3_moe")
+SLOW = ("gemma3", "phi3", "glm4", "deepseek_v3", "gpt_oss")
 SCORED = [name for name in CASES if "CLASSIFIER" in vars(family_of(name.split()[0])) and name != "phi3 longrope"]
 
 
-@pytest.mark.parametrize("case", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in SCORED])
+def marked(case: str) -> Any:
+    """A case of the default tests, of the slow ones or of the drills: those that differ most come first."""
+    return case if case in QUICK else pytest.param(case, marks=pytest.mark.slow if case in SLOW else pytest.mark.drill)
+
+
+@pytest.mark.parametrize("case", map(marked, SCORED))
 def test_scores_are_those_of_transformers_and_an_export_loads_there(case: str, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     trunk = build_theirs(case)
