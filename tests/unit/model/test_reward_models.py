@@ -54,7 +54,7 @@ def marked(case: str) -> Any:
     return case if case in QUICK else pytest.param(case, marks=pytest.mark.slow if case in SLOW else pytest.mark.drill)
 
 
-@pytest.mark.parametrize("case", map(marked, SCORED))
+@pytest.mark.parametrize("case", [marked(case) for case in SCORED])
 def test_scores_are_those_of_transformers_and_an_export_loads_there(case: str, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     trunk = build_theirs(case)
