@@ -12,7 +12,7 @@ from headway.export.huggingface import MARK, Dtype, atomic_folder, converted, sa
 from headway.infer.load import FINAL, find_model_of_family
 from headway.infer.stored_adapter import StoredAdapter
 from headway.model.adapter.config import AdapterConfig
-from headway.model.adapter.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_settings, is_adapter, their_tensors
+from headway.model.adapter.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_settings, is_adapter, notes_of, their_tensors
 from headway.optim.groups import ADAPTER
 from headway.runtime.storage import writing
 
@@ -35,9 +35,9 @@ def write_adapter(
         )
     whole = [name for name in values if ADAPTER not in name]
     settings = adapter_settings(config, model, whole, base)
-    tensors = {name: converted(name, value, dtype).contiguous().clone() for name, value in their_tensors(values, model)}
+    tensors = {name: converted(name, value, dtype).contiguous().clone() for name, value in their_tensors(values, config, model)}
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
-        save_weights(tensors, folder / ADAPTER_WEIGHTS, MARK)
+        save_weights(tensors, folder / ADAPTER_WEIGHTS, MARK | notes_of(config, model))
         (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 

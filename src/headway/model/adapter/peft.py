@@ -15,6 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.config import PARTS, AdapterConfig, expert_linears, linears
+from headway.model.adapter.peft_joined import (
+    held_by,
+    joined_updates,
+    note_of,
+    patterns,
+    read_note,
+    split_update,
+    stock_modules,
+)
 from headway.model.families.base import family_of, our_whole, pieces_of, published, their_whole
 from headway.model.layout import param_specs
 from headway.model.loading.huggingface import read_json
@@ -29,9 +38,9 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 PREFIX = "base_model.model."
 HARMLESS = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
-    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
-    "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r",
-    "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size",
+    "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
 """Keys of adapter_config.json that are read, or that do not change what the adapter computes."""
 
@@ -71,7 +80,7 @@ def base_of(folder: Path) -> str | None:
 
 def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
     """Read an adapter of a model; an unknown or missing tensor is an error."""
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
     settings = _settings(folder)
@@ -80,16 +89,25 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
         raise CheckpointError(f"{folder}: has no {ADAPTER_WEIGHTS}. Save the adapter as safetensors; a pickle can run code.")
     try:
         found = load_file(path)
+        with safe_open(path, "pt") as file:
+            joined = read_note(file.metadata(), model)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}. Fetch it again.") from None
     for name, value in found.items():
         if not value.is_floating_point() or value.element_size() < 2:
             raise CheckpointError(f"{path}: {name} is of type {value.dtype}; headway reads adapters of 16 or 32 bits.")
     found = dict(check_finite(found.items(), path))
-    updates, whole = _sort(found, model, path)
+    updates, whole = _sort(found, model, path, joined)
     modules = sorted({name.removesuffix("." + part) for name in updates for part in PARTS if name.endswith(part)})
     config = _config(settings, modules, folder)
-    own = {module: _rank_and_alpha(settings, their_name(f"{module}.weight", model).removesuffix(".weight"), folder) for module in modules}
+    stock = {ours: path for path, one in stock_modules(model).items() if f"{PREFIX}{path}.{PARTS[0]}" in found for ours in one.rows}
+    split = {ours for several in joined.values() for ours in several}  # these are as they were before they were joined
+    own = {
+        module: (config.rank, config.alpha)
+        if module in split
+        else _rank_and_alpha(settings, stock.get(module) or _bare(module, model), folder)
+        for module in modules
+    }
     patterned = any(numbers != (config.rank, config.alpha) for numbers in own.values())
     if patterned:
         config, updates = _padded(config, own, updates)
@@ -174,16 +192,26 @@ def _padded(
     return whole, found
 
 
-def _sort(found: Mapping[str, Tensor], model: ModelConfig, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _bare(path: str, model: ModelConfig) -> str:
+    return their_name(f"{path}.weight", model).removesuffix(".weight")
+
+
+def _sort(
+    found: Mapping[str, Tensor], model: ModelConfig, path: Path, joined: Mapping[str, list[str]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     family = family_of(model.family)
     shapes = {spec.name: spec.shape for spec in param_specs(model)}
-    adaptable = linears(model)
+    adaptable, stock = linears(model), stock_modules(model)
     updates: dict[str, Tensor] = {}
     whole: dict[str, Tensor] = {}
     for name, value in found.items():
         bare = name.removeprefix(PREFIX)
         part = next((one for one in PARTS if bare.endswith("." + one)), None)
         theirs = bare.removesuffix("." + part) + ".weight" if part else bare.replace(".base_layer.", ".")
+        module = stock.get(theirs.removesuffix(".weight")) if part else None
+        if part and module is not None and (part == PARTS[0] or value.shape[0] == module.outputs):
+            updates |= split_update(module, part, value, joined.get(module.path))
+            continue
         ours = our_whole(family, theirs)
         if part and ours is not None and ours.removesuffix(".weight") in adaptable:
             updates[f"{ours.removesuffix('.weight')}.{part}"] = value
@@ -200,8 +228,11 @@ def adapter_settings(config: AdapterConfig, model: ModelConfig, whole: list[str]
     """The adapter_config.json of an adapter; `whole` are the parameters that were fully trained."""
     check_exportable(config, model)
     target, _ = published(model)
-    modules = [their_name(f"{path}.weight", target).removesuffix(".weight") for path in config.modules(model)]
-    every = [their_name(f"{path}.weight", target).removesuffix(".weight") for path in linears(model)]
+    held, stock = held_by(config, target), stock_modules(target)
+    renamed = {ours: path for path in (stock if config.kind == "lora" else ()) for ours in stock[path].rows}
+    modules = list(dict.fromkeys(renamed.get(path) or _bare(path, target) for path in config.modules(model)))
+    every = list(dict.fromkeys(renamed.get(path) or _bare(path, target) for path in linears(model)))
+    ranks, alphas = patterns(config, held)
     owners = [their_name(name, target).rpartition(".")[0] for name in whole]
     owned = [their_name(spec.name, target).rpartition(".")[0] for spec in param_specs(model)]
     return {
@@ -216,7 +247,8 @@ def adapter_settings(config: AdapterConfig, model: ModelConfig, whole: list[str]
         "target_modules": _short(modules, every),
         "modules_to_save": _short(owners, owned) or None,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": any(stock[path].is_transposed for path in held),
+        **({"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}),
         "init_lora_weights": True,
         "inference_mode": True,
     }
@@ -231,6 +263,11 @@ def check_exportable(config: AdapterConfig, model: ModelConfig) -> None:
         )
 
 
+def notes_of(config: AdapterConfig, model: ModelConfig) -> dict[str, str]:
+    """What the file of the tensors says besides them."""
+    return note_of(held_by(config, published(model)[0]))
+
+
 def their_name(name: str, target: ModelConfig) -> str:
     """The name a parameter has in the family it is published under; ours where its tensors are not ours one by one, since an update of a
     part of a tensor, or of a transposed one, has no form in PEFT."""
@@ -242,10 +279,16 @@ def their_name(name: str, target: ModelConfig) -> str:
     return their_whole(family, name)
 
 
-def their_tensors(values: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def their_tensors(values: Mapping[str, Tensor], config: AdapterConfig, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Updates and fully trained parameters under PEFT's names."""
     target, _ = published(model)
+    held = held_by(config, target)
+    renamed = {ours for several in held.values() for ours in several}
+    for name, value in joined_updates(values, held, target):
+        yield PREFIX + name, value
     for name, value in values.items():
+        if name.rpartition(".lora_")[0] in renamed:
+            continue
         part = next((one for one in PARTS if name.endswith("." + one)), None)
         theirs = their_name(f"{name.removesuffix('.' + part)}.weight" if part else name, target)
         yield PREFIX + (f"{theirs.removesuffix('.weight')}.{part}" if part else theirs), value
