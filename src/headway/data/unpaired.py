@@ -146,14 +146,21 @@ class UnpairedSource(TokenSource):
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
         """The ids and loss mask of many records; what lies behind the end of one is 0 without loss."""
-        ids, mask = np.zeros(int(lengths.sum()), self.store.dtype), np.zeros(int(lengths.sum()), np.bool_)
+        pieces: list[tuple[int, int, int, int]] = []
         to = 0
         for document, start, length in zip(documents.tolist(), starts.tolist(), lengths.tolist(), strict=True):
-            found, flags = self._own(document) if self.matched else self._mismatch(document)
-            part = slice(start, start + length)
-            size = len(found[part])
-            ids[to : to + size], mask[to : to + size] = found[part], flags[part]
+            at = 0
+            for number, first, size in self._pieces(document):
+                low, high = max(start, at), min(start + length, at + size)
+                if low < high:
+                    pieces.append((number, first + low - at, high - low, to + low - start))
+                at += size
             to += length
+        ids, mask = np.zeros(to, self.store.dtype), np.zeros(to, np.bool_)
+        if pieces:
+            number, first, size, place = np.array(pieces, np.int64).T
+            into = ranges(place, size)
+            ids[into], mask[into] = self.store.gather(number, first, size)
         return ids, mask
 
     def is_good(self, documents: Iterable[int]) -> list[bool]:
@@ -166,20 +173,12 @@ class UnpairedSource(TokenSource):
         """Records with a good answer."""
         return self.num_documents // 2 if self.store.manifest.types is None else self.store.count_types().get(GOOD, (0, 0))[0]
 
-    def _own(self, document: int) -> tuple[Ids, Flags]:
-        mask = self.store.document_mask(document)
-        assert mask is not None
-        return self.store.document(document), mask
-
-    def _mismatch(self, document: int) -> tuple[Ids, Flags]:
+    def _pieces(self, document: int) -> list[tuple[int, int, int]]:
+        """What a record is made of: (document of the store, start, tokens). Prompts carry no loss there."""
+        if self.matched:
+            return [(document, 0, self.facts.length(document))]
         partner, prompt = self.facts.partner(document), self.facts.prompt(document)
-        size = self._mismatch_length(document) - prompt
-        first = self.facts.prompt(partner)
-        ids, mask = self._own(partner)
-        answer = slice(first, first + size)
-        return np.concatenate([self.store.tokens(document, 0, prompt), ids[answer]]), np.concatenate(
-            [np.zeros(prompt, np.bool_), mask[answer]]
-        )
+        return [(document, 0, prompt), (partner, self.facts.prompt(partner), self._mismatch_length(document) - prompt)]
 
     def _mismatch_length(self, document: int) -> int:
         """A mismatch that is too long loses the end of its answer."""
