@@ -64,7 +64,7 @@ def check_experts(config: ModelConfig, family: str, always: Mapping[str, Any]) -
     experts = config.experts
     if experts is None:
         raise ConfigError(f"model.experts is null; a Hugging Face {family} model has experts. Use another family.")
-    for key, value in always.items():
+    for key, value in {"router_bias": False, "bias": False, "swiglu_limit": None, **always}.items():
         if getattr(experts, key) != value:
             raise ConfigError(
                 f"model.experts.{key} is {getattr(experts, key)!r}, which the config.json of a Hugging Face {family} model cannot "

@@ -99,7 +99,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
     shared.require(config, "gpt_oss", attention_sinks=True, experts=config.experts, qk_norm=False, ffn_bias=False)
     shared.require_one_bias(config, "gpt_oss")
     always = {"normalize": True, "router_bias": True, "bias": True, "first_dense": 0, "every": 1}
-    experts = written_experts(config, "gpt_oss", num="num_local_experts", **always)
+    limit = None if config.experts is None else config.experts.swiglu_limit
+    experts = written_experts(config, "gpt_oss", num="num_local_experts", swiglu_limit=limit, **always)
     assert config.experts is not None
     if config.experts.swiglu_limit is None:
         raise ConfigError("model.experts.swiglu_limit is null; the SwiGLU of a Hugging Face gpt_oss model is clamped. Use another family.")
