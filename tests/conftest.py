@@ -62,7 +62,7 @@ def pytest_collection_finish() -> None:
     gc.callbacks.append(FREEZER.notice)
 
 
-def pytest_runtest_teardown() -> None:
-    """Between two tests, where a collection of the test before was slow."""
+def pytest_runtest_logfinish() -> None:
+    """After a test in which a collection was slow, when its fixtures are gone."""
     if FREEZER.is_due:
         FREEZER.freeze()

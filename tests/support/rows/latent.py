@@ -9,7 +9,7 @@ from headway.model.rope import attention_factor
 from headway.train.config import Recipe
 from support.observe import Row
 
-LATENT = ("model.latent_attention.kv_rank=8", "model.latent_attention.value_head_dim=8")
+LATENT = ("model.vocab_size=64", "model.latent_attention.kv_rank=8", "model.latent_attention.value_head_dim=8")
 YARN = (*LATENT, "model.rope_scaling.kind=yarn", "model.rope_scaling.factor=8")
 
 
