@@ -12,7 +12,7 @@ tokens.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,8 @@ class StockModel(Model):
         for name, child in made.named_children():
             if name != HEAD_MODULE or self.facts.tied is None:
                 self.add_module(name, child)
+        for layer in self.blocks().values():
+            layer.register_forward_hook(_own_memory)
         self.is_random = self.facts.is_random
         self._pass = partial(LayerPass, self.facts.windows, ScoreRule(self.facts.softcap), "auto")
 
@@ -151,3 +153,8 @@ class StockModel(Model):
             for module, name in self._computed:
                 object.__setattr__(module, name, getattr(module, name).to(device))
             self._device = device
+
+
+def _own_memory(_layer: nn.Module, _inputs: Any, output: Any) -> Any:
+    """What a layer returns, copied where it is a view: FSDP hangs its work on the tensor, and a change in place would lose it."""
+    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
