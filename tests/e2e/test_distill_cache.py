@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_stores(path)
     rng, writer = np.random.default_rng(5), StoreWriter(path / "chat", dtype="uint16", tokenizer_fingerprint=None, masked=True)
     for size in (150, 20, 64, 33, 130, 5, 41):
-        writer.add((rng.integers(0, 64) + 3 * np.arange(size)).astype(np.uint16) % 64, rng.random(size) < 0.6)
+        writer.add(rng.integers(0, 64, size).astype(np.uint16), rng.random(size) < 0.6)
     writer.finish()
     run(path, "teacher", "optim.lr=1e-2", "data.valid=null", "eval.every=null", "steps=8", "model.hidden_size=48")
     return path
