@@ -26,6 +26,7 @@ class Config(OptimConfig):
     """Settings of Adafactor."""
 
     NEEDS_MATRICES: ClassVar[bool] = True
+    COUPLES_EXPERTS: ClassVar[bool] = True  # steps are scaled by the size of the whole parameter
     HAS_NO: ClassVar[tuple[str, ...]] = ("betas", "eps")
 
     kind: str = setting("adafactor", "adafactor.", on_resume="fixed")

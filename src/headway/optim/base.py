@@ -110,6 +110,8 @@ class OptimConfig(KindConfig):
 
     NEEDS_MATRICES: ClassVar[bool] = False
     """Some of its parameters are updated by a `MatrixOptimizer`: settings that cut or move state freely are refused early."""
+    COUPLES_EXPERTS: ClassVar[bool] = False
+    """The update of one expert depends on the others of its layer, so that ranks cannot share them."""
     HAS_NO: ClassVar[tuple[str, ...]] = ()
     """Settings of a group that mean nothing to this optimizer and are refused."""
 

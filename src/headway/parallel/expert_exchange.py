@@ -30,9 +30,12 @@ class ExpertExchange:
     def __init__(self, experts: nn.Module, group: RankGroup) -> None:
         self.experts, self.group = experts, group
 
-    @torch.compiler.disable
     def __call__(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         """[N,D] of tokens x [N,D] with weights fp32 [N,k]."""
+        return self._run(x, weights, plan)
+
+    @torch.compiler.disable
+    def _run(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         gives, takes, local = self._agree(plan.ends)
         slots, scale = _Spread.apply(x, weights, plan.order, plan.places)  # pyright: ignore[reportGeneralTypeIssues]
         slots, scale = _Exchanged.apply(self.group, gives, takes, slots, scale)  # pyright: ignore[reportGeneralTypeIssues]

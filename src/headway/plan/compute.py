@@ -56,7 +56,7 @@ def layer_seconds(job: PlanJob, layer: int) -> PassSeconds:
     kind = "whole" if again else "selective" if recompute == "selective" else "none"
     window, trains, layout = job.model.window_of(layer), layer in job.trained_layers, job.layout
     mixture = job.model.is_mixture(layer)
-    key = ("layer", window, kind, trains, mixture, job.rows, layout.tensor, layout.sequence, layout.context)
+    key = ("layer", window, kind, trains, mixture, job.rows, layout.tensor, layout.sequence, layout.context, layout.expert)
     return job.cached(key, lambda: _layer(job, window, kind, trains, mixture))
 
 
@@ -118,7 +118,7 @@ def _mixture(job: PlanJob) -> tuple[float, float]:
     assert model.experts is not None
     width, ffn = model.hidden_size, model.expert_size / tensor
     slots = float(job.tokens * model.experts.per_token)
-    rows = max(1.0, slots / model.experts.num)
+    rows = max(1.0, slots * job.layout.expert / model.experts.num)
     seconds = matmul_seconds(job.gpu, 2.0 * slots * 2 * ffn * width, (rows, 2 * ffn, width))
     seconds += matmul_seconds(job.gpu, 2.0 * slots * ffn * width, (rows, width, ffn))
     shared = model.experts.shared_ffn_size / tensor
@@ -177,7 +177,7 @@ def reference_seconds(job: PlanJob) -> float:
 def update_seconds(job: PlanJob, rank: int = 0) -> float:
     """Clip and update of this rank's shard, gradients into their buffers."""
     gpu, count = job.gpu, job.parameters_of(rank)
-    mine = count.trained / job.layout.shards
+    mine = (count.trained - count.experts) / job.layout.shards + count.experts / job.layout.expert_shards
     state = STATE_BYTES[job.state_dtype] if job.other_state_bytes is None else job.other_state_bytes
     # read gradient for the norm; read and write state and master, read gradient, write the compute copy
     moved = mine * (4 + 2 * state + 8 + 4 + job.compute_bytes)

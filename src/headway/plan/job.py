@@ -115,9 +115,10 @@ class PlanJob:
 
     @property
     def counts(self) -> ModelCounts:
-        """Parameters of one tensor rank."""
-        tensor = self.layout.tensor
-        return self.cached(("counts", tensor), lambda: count_parameters(self.model, self.all_shapes, self.trains, tensor))
+        """Parameters of one tensor and expert rank."""
+        tensor, expert = self.layout.tensor, self.layout.expert
+        key = ("counts", tensor, expert)
+        return self.cached(key, lambda: count_parameters(self.model, self.all_shapes, self.trains, tensor, expert))
 
     @property
     def stages(self) -> list[range]:
@@ -155,7 +156,7 @@ class PlanJob:
     def parameters_of(self, rank: int) -> ParamCount:
         """Parameters of one rank of the pipeline (and of its tensor group)."""
         layout, stages = self.layout, self.stages_of(rank)
-        key = ("parameters", layout.tensor, layout.pipeline, layout.virtual_stages, rank)
+        key = ("parameters", layout.tensor, layout.expert, layout.pipeline, layout.virtual_stages, rank)
         ranges, is_last = [self.stages[stage] for stage in stages], layout.stages - 1 in stages
         return self.cached(key, lambda: self.counts.on_stages(ranges, first=0 in stages, last=is_last))
 
@@ -184,6 +185,10 @@ class PlanJob:
             shards=layout.shards,
             fsdp=layout.strategy == "fsdp" and layout.shards > 1,
             context=layout.context,
+            expert=layout.expert,
+            expert_shards=layout.expert_shards,
+            experts=count.experts,
+            frozen_experts=count.frozen_experts,
             memory=self.memory,
             compiled=self.software.fusion != "eager",
             on_cuda=True,

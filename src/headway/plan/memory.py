@@ -69,6 +69,12 @@ class MemoryJob:
     fsdp: bool = False
     context: int = 1
     """Ranks that share the tokens of a row."""
+    expert: int = 1
+    """Ranks that share experts. `experts` of `trained` and `frozen_experts` of `frozen` are of this rank's experts."""
+    expert_shards: int = 1
+    """Ranks that share masters and optimizer state of the same experts."""
+    experts: int = 0
+    frozen_experts: int = 0
     memory: MemoryConfig = MemoryConfig()
     compiled: bool = False
     on_cuda: bool = False
@@ -100,6 +106,11 @@ class MemoryJob:
         """Tokens of a microbatch that are this rank's."""
         return self.rows * self.seq_len // self.context
 
+    @property
+    def trained_shard(self) -> float:
+        """Parameters of which this rank has masters and optimizer state (with fsdp also weights and gradients)."""
+        return (self.trained - self.experts) / self.shards + self.experts / self.expert_shards
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -127,9 +138,9 @@ def estimate(job: MemoryJob) -> Estimate:
     """Bytes by kind at the peak of a step."""
     on_host = "optimizer" in job.memory.offload
     shares = job.compute_bytes == 4 and job.shards == 1
-    masters = 0 if shares else 4 * job.trained // job.shards
+    masters = 0 if shares else int(4 * job.trained_shard)
     per_state = STATE_BYTES[job.state_dtype] if job.other_state_bytes is None else job.other_state_bytes
-    state = int(per_state * job.trained / job.shards)
+    state = int(per_state * job.trained_shard)
     kinds = {
         "weights": _weights(job),
         "masters": 0 if on_host and not job.fsdp else masters,
@@ -188,12 +199,17 @@ def _weights(job: MemoryJob) -> int:
     ends = model.vocab * model.hidden_size * (1 if model.ties_head or model.score_head else 2) // job.tensor
     block = (count - ends) // max(1, model.num_layers)
     gathered = 2 * job.packed_bytes // max(1, model.num_layers)
-    return job.compute_bytes * (ends + 2 * block) + gathered + (4 * (job.frozen - job.packed) + job.packed_bytes) // job.shards
+    return job.compute_bytes * (ends + 2 * block) + gathered + _frozen_shard(job)
+
+
+def _frozen_shard(job: MemoryJob) -> int:
+    plain = 4 * (job.frozen - job.packed - job.frozen_experts) + job.packed_bytes
+    return plain // job.shards + 4 * job.frozen_experts // job.expert_shards
 
 
 def _gradients(job: MemoryJob) -> int:
     if job.fsdp:
-        return 4 * job.trained // job.shards + (4 * job.trained if job.accumulate > 1 else 0)
+        return int(4 * job.trained_shard) + (4 * job.trained if job.accumulate > 1 else 0)
     return (4 if job.compute_bytes == 4 else job.grad_bytes) * job.trained
 
 
@@ -244,7 +260,9 @@ def _mixture_extra(job: MemoryJob, dense: float) -> float:
     shared = 3 * model.experts.shared_ffn_size / job.tensor
     small = (3 * model.experts.num * 4 + 24 * model.experts.per_token) / job.compute_bytes
     wide = 0 if job.compiled or job.compute_bytes == 4 else 2 * model.hidden_size  # the router's fp32 input
-    return share * (2 * inner + shared + small + wide - dense)
+    # slots that came from other ranks instead of the tokens they were made of; as many as this rank sends where loads are equal
+    arrived = (model.experts.per_token - 1) * model.hidden_size if job.expert > 1 else 0
+    return share * (2 * inner + shared + small + wide + arrived - dense)
 
 
 def _per_block(job: MemoryJob) -> float:
@@ -268,7 +286,8 @@ def _working(job: MemoryJob, *, recomputed: bool) -> float:
     # the gradient of the product becomes that of the gate in place, next to that of up; eager operations keep each result
     gradients = (ffn + width) if job.compiled else (3 * ffn + 2 * width)
     if model.experts is not None:  # sorted copies of inputs and of gradients, and gradients of gate, up and their product
-        gradients += model.experts.per_token * (3 * model.expert_size / job.tensor + 3 * width)
+        copies = 5 if job.expert > 1 else 3  # what is sent and what arrives exist at the same time
+        gradients += model.experts.per_token * (3 * model.expert_size / job.tensor + copies * width)
     if job.adapter:  # gate and up of the low-rank branch
         gradients += 2 * ffn
     again = _per_token(job, selective=False) if recomputed else 0.0

@@ -7,12 +7,12 @@ has the layers of its stages; the first stage the embedding, the last the final 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from math import prod
 
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.config import ModelConfig
-from headway.model.layout import EMBEDDING, HEAD, SCORE, ParamSpec, param_specs
+from headway.model.layout import EMBEDDING, EXPERTS, HEAD, SCORE, ParamSpec, param_specs
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -26,11 +26,12 @@ class ParamCount:
     packed: int = 0
     """Of those that do not train: stored quantised."""
     packed_bytes: int = 0
+    experts: int = 0
+    """Of those that train: of experts that ranks share."""
+    frozen_experts: int = 0
 
     def __add__(self, other: ParamCount) -> ParamCount:
-        return ParamCount(
-            self.trained + other.trained, self.frozen + other.frozen, self.packed + other.packed, self.packed_bytes + other.packed_bytes
-        )
+        return ParamCount(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     @property
     def total(self) -> int:
@@ -62,8 +63,8 @@ class ModelCounts:
         return total
 
 
-def count_parameters(model: ModelConfig, shapes: Shapes, training: Collection[str], tensor: int = 1) -> ModelCounts:
-    """Counts of one tensor rank. `shapes` has adapters too, and the bytes of what is stored quantised."""
+def count_parameters(model: ModelConfig, shapes: Shapes, training: Collection[str], tensor: int = 1, expert: int = 1) -> ModelCounts:
+    """Counts of one tensor and expert rank. `shapes` has adapters too, and the bytes of what is stored quantised."""
     specs = {spec.name: spec for spec in param_specs(model)}
     layers = [ParamCount() for _ in range(model.num_layers)]
     ends = {"embedding": ParamCount(), "head": ParamCount(), "norm": ParamCount(), "other": ParamCount()}
@@ -73,7 +74,11 @@ def count_parameters(model: ModelConfig, shapes: Shapes, training: Collection[st
             one = ParamCount(0, size, size, prod(shape))
         else:
             size = _local_size(name, shape, specs, model, tensor)
+            is_shared = expert > 1 and EXPERTS in name
+            size //= expert if is_shared else 1
             one = ParamCount(size, 0) if name in training else ParamCount(0, size)
+            if is_shared:
+                one = replace(one, experts=one.trained, frozen_experts=one.frozen)
         parts = name.split(".")
         if parts[:2] == ["model", "layers"]:
             layers[int(parts[2])] += one

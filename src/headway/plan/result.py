@@ -19,7 +19,16 @@ from headway.plan.job import PlanJob
 from headway.plan.memory import Estimate, estimate
 from headway.plan.parameters import count_parameters, parts_of
 from headway.plan.timeline import Timeline, simulate
-from headway.plan.traffic import AxisTraffic, context_traffic, data_traffic, pipeline_message, stages_of_job, tensor_traffic
+from headway.plan.traffic import (
+    AxisTraffic,
+    context_traffic,
+    data_traffic,
+    expert_traffic,
+    mixtures_in,
+    pipeline_message,
+    stages_of_job,
+    tensor_traffic,
+)
 
 HOURS_PER_DAY = 24.0
 SIMULATED_ROUNDS = 6
@@ -181,6 +190,7 @@ def _by_axis(job: PlanJob, data: AxisTraffic, message: AxisTraffic) -> dict[str,
         "data": data if layout.reduce > 1 else None,
         "tensor": over_step(tensor_traffic(job, layers), times) if layout.tensor > 1 else None,
         "context": over_step(context_traffic(job, layers), times) if layout.context > 1 else None,
+        "expert": over_step(expert_traffic(job, mixtures_in(job, range(job.model.num_layers))), times) if layout.expert > 1 else None,
         "pipeline": over_step(message, 2 * times * layout.virtual_stages) if layout.pipeline > 1 else None,
     }
     return {axis: one for axis, one in found.items() if one is not None}

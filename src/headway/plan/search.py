@@ -1,7 +1,7 @@
 """Which layouts are best: a job comes in; the fastest layouts that fit, or the nearest that fit, go out. Nothing imports torch.
 
 The batch stays the same: rows of a step over all ranks. What varies: strategy and shard size, tensor, pipeline with its schedule, context,
-rows of a microbatch and recomputation. Layouts that break a rule or do not fit are left out.
+expert, rows of a microbatch and recomputation. Layouts that break a rule or do not fit are left out.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def nearest_fitting(job: PlanJob, count: int = 3) -> list[Plan]:
 
     def distance(other: PlanJob) -> float:
         mine, its = job.layout, other.layout
-        axes = sum(abs(log2(getattr(its, axis) / getattr(mine, axis))) for axis in ("tensor", "pipeline", "context", "shards"))
+        axes = sum(abs(log2(getattr(its, axis) / getattr(mine, axis))) for axis in ("tensor", "pipeline", "context", "expert", "shards"))
         changed = (its.strategy != mine.strategy) + (its.schedule != mine.schedule) + (other.memory.recompute != job.memory.recompute)
         return axes + changed + 0.5 * abs(log2(other.rows / job.rows))
 
@@ -83,6 +83,8 @@ def fitting_jobs(job: PlanJob, space: SearchSpace) -> Iterator[PlanJob]:
             continue
         each = rows // layout.data
         for recompute in space.recompute:
+            if recompute == "selective" and layout.expert > 1:
+                continue  # refused by training
             memory = job.memory.model_copy(update={"recompute": recompute})
             found = 0
             for micro in sorted((n for n in range(1, min(each, MAX_ROWS) + 1) if each % n == 0), reverse=True):
@@ -113,9 +115,12 @@ def layouts_of(job: PlanJob) -> Iterator[Layout]:
         if world % (tensor * context * pipeline) or (context > 1 and context * tensor > max(node, job.layout.context)):
             continue
         axes = Layout(world, tensor=tensor, sequence=job.layout.sequence, pipeline=pipeline, context=context)
+        experts = [n for n in divisors if model.experts is not None and n > 1 and axes.data % n == 0]
         for schedule, virtual in _schedules(pipeline, model.num_layers):
             base = replace(axes, schedule=schedule, virtual_stages=virtual)
-            yield from (one for one in _sharded(base, node) if not any(broken_sizes(one, shape)))
+            for one in _sharded(base, node):
+                split = (replace(one, expert=expert) for expert in experts)
+                yield from (layout for layout in (one, *split) if not any(broken_sizes(layout, shape)))
 
 
 def _schedules(pipeline: int, layers: int) -> Iterator[tuple[ScheduleName, int]]:

@@ -2,7 +2,7 @@
 
     data       gradients and parameters of ranks with the same part of the model (zero1: once a step; fsdp: every microbatch and block)
     tensor     activations around every product of a layer          context    heads for tokens (Ulysses), keys and values (ring)
-    pipeline   activations and their gradients between stages
+    pipeline   activations and their gradients between stages       expert     tokens to their experts and back
 
 A ring over n ranks sends (n - 1) / n of the whole from every rank. A group inside a node uses its links; one that spans nodes is as fast
 as the network adapters of its members in one node.
@@ -16,7 +16,7 @@ from headway.parallel.layouts import ring_size, ulysses_size
 from headway.plan.compute import PassSeconds, stage_seconds
 from headway.plan.hardware import GpuModel
 from headway.plan.job import PlanJob
-from headway.plan.rates import ASYNC_TENSOR, HOP_BETWEEN, HOP_INSIDE, NETWORK, NVLINK, PCIE, UNHIDDEN
+from headway.plan.rates import ASYNC_TENSOR, HOP_BETWEEN, HOP_INSIDE, LAUNCH, NETWORK, NVLINK, PCIE, UNHIDDEN
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class AxisTraffic:
     sent_bytes: float = 0.0
     seconds: float = 0.0
     exposed: float = 0.0
+
+    def __add__(self, other: AxisTraffic) -> AxisTraffic:
+        return AxisTraffic(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.exposed + other.exposed)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,11 @@ def rings(job: PlanJob) -> dict[str, RankRing]:
             outer = inner * layout.shards
             copies = layout.reduce // layout.shards
             found["replicate"] = RankRing(copies, max(1, min(copies, node // outer)))
+            outer = inner * layout.expert
+            found["expert"] = RankRing(layout.expert, max(1, min(layout.expert, node // inner)))
+            shards, copies = layout.expert_shards, layout.reduce // (layout.expert * layout.expert_shards)
+            found["expert_shard"] = RankRing(shards, max(1, min(shards, node // outer)))
+            found["expert_replicate"] = RankRing(copies, max(1, min(copies, node // (outer * shards))))
         found[axis] = RankRing(size, max(1, min(size, node // inner)))
         inner *= size
     return found
@@ -88,17 +96,20 @@ def data_traffic(job: PlanJob, stages: list[PassSeconds], rank: int) -> AxisTraf
     mine = [stages[stage] for stage in job.stages_of(rank)]
     forward, backward = sum(one.forward for one in mine), sum(one.backward for one in mine)
     if layout.strategy == "fsdp" and layout.shards > 1:
-        gathered = count.total - count.packed + count.packed_bytes // job.compute_bytes
-        return _fsdp(job, count.trained, gathered, forward, backward)
+        experts = count.experts + count.frozen_experts
+        gathered = count.total - count.packed + count.packed_bytes // job.compute_bytes - experts
+        plain = _fsdp(job, count.trained - count.experts, gathered, forward, backward)
+        return plain + _fsdp(job, count.experts, experts, forward, backward, "expert_") if experts else plain
     if job.software.exchange == "broadcast":
         return _broadcast(job, count.trained, forward, backward)
-    return _shards(job, count.trained, forward, backward)
+    plain = _shards(job, count.trained - count.experts, forward, backward)
+    return plain + _shards(job, count.experts, forward, backward, "expert_") if count.experts else plain
 
 
-def _shards(job: PlanJob, trained: int, forward: float, backward: float) -> AxisTraffic:
+def _shards(job: PlanJob, trained: int, forward: float, backward: float, of: str = "") -> AxisTraffic:
     """zero1: gradients are reduced to shards during the last backward; updated parameters are gathered during the next forward."""
     ring, software = rings(job), job.software
-    shard, copies = ring["shard"], ring["replicate"]
+    shard, copies = ring[of + "shard"], ring[of + "replicate"]
     buckets = max(1.0, trained / (software.bucket_elements or job.bucket_bytes / job.grad_bytes))
     gradients = trained * software.reduce_bytes
     reduce = shard.pass_seconds(job.gpu, gradients, buckets) + 2 * copies.pass_seconds(job.gpu, gradients / shard.size, buckets)
@@ -125,10 +136,10 @@ def _broadcast(job: PlanJob, trained: int, forward: float, backward: float) -> A
     return AxisTraffic(sent, summed + gather, exposed(summed, backward) + gather)
 
 
-def _fsdp(job: PlanJob, trained: int, total: int, forward: float, backward: float) -> AxisTraffic:
+def _fsdp(job: PlanJob, trained: int, total: int, forward: float, backward: float, of: str = "") -> AxisTraffic:
     """Parameters are gathered block by block, for forward and again for backward; gradients are reduced once a step."""
     ring = rings(job)
-    shard, copies = ring["shard"], ring["replicate"]
+    shard, copies = ring[of + "shard"], ring[of + "replicate"]
     blocks = job.model.num_layers + 1
     gather = shard.pass_seconds(job.gpu, total * job.compute_bytes, blocks)
     gradients = trained * job.software.reduce_bytes
@@ -180,6 +191,28 @@ def context_traffic(job: PlanJob, layers: int) -> AxisTraffic:
     return AxisTraffic(layers * (exchanged + passed), waits + passing, waits + UNHIDDEN * passing)
 
 
+def expert_traffic(job: PlanJob, mixtures: int) -> AxisTraffic:
+    """Tokens of some mixtures to their experts and back, one microbatch, both ways; equal loads."""
+    layout, experts = job.layout, job.model.experts
+    if layout.expert == 1 or experts is None:
+        return AxisTraffic()
+    ring = rings(job)["expert"]
+    again = 0.5 * len(job.memory.recomputed_blocks(job.model.num_layers)) / job.model.num_layers
+    exchanges = 4 * (1 + again)  # there and back, and their gradients
+    size = job.tokens * experts.per_token * job.model.hidden_size * job.compute_bytes
+    share = (ring.size - 1) / ring.size
+    rate = min(ring.bandwidth(job.gpu), job.gpu.network * NETWORK) if ring.spans_nodes else ring.bandwidth(job.gpu)
+    hop = HOP_BETWEEN if ring.spans_nodes else HOP_INSIDE
+    # counts are exchanged first, and the host reads them
+    seconds = mixtures * (exchanges * (size * share / rate + hop) + (1 + 2 * again) * (2 * hop + LAUNCH))
+    return AxisTraffic(mixtures * exchanges * size * share, seconds, seconds)
+
+
+def mixtures_in(job: PlanJob, layers: range) -> int:
+    """How many of some layers are mixtures."""
+    return sum(map(job.model.is_mixture, layers))
+
+
 def pipeline_message(job: PlanJob) -> AxisTraffic:
     """One tensor between two stages."""
     layout = job.layout
@@ -198,5 +231,6 @@ def stages_of_job(job: PlanJob) -> list[PassSeconds]:
     found: list[PassSeconds] = []
     for stage, seconds in zip(job.stages, stage_seconds(job), strict=True):
         inside = tensor_traffic(job, len(stage)).exposed + context_traffic(job, len(stage)).exposed
+        inside += expert_traffic(job, mixtures_in(job, stage)).exposed
         found.append(seconds + PassSeconds(inside / 3, 2 * inside / 3, 0.0))
     return found

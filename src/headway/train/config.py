@@ -386,6 +386,8 @@ class Recipe(Section):
         if whole and self.parallel.tensor > 1:
             remedy = "Use parallel.tensor=1, or another optimizer such as adamw"
             raise ValueError(f"parallel.tensor is {self.parallel.tensor}, {whole}, which the tensor axis splits. {remedy}")
+        if self.parallel.expert > 1 and self.optim.COUPLES_EXPERTS:
+            raise ValueError(f"parallel.expert is {self.parallel.expert}, {whole}, all experts of a layer in one. Use adamw, or expert 1")
         self.memory.check(self.parallel)
         return self
 

@@ -95,7 +95,7 @@ def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None
 
 def obeys_rules(recipe: Recipe, model: ModelConfig, layout: Layout) -> bool:
     """Whether `headway train` would take a layout for this recipe: its objective, adapter, dropout and masks too."""
-    if recipe.optim.NEEDS_MATRICES and layout.tensor > 1:
+    if (recipe.optim.NEEDS_MATRICES and layout.tensor > 1) or (recipe.optim.COUPLES_EXPERTS and layout.expert > 1):
         return False
     changes = {axis: getattr(layout, axis) for axis in ("strategy", "tensor", "sequence", "pipeline", "schedule", "context", "expert")}
     virtual = layout.virtual_stages if layout.schedule == "interleaved" else None

@@ -181,6 +181,8 @@ def test_ranks_that_cannot_share_experts_are_refused_in_one_line() -> None:
             ParallelConfig.model_validate({axis: 2, "expert": 2}).check_rows(shape, 64, NextToken(), None)
     with pytest.raises(ConfigError, match=r"memory.recompute is selective and parallel.expert is 2.* such as 1"):
         load(Recipe, None, ["run.name=x", "model.experts.num=4", "parallel.expert=2", "memory.recompute=selective"])
+    with pytest.raises(ConfigError, match=r"parallel.expert is 2, but optim.kind adafactor .* Use adamw, or expert 1"):
+        load(Recipe, None, ["run.name=x", "model.experts.num=4", "parallel.expert=2", "optim.kind=adafactor"])
 
 
 def test_rows_are_counted_by_the_data_axis_alone() -> None:

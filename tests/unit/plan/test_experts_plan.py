@@ -10,13 +10,18 @@ from support.batches import make_batch
 from support.engines import Setup, make_engine
 from support.live import LiveBytes
 
+from headway.errors import ParallelError
 from headway.kernels.attention import causal_mask, mask_of
 from headway.model.config import ModelConfig
 from headway.model.rope import Rotation
 from headway.model.router import counted_tokens
 from headway.model.transformer import Block
 from headway.parallel.collectives import RankGroup
+from headway.parallel.layouts import Layout
+from headway.plan.job import PlanJob
 from headway.plan.memory import MemoryJob, moments
+from headway.plan.search import _space, fitting_jobs, layouts_of
+from headway.plan.traffic import expert_traffic
 
 MIXTURE = ModelConfig(
     hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=512, vocab_size=96, max_seq_len=256,
@@ -59,3 +64,29 @@ def test_a_compiled_mixture_keeps_what_the_estimate_says() -> None:
     job = MemoryJob(whole, 10**6, 0, rows=2, seq_len=256, accumulate=1, compute_bytes=4, compiled=True)
     expected = moments(job)["head"]["activations"] - moments(replace(job, held_blocks=3))["head"]["activations"]
     assert sum(saved.values()) == pytest.approx(expected, rel=0.05)
+
+
+def test_split_experts_are_counted_once_per_rank_and_their_tokens_as_traffic() -> None:
+    plain = PlanJob(MIXTURE, 256, 2, 1, Layout(8))
+    split, copies = plain.varied(Layout(8, expert=4), 2, 1), plain.varied(Layout(8, expert=4, shard=2), 2, 1)
+    experts = 3 * 8 * 3 * 96 * 128  # mixtures, experts, matrices of each
+    whole, part = plain.parameters_of(0), split.parameters_of(0)
+    assert part.trained == whole.trained - experts + experts // 4 and part.experts == experts // 4
+    job = split.memory_job()
+    assert job.trained_shard == (whole.trained - experts) / 8 + experts / 4 / 2
+    assert copies.memory_job().trained_shard == (whole.trained - experts) / 2 + experts / 4
+    sent = expert_traffic(split, 3).sent_bytes
+    assert sent == 3 * 4 * (2 * 256) * 3 * 128 * 2 * 3 / 4  # mixtures, exchanges, tokens, experts of a token, width, bytes, to others
+    assert expert_traffic(plain, 3).sent_bytes == 0
+    found = [layout.expert for layout in layouts_of(plain)]
+    assert {1, 2, 4, 8} == set(found)
+    dense = PlanJob(MIXTURE.with_(experts=None), 256, 2, 1, Layout(8))
+    assert {layout.expert for layout in layouts_of(dense)} == {1}
+    assert not any(job.layout.expert > 1 and job.memory.recompute == "selective" for job in fitting_jobs(plain, _space(plain)))
+
+
+def test_layouts_that_cannot_share_experts_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ParallelError, match=r"parallel.expert is 3; it must divide the 8 data-parallel ranks. The nearest .*expert=2"):
+        PlanJob(MIXTURE, 256, 2, 1, Layout(8, expert=3)).check()
+    with pytest.raises(ParallelError, match="the model has no experts"):
+        PlanJob(MIXTURE.with_(experts=None), 256, 2, 1, Layout(8, expert=2)).check()
