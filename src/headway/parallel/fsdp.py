@@ -12,7 +12,7 @@ gathered from its forward to the end of backward, because the head is applied af
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -320,11 +320,16 @@ def _shard_experts(model: Model, spec: EngineSpec, policy: MixedPrecisionPolicy)
     for block in model.blocks().values():
         if any(name.startswith(path + ".") for name, _ in block.named_parameters()):
             experts = fully_shard(block.get_submodule(path), mesh=mesh, reshard_after_forward=again, mp_policy=policy)
-            block.register_forward_pre_hook(lambda _block, _inputs, experts=experts: _gather(experts, wait=waits))
+            block.register_forward_pre_hook(_gathering(experts, wait=waits))
 
 
-def _gather(experts: FSDPModule, *, wait: bool) -> None:
-    experts.unshard(async_op=not wait)
+def _gathering(experts: FSDPModule, *, wait: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """A hook that gathers experts, and waits until they are there."""
+
+    def gather(_block: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        experts.unshard(async_op=not wait)
+
+    return gather
 
 
 def _expert_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
@@ -333,7 +338,7 @@ def _expert_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
     members = next(group for group in sizes.groups("expert_reduce") if sizes.rank in group)
     alone = None if shard.handle is not None else dist.new_group([sizes.rank], use_local_synchronization=True)
     inner = shard.handle or alone
-    assert inner is not None
+    assert isinstance(inner, dist.ProcessGroup)
     if replicate.handle is None:
         return DeviceMesh.from_group(inner, device_type, mesh_dim_names=("shard",))
     layout = torch.tensor(members).view(replicate.size, shard.size)
