@@ -211,24 +211,25 @@ def _read(folder: Path, files: dict[str, Any], places: tuple[StoredPiece, ...]) 
 
 def _read_expert_by_expert(folder: Path, files: dict[str, Any], place: StoredPiece) -> torch.Tensor:
     """A part of stacked tensors that lie interleaved or in blocks: memory holds the part and one expert."""
-
-    file, piece = place.file, place.piece
-    number = _shape_and_dtype(folder, files, file, piece.name)[0][0]
-    made: torch.Tensor | None = None
-    for expert in range(number):
-        one = _read_piece(folder, files, StoredPiece(file, Piece(piece.name, 0, expert, expert + 1)))[0]
-        if piece.scales is not None:
-            assert place.scales_file is not None
-            scales = _read_piece(folder, files, StoredPiece(place.scales_file, Piece(piece.scales, 0, expert, expert + 1)))[0]
-            one = mxfp4.dequantise(one, scales)
-        if piece.dim is not None:
-            at = slice(piece.start, piece.stop, piece.step)
-            one = one[(*(slice(None) for _ in range(piece.dim - 1)), at)]
-        one = one.t() if piece.transposed else one
-        made = one.new_empty(number, *one.shape) if made is None else made
-        made[expert] = one
-    assert made is not None
+    number = _shape_and_dtype(folder, files, place.file, place.piece.name)[0][0]
+    first = _read_expert(folder, files, place, 0)
+    made = first.new_empty(number, *first.shape)
+    made[0] = first
+    for expert in range(1, number):
+        made[expert] = _read_expert(folder, files, place, expert)
     return made
+
+
+def _read_expert(folder: Path, files: dict[str, Any], place: StoredPiece, expert: int) -> torch.Tensor:
+    piece = place.piece
+    one = _read_piece(folder, files, StoredPiece(place.file, Piece(piece.name, 0, expert, expert + 1)))[0]
+    if piece.scales is not None:
+        assert place.scales_file is not None
+        scales = _read_piece(folder, files, StoredPiece(place.scales_file, Piece(piece.scales, 0, expert, expert + 1)))[0]
+        one = mxfp4.dequantise(one, scales)
+    if piece.dim is not None:
+        one = one[(*(slice(None) for _ in range(piece.dim - 1)), slice(piece.start, piece.stop, piece.step))]
+    return one.t() if piece.transposed else one
 
 
 def _read_piece(folder: Path, files: dict[str, Any], place: StoredPiece) -> torch.Tensor:
