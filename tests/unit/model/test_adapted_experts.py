@@ -106,7 +106,7 @@ def test_quantised_experts_compute_as_the_dequantised_ones(form: Any, targets: t
         torch.testing.assert_close(ours[name], exact[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_compiled_block_gives_the_same_numbers() -> None:
     config = config_of(base="int8")
     values = first_values(config, MIXTURE)

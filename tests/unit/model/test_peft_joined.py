@@ -62,8 +62,7 @@ def logits(path: Path) -> torch.Tensor:
         return model.logits(model(tokens, torch.arange(9).expand(2, -1), causal_mask(2, 9)))
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("targets", TARGETS, ids=str)
+@pytest.mark.parametrize(("targets", "rslora"), [(TARGETS[0], False), (TARGETS[1], True)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stock_modules_hold_the_same_updates_and_ours_come_back(
     family: str, targets: tuple[str, ...], rslora: bool, tmp_path: Path

@@ -57,13 +57,13 @@ def test_the_copy_is_divided_by_the_tensor_axis_alone_and_quantised_as_the_base_
 def test_a_teacher_is_the_model_that_the_recipe_names(tmp_path: Path) -> None:
     """Its estimate is the bytes of the model that a run would load."""
     import torch
-    from support.runs import make_stores, tiny_settings
+    from support.runs import tiny_settings
 
-    from headway.train import train
+    from headway.export.huggingface import export_huggingface
+    from headway.model.layout import param_specs
 
-    make_stores(tmp_path)
-    teacher = load(Recipe, None, [*tiny_settings(tmp_path, "teacher"), "model.hidden_size=64", "steps=1", "eval.every=null"])
-    train(teacher)
+    shape = load(Recipe, None, [*tiny_settings(tmp_path, "teacher"), "model.hidden_size=64"]).model
+    export_huggingface(shape, ((spec.name, torch.zeros(spec.shape)) for spec in param_specs(shape)), tmp_path / "teacher", tokenizer=None)
     settings = ("objective.kind=distill", f"objective.teacher={tmp_path}/teacher", "data.tokenizer_unchecked=true")
     job = plan_job(load(Recipe, None, [*tiny_settings(tmp_path, "run"), *settings]), PlanTarget(GPUS["h200"]))
     assert job.reference is not None and job.reference.role == "teacher"
