@@ -71,7 +71,7 @@ def distill_gradient(
     logits: Tensor, given: Tensor, targets: Tensor, coefficients: Tensor, shaping: DistillShaping, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Overwrite the student's logits [n, V] with their gradient; per-token (loss, nll, kl, correct). `given`: the teacher's logits."""
-    temperature, reverse, alpha = shaping
+    temperature, reverse, _ = shaping
     x = logits.float()
     slope = cap_in_place(x, softcap)
     lse = torch.logsumexp(x, -1)
@@ -88,12 +88,30 @@ def distill_gradient(
         q = log_q.exp()
         kl = (q * log_q.sub_(log_p)).sum(-1)
         gradient = log_p.exp_().sub_(q)
+    return blended(kl, gradient, StudentScores(x, lse, targets, nll, slope), logits, coefficients, shaping), nll, kl, correct
+
+
+class StudentScores(NamedTuple):
+    """What a chunk of logits says of its targets."""
+
+    x: Tensor
+    """fp32 [n, V], soft-capped; overwritten by `blended`"""
+    lse: Tensor
+    targets: Tensor
+    nll: Tensor
+    slope: Tensor | None
+    """of soft-capping"""
+
+
+def blended(kl: Tensor, gradient: Tensor, of: StudentScores, logits: Tensor, coefficients: Tensor, shaping: DistillShaping) -> Tensor:
+    """Per-token loss of a divergence and the plain nll. `gradient`, by scaled logits, becomes that of the loss and goes into `logits`."""
+    temperature, _, alpha = shaping
     gradient.mul_(alpha * temperature)  # t^2 of the loss, 1 / t of the logits
     if alpha < 1:
-        gradient.add_(x.sub_(lse[:, None]).exp_(), alpha=1 - alpha)
-        gradient.scatter_add_(1, targets[:, None], torch.full_like(nll, alpha - 1)[:, None])
+        gradient.add_(of.x.sub_(of.lse[:, None]).exp_(), alpha=1 - alpha)
+        gradient.scatter_add_(1, of.targets[:, None], torch.full_like(of.nll, alpha - 1)[:, None])
     gradient.mul_(coefficients[:, None])
-    if slope is not None:
-        gradient.mul_(slope)
+    if of.slope is not None:
+        gradient.mul_(of.slope)
     logits.copy_(gradient)
-    return alpha * temperature**2 * kl + (1 - alpha) * nll, nll, kl, correct
+    return alpha * temperature**2 * kl + (1 - alpha) * of.nll

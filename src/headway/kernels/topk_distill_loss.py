@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.cross_entropy import WeightGradBuffer, linear_loss
-from headway.kernels.distill_loss import LOGITS_AT_ONCE, Distilled, DistillShaping
+from headway.kernels.distill_loss import LOGITS_AT_ONCE, Distilled, DistillShaping, StudentScores, blended
 from headway.kernels.vocab_loss import cap_in_place
 
 
@@ -69,7 +69,7 @@ def topk_gradient(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Overwrite the student's logits [n, V] with their gradient; per-token (loss, nll, kl, correct)."""
-    temperature, reverse, alpha = shaping
+    temperature, reverse, _ = shaping
     x = logits.float()
     slope = cap_in_place(x, softcap)
     lse = torch.logsumexp(x, -1)
@@ -78,15 +78,7 @@ def topk_gradient(
     nll = lse - at_target
     compare = _compare_kept if drop_rest else _compare_buckets
     kl, gradient = compare(torch.log_softmax(x / temperature, -1), given, temperature, reverse)
-    gradient.mul_(alpha * temperature)  # t^2 of the loss, 1 / t of the logits
-    if alpha < 1:
-        gradient.add_(x.sub_(lse[:, None]).exp_(), alpha=1 - alpha)
-        gradient.scatter_add_(1, targets[:, None], torch.full_like(nll, alpha - 1)[:, None])
-    gradient.mul_(coefficients[:, None])
-    if slope is not None:
-        gradient.mul_(slope)
-    logits.copy_(gradient)
-    return alpha * temperature**2 * kl + (1 - alpha) * nll, nll, kl, correct
+    return blended(kl, gradient, StudentScores(x, lse, targets, nll, slope), logits, coefficients, shaping), nll, kl, correct
 
 
 def _compare_buckets(log_p: Tensor, given: TopLogProbs, temperature: float, reverse: bool) -> tuple[Tensor, Tensor]:
