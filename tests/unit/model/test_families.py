@@ -231,6 +231,8 @@ def test_a_gemma_3_with_pictures_is_read_as_its_text_part() -> None:
 
 
 def test_a_users_own_module_is_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.partition(".")[0] == "my_lab"]:  # that of another test
+        monkeypatch.delitem(sys.modules, name)
     (tmp_path / "my_lab").mkdir()
     (tmp_path / "my_lab" / "__init__.py").write_text("")
     (tmp_path / "my_lab" / "own.py").write_text("from headway.model.families.llama import *\n")
