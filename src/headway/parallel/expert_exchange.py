@@ -29,13 +29,13 @@ class ExpertExchange:
 
     def __init__(self, experts: nn.Module, group: RankGroup) -> None:
         self.experts, self.group = experts, group
+        self._run = torch.compiler.disable(self._exchange)  # here: as a decorator it loads the compiler at the start of every run
 
     def __call__(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         """[N,D] of tokens x [N,D] with weights fp32 [N,k]."""
         return self._run(x, weights, plan)  # pyright: ignore[reportCallIssue]
 
-    @torch.compiler.disable
-    def _run(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
+    def _exchange(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         gives, takes, local = self._agree(plan.ends)
         slots, scale = _Spread.apply(x, weights, plan.order, plan.places)  # pyright: ignore[reportGeneralTypeIssues]
         slots, scale = _Exchanged.apply(self.group, gives, takes, slots, scale)  # pyright: ignore[reportGeneralTypeIssues]
