@@ -20,7 +20,7 @@ from headway.errors import ConfigError, DataError
 from headway.eval.report import REPORT, RESULTS, make_report_folder, markdown_table
 from headway.model.head_masks.masks import in_words
 from headway.runtime.optional import need
-from headway.runtime.process import set_environment
+from headway.runtime.process import environment
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -103,10 +103,9 @@ def check_installed() -> None:
 def run_harness(answers: HarnessModel, plan: HarnessPlan, *, name: str | None = None) -> HarnessResult | None:
     """Run the tasks; None on every rank but the first."""
     check_installed()
-    if not plan.online:
-        set_environment(OFFLINE)  # read when the libraries are imported
+    offline = {} if plan.online else OFFLINE  # read when the libraries are imported
     # The harness prints to stdout; that would end up in the middle of our output.
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), environment(offline):
         import lm_eval
 
         manager = _manager(plan)

@@ -313,6 +313,21 @@ def set_environment(settings: Mapping[str, str]) -> None:
     os.environ.update(settings)
 
 
+@contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Change this process's environment for a while; children that start later do not see it."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def boot_id() -> str:
     """This boot of this machine and the namespace of its process ids, in which an id means one process; empty if not known."""
     try:

@@ -1,6 +1,7 @@
 """What `headway eval harness` reports is what lm-evaluation-harness's own `--model hf` reports for the same folder."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def test_the_results_are_those_of_the_harness_on_the_same_folder(
     assert compared == 6 * 3 + 4 + 6
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == ours
     assert "| choices | 1 |  | acc | " in (tmp_path / "out" / "report.md").read_text()
+    assert "HF_HUB_OFFLINE" not in os.environ, "what starts later may use the network again"
 
 
 @pytest.mark.slow
