@@ -72,13 +72,8 @@ def distill_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Overwrite the student's logits [n, V] with their gradient; per-token (loss, nll, kl, correct). `given`: the teacher's logits."""
     temperature, reverse, _ = shaping
-    x = logits.float()
-    slope = cap_in_place(x, softcap)
-    lse = torch.logsumexp(x, -1)
-    at_target = x.gather(1, targets[:, None]).squeeze(1)
-    correct = (at_target >= x.amax(-1)).float()
-    nll = lse - at_target
-    log_p, log_q = torch.log_softmax(x / temperature, -1), torch.log_softmax(given / temperature, -1)
+    of = student_scores(logits, targets, softcap)
+    log_p, log_q = torch.log_softmax(of.x / temperature, -1), torch.log_softmax(given / temperature, -1)
     if reverse:
         apart = log_p - log_q
         p = log_p.exp_()
@@ -88,7 +83,7 @@ def distill_gradient(
         q = log_q.exp()
         kl = (q * log_q.sub_(log_p)).sum(-1)
         gradient = log_p.exp_().sub_(q)
-    return blended(kl, gradient, StudentScores(x, lse, targets, nll, slope), logits, coefficients, shaping), nll, kl, correct
+    return blended(kl, gradient, of, logits, coefficients, shaping), of.nll, kl, of.correct
 
 
 class StudentScores(NamedTuple):
@@ -99,8 +94,18 @@ class StudentScores(NamedTuple):
     lse: Tensor
     targets: Tensor
     nll: Tensor
+    correct: Tensor
     slope: Tensor | None
     """of soft-capping"""
+
+
+def student_scores(logits: Tensor, targets: Tensor, softcap: float | None) -> StudentScores:
+    """Of logits [n, V] and targets [n]."""
+    x = logits.float()
+    slope = cap_in_place(x, softcap)
+    lse = torch.logsumexp(x, -1)
+    at_target = x.gather(1, targets[:, None]).squeeze(1)
+    return StudentScores(x, lse, targets, lse - at_target, (at_target >= x.amax(-1)).float(), slope)
 
 
 def blended(kl: Tensor, gradient: Tensor, of: StudentScores, logits: Tensor, coefficients: Tensor, shaping: DistillShaping) -> Tensor:

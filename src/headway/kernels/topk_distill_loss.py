@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.cross_entropy import WeightGradBuffer, linear_loss
-from headway.kernels.distill_loss import LOGITS_AT_ONCE, Distilled, DistillShaping, StudentScores, blended
+from headway.kernels.distill_loss import LOGITS_AT_ONCE, Distilled, DistillShaping, blended, student_scores
 from headway.kernels.vocab_loss import cap_in_place
 
 
@@ -70,15 +70,10 @@ def topk_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Overwrite the student's logits [n, V] with their gradient; per-token (loss, nll, kl, correct)."""
     temperature, reverse, _ = shaping
-    x = logits.float()
-    slope = cap_in_place(x, softcap)
-    lse = torch.logsumexp(x, -1)
-    at_target = x.gather(1, targets[:, None]).squeeze(1)
-    correct = (at_target >= x.amax(-1)).float()
-    nll = lse - at_target
+    of = student_scores(logits, targets, softcap)
     compare = _compare_kept if drop_rest else _compare_buckets
-    kl, gradient = compare(torch.log_softmax(x / temperature, -1), given, temperature, reverse)
-    return blended(kl, gradient, StudentScores(x, lse, targets, nll, slope), logits, coefficients, shaping), nll, kl, correct
+    kl, gradient = compare(torch.log_softmax(of.x / temperature, -1), given, temperature, reverse)
+    return blended(kl, gradient, of, logits, coefficients, shaping), of.nll, kl, of.correct
 
 
 def _compare_buckets(log_p: Tensor, given: TopLogProbs, temperature: float, reverse: bool) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headway.model.expert_products import Dispatch, dispatch
+from headway.model.expert_products import Dispatch, dispatch, sum_slots
 from headway.parallel.collectives import RankGroup
 
 
@@ -77,7 +77,7 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (places,) = ctx.saved_tensors
         slots, scale = grads
-        by_x = slots[places].view(*ctx.shape, -1).float().sum(1).to(slots.dtype)
+        by_x = sum_slots(slots, places, ctx.shape[1]).to(slots.dtype)
         return by_x, scale[places].view(ctx.shape), None, None
 
 
@@ -88,7 +88,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, results: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.k = k
-        return results[places].view(-1, k, results.shape[1]).float().sum(1).to(results.dtype)
+        return sum_slots(results, places, k).to(results.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

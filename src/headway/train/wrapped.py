@@ -15,7 +15,7 @@ OWN = {"family", "hf_config", "trust_remote_code", "preset"}
 
 
 def wrapping_of(recipe: Recipe) -> Wrapping | None:
-    """The wish of a recipe to wrap the class of transformers."""
+    """How a recipe asks to wrap the class of transformers; None: it does not."""
     model = recipe.model
     return Wrapping(model.hf_config or {}, model.trust_remote_code) if model.family == WRAPPED else None
 

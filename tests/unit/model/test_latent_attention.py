@@ -239,7 +239,7 @@ def test_an_adapter_per_request_may_not_change_what_requests_share(tmp_path: Pat
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     shapes = AdapterConfig(targets=("kv_b_proj",)).shapes(model.config)
     save_file({f"base_model.model.{name}": torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match="changes kv_b_proj, which makes keys and values of what all requests store alike"):
+    with pytest.raises(ConfigError, match="changes kv_b_proj, which makes keys and values from the shared cache of latents"):
         load_adapters(model, model.config, {"own": tmp_path})
 
 

@@ -95,7 +95,7 @@ def _readable(name: str, folder: Path, config: ModelConfig) -> PeftAdapter:
     elif HEAD_MODULE in found.config.modules(config):
         reason = f"changes {HEAD_MODULE}"
     elif any(path.endswith(".kv_b_proj") for path in found.config.modules(config)):
-        reason = "changes kv_b_proj, which makes keys and values of what all requests store alike"
+        reason = "changes kv_b_proj, which makes keys and values from the shared cache of latents"
     if reason:
         raise ConfigError(f"adapter {name!r} ({folder}) {reason}, which cannot be chosen per request. Give this folder as the model.")
     return found

@@ -29,7 +29,7 @@ UNLIMITED = 1 << 20
 
 @dataclass(frozen=True)
 class Wrapping:
-    """A user's wish to wrap the class of transformers, whatever families headway has."""
+    """A request to wrap the class of transformers, also where headway has a family of its own."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keys over those of config.json."""
