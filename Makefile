@@ -10,7 +10,7 @@ help:
 	@echo "make demo      set up .venv (without developers' tools) and run the whole pipeline in small (CPU, offline, minutes)"
 	@echo "make test      set up .venv and run the tests"
 	@echo "make slow      the tests of whole runs that make test leaves out (two minutes)"
-	@echo "make check     formatting, lint, types, import layers, file sizes"
+	@echo "make check     formatting, lint, types, import layers"
 	@echo "make drill     the long tests: full matrices, kill drills"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-cluster   a real SLURM and real ssh servers on loopback: jobs on two nodes (needs root; installs Debian packages)"
@@ -73,7 +73,7 @@ check: setup
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/basedpyright
-	$(BIN)/python -m pytest tests/unit/test_layers.py tests/unit/test_sizes.py
+	$(BIN)/python -m pytest tests/unit/test_layers.py
 
 format: setup
 	$(BIN)/ruff format src tests benchmarks examples
