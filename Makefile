@@ -48,8 +48,11 @@ test: setup
 slow: setup
 	$(PYTEST) -n $(JOBS) -m "slow and not drill and not cluster"
 
+# Eight processes share one GPU: most of the time is the compiler's, on the CPU. Carried packages go on PYTHONPATH behind src.
+GPU_JOBS ?= 8
+
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:xdist
+	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -m gpu -n $(GPU_JOBS) --dist worksteal -p no:benchmark -p no:cacheprovider tests/gpu
 
 # HEADWAY_CLUSTER_OPTIONAL=1 (set by .ci/run) skips where root or a package is missing; else that is an error.
 CLUSTER ?= cluster and not drill

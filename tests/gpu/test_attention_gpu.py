@@ -78,6 +78,12 @@ def test_flex_soft_caps_as_the_reference(shape: tuple[int, int, int], window: in
     compare(shape, PACKED, window, "flex", dtype, tolerance, ScoreRule(softcap=2.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_flex_takes_heads_narrower_than_its_kernels_do(dtype: torch.dtype) -> None:
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    compare((4, 2, 8), PACKED, 65, "flex", dtype, tolerance, ScoreRule(softcap=2.0))
+
+
 def test_flex_pads_lengths_that_fill_no_block() -> None:
     q, k, v = (x[:, :301].detach() for x in inputs(8, 2, 64, torch.bfloat16))
     found = attend(q, k, v, causal_mask(3, 301, "cuda"), rule=ScoreRule(softcap=2.0))

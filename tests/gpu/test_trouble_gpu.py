@@ -22,7 +22,7 @@ dist.init_process_group("nccl", init_method="file://" + sys.argv[1], rank=0, wor
 tensor = torch.ones(1024, device="cuda")
 dist.all_reduce(tensor)
 torch.cuda.synchronize()
-torch.cuda._sleep(60_000_000_000)
+torch.cuda._sleep(20_000_000_000)  # cycles: ten seconds, well over the time-out
 dist.all_reduce(tensor)
 torch.cuda.synchronize()
 """

@@ -4,7 +4,8 @@ q [B,T,H,hd], k and v [B,T,KV,hd] come in, o [B,T,H,hd] goes out. Blocks of 128 
 skipped, so work grows with the documents and windows, not with T * T. All layers of a pass with the same window share one block mask.
 
 A length that is no multiple of a block is padded to the next power of two: so prompts of any length need few compiled kernels. The padding
-comes last, where nothing sees it.
+comes last, where nothing sees it. Heads narrower than the kernels take (`MIN_HEAD_DIM`) get zeros behind them, which add nothing to
+a score; the scale stays that of the real width.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from headway.kernels.attention import AttentionMask
 
 BLOCK = 128
+MIN_HEAD_DIM = 16
+"""flex_attention has no kernel for narrower heads."""
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None) -> Tensor:
@@ -30,12 +33,23 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: in
     seen = mask.blocks.get(window)
     if seen is None:
         seen = mask.blocks[window] = _block_mask(mask.document, padded, window)
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padded - length)) if padded > length else x for x in (q, k, v))
+    head_dim = q.shape[3]
+    missing_width = max(0, MIN_HEAD_DIM - head_dim)
+    if padded > length or missing_width > 0:
+        padding = (0, missing_width, 0, 0, 0, padded - length)
+        q = F.pad(q, padding)
+        k = F.pad(k, padding)
+        v = F.pad(v, padding)
     o = _kernel()(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-        score_mod=None if softcap is None else _capping(softcap), block_mask=seen, enable_gqa=q.shape[2] != k.shape[2],
-    )  # fmt: skip
-    return o.transpose(1, 2)[:, :length]
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        score_mod=None if softcap is None else _capping(softcap),
+        block_mask=seen,
+        scale=head_dim**-0.5,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return o.transpose(1, 2)[:, :length, :, :head_dim]
 
 
 def padded_length(length: int) -> int:
