@@ -4,60 +4,30 @@ Metrics, weights and generated ids are compared bit for bit on the kind of proce
 elsewhere metrics are compared within rounding.
 """
 
-import hashlib
 import json
-import platform
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors import safe_open
+from support.old_releases import assert_resumes, unpack_release
+from support.old_releases import is_same_machine as same_machine
 from support.runs import headway
-
-ARCHIVE = Path(__file__).parents[1] / "golden" / "first_release" / "first_release.tar.xz"
 
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("first_release")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return tmp_path_factory.mktemp("first_release")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def expected(release: Path) -> dict[str, Any]:
-    return json.loads((release / "expected.json").read_text(encoding="utf-8"))
+    return unpack_release("first_release", release)
 
 
 @pytest.fixture(scope="module")
 def is_same_machine(expected: dict[str, Any]) -> bool:
-    here = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}", torch.__version__
-    return here == (expected["cpu"], expected["torch"])
-
-
-def flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values under slashed keys; a single validation set is `valid/...`, however deep it is nested."""
-    found: dict[str, Any] = {}
-    for key, value in record.items():
-        if key != "time":
-            found |= (
-                flat(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}".replace("valid/valid/", "valid/"): value}
-            )
-    return found
-
-
-def tensors(folder: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for path in sorted(folder.rglob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                content = file.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes()
-                found[f"{path.relative_to(folder)}:{name}"] = hashlib.sha256(content).hexdigest()
-    return found
+    return same_machine(expected)
 
 
 @pytest.mark.parametrize("name", ["pretrain", "stages", "dpo", "lora", "gates"])
@@ -65,22 +35,7 @@ def test_an_interrupted_run_ends_as_it_would_have(
     release: Path, expected: dict[str, Any], is_same_machine: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(release)
-    run = release / "runs" / name
-    first_line = (run / "metrics.jsonl").read_text().splitlines()[0]
-    caches = sorted(path.name for path in (release / "cache" / "stores").iterdir())
-    resumed = headway("train", f"{name}.yaml")
-    assert resumed.returncode == 0, resumed.stderr
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    assert lines[0] == first_line, "the run began again instead of resuming"
-    records, wanted = ([flat(record) for record in found] for found in (map(json.loads, lines), expected[name]["metrics"]))
-    if is_same_machine:
-        assert records == wanted
-        assert tensors(run / "final") == expected[name]["weights"]
-    assert [list(record) for record in records] == [list(record) for record in wanted]
-    for record, other in zip(records, wanted, strict=True):
-        for key, value in record.items():
-            assert value == (pytest.approx(other[key], rel=1e-4, abs=1e-5) if isinstance(value, float) else other[key]), key
-    assert sorted(path.name for path in (release / "cache" / "stores").iterdir()) == caches, "a text cache was not found again"
+    assert_resumes(release, name, expected[name], bit_for_bit=is_same_machine)
 
 
 @pytest.mark.parametrize("model", ["base", "base --masks masks.tsv", "adapter"])

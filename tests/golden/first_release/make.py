@@ -3,19 +3,14 @@
 Each recipe is trained twice: undisturbed, for the expected numbers, and killed between two checkpoints, as the run to resume.
 """
 
-import hashlib
 import json
-import platform
 import shutil
-import signal
 import subprocess
 import sys
-import tarfile
-import time
 from pathlib import Path
 
-import torch
-from safetensors import safe_open
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from release import headway, interrupt, machine, metrics_of, pack, sentence, weights_of, write_lines
 
 MODEL = "{hidden_size: 16, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_size: 24, vocab_size: 320, max_seq_len: 64, dropout: 0.1}"
 RECIPES = {
@@ -77,55 +72,18 @@ KILL_AFTER = {"pretrain": 6, "stages": 7, "dpo": 3, "lora": 3, "gates": 3}
 COMMON = "run: {{name: {name}, dir: runs}}\nbatch: {{rows: 4, micro_rows: 2}}\ndevice: cpu\n"
 
 
-def headway(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "headway", *arguments]
-
-
 def write_text(folder: Path) -> None:
-    words = "the a model reads text and learns to answer plain questions in short sentences 模型 读 文字 学会 回答".split()  # noqa: SIM905
-
-    def sentence(seed: int, length: int) -> str:
-        return " ".join(words[(seed * 7 + i * (seed % 5 + 1)) % len(words)] for i in range(length)) + "."
-
-    def lines(name: str, records: list[dict[str, object]]) -> None:
-        (folder / name).write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
-
-    lines("text.jsonl", [{"text": sentence(i, 8 + i % 20)} for i in range(60)])
-    lines("more.jsonl", [{"text": sentence(100 + i, 6 + i % 9)} for i in range(40)])
-    turn = lambda role, text: {"role": role, "content": text}  # noqa: E731
-    lines("chat.jsonl", [{"messages": [turn("user", sentence(i, 4)), turn("assistant", sentence(i + 1, 6))]} for i in range(40)])
-    lines("pairs.jsonl", [{"prompt": sentence(i, 4), "chosen": sentence(i + 1, 5), "rejected": sentence(i + 2, 3)} for i in range(40)])
-
-
-def interrupt(folder: Path, recipe: str, run: Path, steps: int) -> None:
-    pattern = "stages/02-*/checkpoints/step-*" if recipe == "stages.yaml" else "checkpoints/step-*"
-    saved = lambda: any((path / "manifest.json").exists() for path in run.glob(pattern))  # noqa: E731
-    process = subprocess.Popen(headway("train", recipe), cwd=folder, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (run / "metrics.jsonl").exists():
-        time.sleep(0.01)
-    while process.poll() is None and ((run / "metrics.jsonl").read_bytes().count(b"\n") < steps or not saved()):
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
-
-
-def weights_of(run: Path) -> dict[str, str]:
-    """Checksums of every tensor of the final model."""
-    found: dict[str, str] = {}
-    for path in sorted((run / "final").rglob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                found[f"{path.relative_to(run / 'final')}:{name}"] = hashlib.sha256(
-                    file.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes()
-                ).hexdigest()
-    return found
-
-
-def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    entry.uid = entry.gid = entry.mtime = 0
-    entry.uname = entry.gname = ""
-    return entry
+    write_lines(folder / "text.jsonl", [{"text": sentence(i, 8 + i % 20)} for i in range(60)])
+    write_lines(folder / "more.jsonl", [{"text": sentence(100 + i, 6 + i % 9)} for i in range(40)])
+    chats: list[dict[str, object]] = []
+    pairs: list[dict[str, object]] = []
+    for i in range(40):
+        question = {"role": "user", "content": sentence(i, 4)}
+        answer = {"role": "assistant", "content": sentence(i + 1, 6)}
+        chats.append({"messages": [question, answer]})
+        pairs.append({"prompt": sentence(i, 4), "chosen": sentence(i + 1, 5), "rejected": sentence(i + 2, 3)})
+    write_lines(folder / "chat.jsonl", chats)
+    write_lines(folder / "pairs.jsonl", pairs)
 
 
 def main(folder: Path) -> None:
@@ -148,15 +106,12 @@ def main(folder: Path) -> None:
         "--out",
         "chat-store",
     )
-    expected: dict[str, object] = {"cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}", "torch": torch.__version__}
+    expected: dict[str, object] = machine()
     for name, text in RECIPES.items():
         (folder / f"{name}.yaml").write_text(COMMON.format(name=name) + text, encoding="utf-8")
         run("train", f"{name}.yaml")
         whole = folder / "runs" / name
-        metrics = [
-            {k: v for k, v in json.loads(line).items() if k != "time"} for line in (whole / "metrics.jsonl").read_text().splitlines()
-        ]
-        expected[name] = {"metrics": metrics, "weights": weights_of(whole)}
+        expected[name] = {"metrics": metrics_of(whole), "weights": weights_of(whole)}
         if name == "pretrain":
             shutil.copytree(whole / "final", folder / "base")
         if name == "gates":
@@ -164,7 +119,8 @@ def main(folder: Path) -> None:
         if name == "lora":
             shutil.copytree(whole / "final" / "adapter", folder / "adapter")
         shutil.rmtree(whole)
-        interrupt(folder, f"{name}.yaml", whole, KILL_AFTER[name])
+        checkpoints = "stages/02-*/checkpoints/step-*" if name == "stages" else "checkpoints/step-*"
+        interrupt(folder, f"{name}.yaml", whole, KILL_AFTER[name], checkpoints)
     prompts = ["the model reads", "学会"]
     answers = {}
     for flags in ("--model base", "--model base --masks masks.tsv", "--model adapter"):
@@ -174,11 +130,7 @@ def main(folder: Path) -> None:
             answers[f"{flags} --prompt {prompt}"] = json.loads(out.stdout)["token_ids"]
     expected["generate"] = answers
     (folder / "expected.json").write_text(json.dumps(expected, ensure_ascii=False, indent=1), encoding="utf-8")
-    for path in [*folder.rglob("environment.json"), *folder.rglob("command.txt"), *folder.rglob("lock.json"), *folder.rglob("logs")]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)  # they name the machine
-    with tarfile.open(f"{folder}.tar.xz", "w:xz") as archive:
-        for path in sorted(folder.iterdir()):
-            archive.add(path, path.name, filter=anonymous)
+    pack(folder)
 
 
 if __name__ == "__main__":
