@@ -27,6 +27,10 @@ def expected(release: Path) -> dict[str, Any]:
     return unpack_release("second_release", release)
 
 
+THREADED = {"align"}
+"""Sums of convolutions depend on the number of threads, so these are compared within rounding."""
+
+
 def test_every_run_of_the_archive_is_resumed(expected: dict[str, Any]) -> None:
     assert set(RUNS) == set(expected["runs"])
 
@@ -36,7 +40,14 @@ def test_an_interrupted_run_ends_as_it_would_have(
     release: Path, expected: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(release)
-    assert_resumes(release, name, expected["runs"][name], bit_for_bit=is_same_machine(expected))
+    assert_resumes(
+        release,
+        name,
+        expected["runs"][name],
+        bit_for_bit=is_same_machine(expected) and name not in THREADED,
+        # Caches of records with media are named by the place of the media.
+        same_caches=name != "tune",
+    )
 
 
 def test_a_reward_model_scores_as_it_did(release: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

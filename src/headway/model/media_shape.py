@@ -10,7 +10,7 @@ The shape is a field of `ModelConfig`, so a checkpoint says by itself how media 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 PROJECTOR = "projector."
@@ -31,8 +31,8 @@ class MediaInput:
     """Positions of one item in a row."""
     vectors: int = 1
     """Feature vectors of one item; 1 = pooled."""
-    encoder: str = ""
-    """What made the features: a kind or a folder. Inference reads it."""
+    encoder: str = field(default="", compare=False)
+    """What made the features: a kind or a folder. Inference reads it. A run that was moved has the same inputs at another place."""
 
     @property
     def is_pooled(self) -> bool:
