@@ -33,6 +33,7 @@ from headway.text.document import Record
 from headway.tokenizer.train import train_bpe
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.next_steps import next_steps
 
 WIDTH = 6
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 384}
@@ -99,6 +100,11 @@ def test_a_stopped_run_resumes_bit_for_bit(made: Path, run: Path) -> None:
         for folder in (run, made / "runs/stopped")
     ]
     assert losses[0] == losses[1]
+
+
+def test_the_next_command_of_a_finished_run_asks_about_a_picture_and_a_sound(run: Path) -> None:
+    commands = [command for command, _ in next_steps({"run": run, "final": run / "final"})]
+    assert commands[0] == f"headway generate --model {run} --image picture.png --audio sound.wav --prompt 'What is this?'"
 
 
 def test_the_final_folder_is_the_checkpoint_and_holds_the_aligner(made: Path, run: Path) -> None:

@@ -5,6 +5,7 @@ In: the words after `headway` or one of its groups. Out: help with exit code 0, 
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from typing import Any
 
@@ -36,6 +37,18 @@ OTHER_WORDS = {
 }
 """What other tools call a verb."""
 
+SECTIONS = {
+    "Start here": ("demo", "init", "list", "download"),
+    "Train": ("train", "plan", "sparsify", "supervise", "stop"),
+    "Use a model": ("chat", "generate", "serve", "eval", "export", "masks"),
+    "Prepare data": ("data", "tokenizer"),
+    "Watch runs": ("board", "top", "report"),
+    "Check": ("doctor", "verify", "config"),
+    "Many machines": ("launch",),
+}
+"""The headings of `headway --help`, in the order of a first day. A verb that none of them names stands under the last heading."""
+OTHER_SECTION = "More"
+
 
 class VerbGroup(TyperGroup):
     """A group of verbs, or all of them."""
@@ -47,6 +60,16 @@ class VerbGroup(TyperGroup):
             raise typer.Exit
         return super().parse_args(ctx, args)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The verbs under their headings, each with its whole first sentence, wrapped to the terminal."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        visible = {name: command for name, command in commands.items() if command is not None and not command.hidden}
+        widest = max(map(len, visible), default=0)
+        for heading, names in _sections(list(visible), is_root=ctx.parent is None).items():
+            with formatter.section(heading):
+                # Names are padded to one width, so that all sections share their columns.
+                formatter.write_dl([(name.ljust(widest), first_sentence(visible[name].help or "")) for name in names])
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb; an unknown one is a ConfigError that names the nearest."""
         if args and args[0] not in self.commands and not args[0].startswith("-") and not ctx.resilient_parsing:
@@ -55,6 +78,22 @@ class VerbGroup(TyperGroup):
             hint = f"Did you mean {said}?" if near else f"`{ctx.command_path} --help` lists them."
             raise ConfigError(f"{ctx.command_path} has no verb {args[0][:80]!r}. {hint}")
         return super().resolve_command(ctx, args)
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a help text: up to a full stop at the end of a word, or to a blank line."""
+    paragraph = " ".join(text.strip().split("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s+(?=[A-Z`])", paragraph, maxsplit=1)[0]
+
+
+def _sections(names: list[str], *, is_root: bool) -> dict[str, list[str]]:
+    """The verbs of a help page by heading; a group's own verbs are few and stand under one."""
+    if not is_root:
+        return {"Commands": names}
+    sections = {heading: [verb for verb in verbs if verb in names] for heading, verbs in SECTIONS.items()}
+    listed = {verb for verbs in SECTIONS.values() for verb in verbs}
+    sections[OTHER_SECTION] = [name for name in names if name not in listed]
+    return {heading: verbs for heading, verbs in sections.items() if verbs}
 
 
 def suggestions(word: str, group: Any, root: Any) -> list[str]:

@@ -71,8 +71,11 @@ class StopSignal:
         self.grace_seconds = grace_seconds
         self.is_saving: Callable[[], bool] = lambda: False
         self.has_something_to_save: Callable[[], bool] = lambda: True
+        self.saved_step: Callable[[], int] = lambda: 0
+        """The step of the newest checkpoint; 0 = there is none."""
         self.before_exit: Callable[[], None] = lambda: None
         self._before: dict[int, Any] = {}
+        self._is_leaving = False
         self._pipe: tuple[int, int] | None = None
         self._before_pipe = -1
         self._thread: threading.Thread | None = None
@@ -107,6 +110,13 @@ class StopSignal:
             return False
         return time.monotonic() - self.requested_at > self.grace_seconds / 2
 
+    def kept(self) -> str:
+        """What of the run is on disk if it ended now."""
+        step = self.saved_step()
+        if step == 0:
+            return "nothing is kept: no checkpoint was saved yet"
+        return f"the checkpoint of step {step} is kept"
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested is None:
             self.requested, self.requested_at = signal.Signals(number).name, time.monotonic()
@@ -115,6 +125,9 @@ class StopSignal:
             # os.write, because a handler may interrupt a logging call that holds the stream.
             say(f"{self.requested}: finishing this step, then saving. Ctrl-C again stops at once.")
         elif number == signal.SIGINT:
+            if not self._is_leaving:
+                self._is_leaving = True
+                say(f"stopped at once; {self.kept()}")
             raise KeyboardInterrupt
 
     def _watch(self, reading: int) -> None:
@@ -136,7 +149,7 @@ class StopSignal:
                 if now > leave_at:
                     self._leave(signal.SIGINT, "stopped at once")
                 if self._is_late(now - first_at):
-                    self._leave(first, f"the grace period is over ({now - first_at:.0f} s); the newest checkpoint is kept")
+                    self._leave(first, f"the grace period is over ({now - first_at:.0f} s)")
 
     def _is_late(self, seconds: float) -> bool:
         if self.is_saving():
@@ -146,6 +159,7 @@ class StopSignal:
         return self.grace_seconds is not None and seconds > self.grace_seconds
 
     def _leave(self, number: int, why: str) -> None:
-        say(why)
+        if not self._is_leaving:
+            say(f"{why}; {self.kept()}")
         self.before_exit()
         os._exit(128 + number)

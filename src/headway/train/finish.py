@@ -47,7 +47,10 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
     run.console.close()  # the bar is at its end; the lines of the end follow
     summary = run.ranks.world.gather(summarize(run) if run.process.is_first else None)[0]
     if stopped_by is not None and run.state.step < run.total_steps:
-        log.info("stopped by %s after step %d; the same command resumes from there", stopped_by, run.state.step)
+        if run.state.step == 0:
+            log.info("stopped by %s before the first step: no checkpoint is kept; the same command starts the run anew", stopped_by)
+        else:
+            log.info("stopped by %s after step %d; the same command resumes from there", stopped_by, run.state.step)
         run.emit(
             "finish", f"stopped by {stopped_by} after step {run.state.step} of {run.total_steps}, loss {_number(summary['last_loss'])}"
         )

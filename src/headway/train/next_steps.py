@@ -13,12 +13,16 @@ from typing import Any
 from headway.config.load import load
 from headway.errors import HeadwayError
 from headway.infer.load import StoredModel, find_model
+from headway.model.media_shape import MediaShape
 from headway.runtime.optional import is_installed
 from headway.train.config import Recipe
 from headway.train.run_folder import RECIPE
 
 PROMPT = "Once upon a time"
 QUESTION = "What can you do?"
+MEDIA_QUESTION = "What is this?"
+EXAMPLE_FILES = {"image": "picture.png", "audio": "sound.wav"}
+"""Stand for the user's own files in the command that follows a multimodal run."""
 TENSORBOARD = "tensorboard"
 COLUMNS = 100
 """Commands that are longer than this with their explanation are printed alone."""
@@ -61,10 +65,20 @@ def _aligned(run: Path, recipe: Recipe) -> list[tuple[list[str], str]]:
 def _talk(run: Path, found: StoredModel, recipe: Recipe) -> list[tuple[list[str], str]]:
     if found.tokenizer_folder is None:
         return []
+    if found.config.media is not None:
+        return [(_ask_about_media(run, found.config.media), "one answer; name a file of yours")]
     if _is_chat(recipe):
         asks = ["headway", "generate", "--model", str(run), "--chat-template", "tokenizer", "--prompt", QUESTION]
         return [(["headway", "chat", "--model", str(run)], "talk to it"), (asks, "one answer")]
     return [(["headway", "generate", "--model", str(run), "--prompt", PROMPT, "--max-new-tokens", "64"], "continue a text")]
+
+
+def _ask_about_media(run: Path, media: MediaShape) -> list[str]:
+    """A question about one item of every kind that the model takes."""
+    files: list[str] = []
+    for entry in media.inputs:
+        files += [f"--{entry.modality}", EXAMPLE_FILES[entry.modality]]
+    return ["headway", "generate", "--model", str(run), *files, "--prompt", MEDIA_QUESTION]
 
 
 def _is_chat(recipe: Recipe) -> bool:

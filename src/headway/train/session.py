@@ -73,7 +73,7 @@ def _run_recipe(recipe: Recipe, resume: str, hook: RunHook, callbacks: CallbackT
         except StopBeforeStart as interrupted:
             well = True
             name = interrupted.signal_name
-            log.info("stopped by %s before the first step: nothing was trained, nothing is lost", name)
+            log.info("stopped by %s before the first step: nothing was trained, so nothing is kept or lost", name)
             return {"run": str(folder), "stopped_by": name, "exit_code": exit_code(name)}
         except Exception as error:
             explained = explain_lost_ranks(error, heart, folder, process.world)
@@ -95,6 +95,7 @@ def _run(session: Session, resolved: Resolved, resume: str, stage: StagePosition
     start_step = run.state.step
     stop.is_saving = lambda: run.heart.phase == "save" or run.saver.is_busy
     stop.has_something_to_save = lambda: run.state.step > run.saver.saved_step
+    stop.saved_step = lambda: run.saver.saved_step
     run.begin()
     try:
         also = None if stage is None else stage.run_folder
@@ -106,7 +107,10 @@ def _run(session: Session, resolved: Resolved, resume: str, stage: StagePosition
             raise StopBeforeStart(stop.requested) from error
         raise
     finally:
-        stop.is_saving = stop.has_something_to_save = lambda: False  # releases the run
+        # Functions that hold the run would keep its memory.
+        saved_step = run.saver.saved_step
+        stop.is_saving = stop.has_something_to_save = lambda: False
+        stop.saved_step = lambda: saved_step
 
 
 def _refuse_after_signal(session: Session) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from headway import __version__
 from headway.cli import main
+from headway.cli._group import OTHER_SECTION
 
 
 @pytest.mark.parametrize("words", [[], ["data"], ["config"]])
@@ -15,7 +16,27 @@ def test_help_is_the_answer_to_no_verb(words: list[str], capsys: pytest.CaptureF
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"Usage: {' '.join(['headway', *words])}")
-    assert "Commands:" in out and err == ""
+    heading = "Commands:" if words else "Start here:"
+    assert heading in out and err == ""
+
+
+def test_every_verb_stands_under_a_heading_with_its_whole_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "..." not in out.partition("Start here:")[2] and max(map(len, out.splitlines())) <= 80
+    assert f"\n{OTHER_SECTION}:" not in out, "a verb has no heading: name it in SECTIONS"
+    assert "from the newest complete checkpoint." in " ".join(out.split())
+
+
+@pytest.mark.parametrize("group", ["data", "eval", "launch", "config", "doctor", "verify", "masks"])
+def test_help_of_a_group_is_whole_at_80_columns(group: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([group, "--help"]) == 0
+    commands = capsys.readouterr().out.partition("Commands:")[2]
+    assert commands and "..." not in commands and max(map(len, commands.splitlines())) <= 80
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

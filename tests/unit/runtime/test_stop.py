@@ -45,6 +45,16 @@ def test_a_ctrl_c_after_any_request_stops_at_once(first: signal.Signals) -> None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize(("step", "kept"), [(0, "nothing is kept: no checkpoint was saved yet"), (40, "the checkpoint of step 40 is kept")])
+def test_stopping_at_once_says_what_is_kept(step: int, kept: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with StopSignal() as stop:
+        stop.saved_step = lambda: step
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err.splitlines()[-1] == f"stopped at once; {kept}"
+
+
 def test_in_another_thread_nothing_happens() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen: list[object] = []

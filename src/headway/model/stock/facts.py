@@ -83,7 +83,10 @@ def _facts(key: str, trust_remote_code: bool) -> StockFacts:
     try:
         return _tried(model)
     except ConfigError as problem:
-        raise ConfigError(f"{type(model).__name__}: {problem} model.family transformers cannot train it exactly.") from None
+        raise ConfigError(
+            f"{type(model).__name__}: {problem} model.family transformers cannot train it exactly. "
+            "Start from a model of a family that `headway list families` shows, or of another class."
+        ) from None
 
 
 def _tried(model: PreTrainedModel) -> StockFacts:
@@ -192,6 +195,14 @@ class _Reached(TorchDispatchMode):
         return found
 
 
+def _not_followed(part: str, error: BaseException) -> str:
+    """Why a class cannot be traced, in words of the class: what stands in for its mask is no concern of the user's."""
+    reason = first_line(error)[:300]
+    if StockMask.__name__ in reason:
+        return "it computes with its attention mask itself instead of handing it to the attention interface of transformers."
+    return f"its {part} cannot be followed: {reason}."
+
+
 def _forward(model: PreTrainedModel, recorder: _Recorder) -> int:
     """Run the class; the width of its last hidden states."""
     position = torch.arange(TOKENS, device="meta").expand(2, -1)
@@ -201,7 +212,7 @@ def _forward(model: PreTrainedModel, recorder: _Recorder) -> int:
         with torch.no_grad(), passing(recorder), _Reached(position) as reached:
             model(input_ids=tokens, position_ids=position, attention_mask=seen, use_cache=False)
     except FOREIGN as error:
-        raise ConfigError(f"its forward cannot be followed: {first_line(error)[:300]}.") from None
+        raise ConfigError(_not_followed("forward", error)) from None
     wanted = int(model.config.num_hidden_layers)
     if len(recorder.calls) != wanted:
         raise ConfigError(f"{len(recorder.calls)} of its {wanted} layers use the attention interface of transformers.")
@@ -279,7 +290,7 @@ def _through(model: PreTrainedModel, trunk: nn.Module, hidden: Tensor, small: nn
         with torch.no_grad(), passing(_Recorder()):
             return model(input_ids=tokens, attention_mask=seen, position_ids=position, use_cache=False).logits.float()
     except FOREIGN as error:
-        raise ConfigError(f"its logits cannot be followed: {first_line(error)[:300]}.") from None
+        raise ConfigError(_not_followed("logits", error)) from None
     finally:
         handle.remove()
         setattr(model, HEAD_MODULE, head)
