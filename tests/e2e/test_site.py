@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,18 @@ def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path: Path) -> N
         )
         assert not loaded, page.name
     assert "headway config import" in (tmp_path / "site" / "commands.html").read_text(encoding="utf-8")
+    assert not list((tmp_path / "site").rglob("*.py")), "a program of the repository was published"
+    found = search_from_disk(tmp_path / "site" / "index.html", "resume")
+    assert found is None or found > 10
+
+
+def search_from_disk(page: Path, word: str) -> int | None:
+    """How many documents the search of a page that is opened from the disk finds; None without Chromium."""
+    browser = shutil.which("chromium")
+    if browser is None:
+        return None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=15000", "--dump-dom"]
+    done = subprocess.run([browser, *options, f"file://{page}?q={word}"], capture_output=True, text=True, timeout=120)
+    matches = re.search(r"(\d+) matching documents", done.stdout)
+    assert matches is not None, "the search did not answer"
+    return int(matches[1])

@@ -18,6 +18,7 @@ from headway.checkpoint.manifest import MANIFEST
 from headway.eval.report import REPORT, RESULTS
 from headway.runtime.json_file import load_json, read_bounded
 from headway.track.events import EVENTS
+from headway.train.settings_page import changed_settings
 
 LOG = "train.log"
 LOG_BYTES = 96 << 10
@@ -201,6 +202,7 @@ def read_details(folder: Path) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "config": read_config(folder),
+        "changed": changed_settings(read_recipe_file(folder)),
         "summary": read_summary_file(folder),
         "events": read_events_of(folder),
         "checkpoints": read_checkpoints(folder),

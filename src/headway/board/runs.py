@@ -43,6 +43,7 @@ FRESH_SECONDS = 60.0
 SUMMARY_BYTES = 4 << 20
 RECIPE_BYTES = 512 << 10
 EVENT_TAIL_BYTES = 64 << 10
+CAUSE_CHARACTERS = 400
 
 
 def find_runs(root: Path) -> list[Path]:
@@ -97,6 +98,8 @@ class RunStatus:
     ranks: int = 0
     hosts: list[str] = field(default_factory=list)
     last_event: str = ""
+    cause: str = ""
+    """Why a failed run ended, in one line; empty for any other state."""
     alerts: int = 0
 
 
@@ -147,6 +150,7 @@ class StatusReader:
             ranks=len(alive),
             hosts=sorted({beat.host for beat in alive}),
             last_event=str(events[-1].get("event", "")) if events else "",
+            cause=_cause(events) if state == "failed" else "",
             alerts=sum(one.get("event") not in ("start", "finish") for one in events),
         )
 
@@ -173,6 +177,18 @@ class StatusReader:
         if kinds and kinds[-1] == "finish":
             return "stopped"
         return "failed" if beats or kinds else "stopped"
+
+
+def _cause(events: Sequence[dict[str, Any]]) -> str:
+    """What the newest crash or hang reported; a process that was killed reports nothing."""
+    for event in reversed(events):
+        if event.get("event") in ("crash", "hang"):
+            lines = str(event.get("text", "")).strip().splitlines()
+            if lines:
+                return lines[0][:CAUSE_CHARACTERS]
+        if event.get("event") == "start":
+            break
+    return "killed, or its machine failed: it reported nothing"
 
 
 def parse_events(lines: bytes) -> list[dict[str, Any]]:

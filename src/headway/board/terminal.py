@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 COLORS = ("bright_blue", "yellow", "green", "red", "magenta", "cyan")
 STATE_STYLES = {"live": "bold green", "stalled": "bold yellow", "done": "blue", "stopped": "default", "failed": "bold red"}
 MOST_CURVES = 6
+MOST_CAUSES = 3
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Of a braille character, by row and column."""
 
@@ -52,14 +53,15 @@ COLUMNS: tuple[tuple[str, int, int, Callable[[dict[str, Any]], str]], ...] = (
     ("state", 0, 7, lambda row: row["state"]),
     ("step", 0, 18, _steps),
     ("loss", 0, 8, lambda row: _short(row["loss"], 4)),
-    ("left", 2, 8, lambda row: _duration(row["eta_seconds"]) if row["state"] == "live" else ""),
-    ("tok/s", 1, 7, lambda row: _short(row["tokens_per_second"])),
-    ("lr", 3, 8, lambda row: "" if row["lr"] is None else f"{row['lr']:.2g}"),
-    ("grad", 4, 7, lambda row: _short(row["grad_norm"])),
-    ("MFU", 5, 6, lambda row: _share(row["mfu_full"])),
-    ("memory", 6, 8, lambda row: "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.1f}GB"),
-    ("tokens", 7, 8, lambda row: _short(row["num_consumed_tokens"])),
-    ("alerts", 8, 6, lambda row: str(row["alerts"] or "")),
+    ("valid", 1, 8, lambda row: _short(row["valid_loss"], 4)),
+    ("left", 3, 8, lambda row: _duration(row["eta_seconds"]) if row["state"] == "live" else ""),
+    ("tok/s", 2, 7, lambda row: _short(row["tokens_per_second"])),
+    ("lr", 4, 8, lambda row: "" if row["lr"] is None else f"{row['lr']:.2g}"),
+    ("grad", 5, 7, lambda row: _short(row["grad_norm"])),
+    ("MFU", 6, 6, lambda row: _share(row["mfu_full"])),
+    ("memory", 7, 8, lambda row: "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.1f}GB"),
+    ("tokens", 8, 8, lambda row: _short(row["num_consumed_tokens"])),
+    ("alerts", 9, 6, lambda row: str(row["alerts"] or "")),
 )
 """Heading, how soon it is left out on a narrow screen (0: never), width, and text."""
 
@@ -100,6 +102,9 @@ def screen(board: Board, width: int, height: int) -> RenderableType:
         parts.append(Text(f"and {len(rows) - most} more", style="dim"))
     shown = [board.runs[row["id"]] for row in rows[:MOST_CURVES] if row["id"] in board.runs]
     parts += _plot(shown, rows, width)
+    failed = [row for row in rows[:most] if row["cause"]]
+    for row in failed[:MOST_CAUSES]:
+        parts.append(Text(f"{_printable(row['name'])} failed: {_printable(row['cause'])}", style="red"))
     for source in board.sources:
         if source.problem:
             parts.append(Text(f"{source.label}: {source.problem}", style="yellow"))

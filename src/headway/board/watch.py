@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -34,6 +35,8 @@ LISTED = (
     "loss", "lr", "grad_norm", "tokens_per_second", "tgs", "mfu_full", "mfu_causal", "memory_bytes", "eta_seconds", "num_consumed_tokens",
     "step_seconds", "stage",
 )  # fmt: skip
+VALID_LOSS = re.compile(r"valid/([^/]+/)?loss")
+"""A single validation set needs no name."""
 log = logging.getLogger("headway")
 
 
@@ -96,6 +99,14 @@ class LocalSource:
         """Nothing is open."""
 
 
+def newest_valid_loss(newest: Mapping[str, Any]) -> float | None:
+    """The newest validation loss of a run, of its first validation set; None where it has not validated yet."""
+    for name, value in newest.items():
+        if VALID_LOSS.fullmatch(name) and isinstance(value, float):
+            return value
+    return None
+
+
 @dataclass
 class WatchedRun:
     """One run of a board."""
@@ -118,6 +129,7 @@ class WatchedRun:
     def row(self) -> dict[str, Any]:
         """What the list shows, as plain values."""
         values = {name: self.newest.get(name) for name in LISTED}
+        values["valid_loss"] = newest_valid_loss(self.newest)
         return {
             "id": self.id, "name": self.name, "source": self.source.label, "version": self.version, "partial": self.is_indexing,
             **asdict(self.status), **values,

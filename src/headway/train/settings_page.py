@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, get_args
 
 from headway.config.kinds import kind_names
@@ -89,6 +90,56 @@ def _limits(entry: dict[str, Any]) -> str:
         names = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
         words += [f"{word} {one[key]:g}" for key, word in names.items() if key in one]
     return f" ({'; '.join(dict.fromkeys(words))})" if words else ""
+
+
+def changed_settings(recipe: dict[str, Any]) -> list[str]:
+    """The dotted keys of a recipe, as plain values, that differ from their defaults. No code that a recipe names is imported.
+
+    A setting without a default, of another version or of a user's own kind counts as changed.
+    """
+    schema = _recipe_schema()
+    return list(_changed(recipe, _default_recipe(), schema["properties"], schema["$defs"], ""))
+
+
+@cache
+def _recipe_schema() -> dict[str, Any]:
+    return Recipe.model_json_schema(by_alias=True)
+
+
+@cache
+def _default_recipe() -> dict[str, Any]:
+    return Recipe().model_dump(mode="json", by_alias=True)
+
+
+def _changed(
+    values: dict[str, Any],
+    defaults: dict[str, Any],
+    entries: dict[str, Any],
+    definitions: dict[str, Any],
+    prefix: str,
+) -> Iterator[str]:
+    """`defaults` is the same part of a recipe in which nothing is set; the settings of another kind have theirs in the schema."""
+    for key, value in values.items():
+        entry = entries.get(key, {})
+        if key in defaults:
+            default = defaults[key]
+        else:
+            default = entry.get("default", _NO_DEFAULT)
+        if value == default:
+            continue
+        section: dict[str, Any] | None = None
+        if isinstance(value, dict):
+            section = _section(entry, definitions) or dict(_kinds(entry)).get(str(value.get("kind")))
+        if isinstance(value, dict) and section is not None:
+            below = default if isinstance(default, dict) else {}
+            if below.get("kind") != value.get("kind"):
+                below = {"kind": below.get("kind")}
+            yield from _changed(value, below, section["properties"], definitions, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+_NO_DEFAULT = object()
 
 
 def catalogue() -> dict[str, list[str]]:

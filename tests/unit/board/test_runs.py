@@ -11,7 +11,7 @@ from support.board_runs import append_record, make_run
 
 from headway.board import curves
 from headway.board.runs import StatusReader, find_runs, flat_values, planned_steps
-from headway.board.watch import Board, LocalSource
+from headway.board.watch import Board, LocalSource, newest_valid_loss
 
 
 def beat(folder: Path, *, pid: int, progress: float = 0.0, host: str = "", at: float = 0.0) -> None:
@@ -118,3 +118,26 @@ def test_a_board_follows_new_steps_new_runs_and_removed_ones(tmp_path: Path) -> 
     board.look(source)
     assert {run.name for run in board.runs.values()} == {"one"}
     board.close()
+
+
+@pytest.mark.parametrize(
+    ("events", "cause"),
+    [
+        ([("start", ""), ("crash", "out of memory\nat step 5")], "out of memory"),
+        ([("crash", "of an earlier start"), ("start", "")], "killed, or its machine failed"),
+    ],
+)
+def test_a_failed_run_says_why(tmp_path: Path, events: list[tuple[str, str]], cause: str) -> None:
+    folder = make_run(tmp_path / "run", 5, done=False)
+    lines = [json.dumps({"time": 1.0, "event": kind, "step": 5, "text": text}) for kind, text in events]
+    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+    status = StatusReader(folder).read({})
+    assert status.state == "failed" and status.cause.startswith(cause) and "\n" not in status.cause
+    make_run(tmp_path / "done", 5)
+    assert StatusReader(tmp_path / "done").read({}).cause == ""
+
+
+@pytest.mark.parametrize("name", ["valid/loss", "valid/books/loss"])
+def test_the_newest_validation_loss_is_listed_while_a_run_lives(name: str) -> None:
+    assert newest_valid_loss({"loss": 3.0, "valid_at_start/loss": 9.0, name: 2.5, "valid/perplexity": 12.0}) == 2.5
+    assert newest_valid_loss({"loss": 3.0, "valid/perplexity": 12.0}) is None

@@ -13,6 +13,7 @@
       this.now = Date.now() / 1000;
       this.lit = null;
       this.onlyDifferences = true;
+      this.onlyChanged = true;
       this.isReachable = true;
       this.details = new Map();
       this.sidebar = new hw.Sidebar(this);

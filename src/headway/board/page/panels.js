@@ -53,21 +53,26 @@
     config(app, found) {
       const keys = [...new Set(found.flatMap(({ details }) => Object.keys(details.config)))].sort();
       const search = app.store.state.search.toLowerCase(), rows = [];
-      let same = 0;
+      const changed = new Set(found.flatMap(({ details }) => details.changed || []));
+      // A list that was changed is shown with all its entries.
+      const isChanged = (key) => changed.has(key) || [...changed].some((one) => key.startsWith(`${one}.`));
+      let same = 0, defaults = 0;
       for (const key of keys) {
         const values = found.map(({ details }) => text(details.config[key])), differs = new Set(values).size > 1;
         if (search && !key.toLowerCase().includes(search) && !values.some((value) => value.toLowerCase().includes(search))) continue;
+        if (!search && app.onlyChanged && !differs && !isChanged(key)) { defaults++; continue; }
         if (found.length > 1 && app.onlyDifferences && !differs) { same++; continue; }
         rows.push(hw.el("tr", { class: differs ? "differs" : "" }, hw.el("th", {}, key), values.map((value) => hw.el("td", {}, value))));
       }
-      const box = found.length > 1 ? hw.el("label", { class: "option" }, hw.el("input", { type: "checkbox", checked: app.onlyDifferences, onchange: (event) => { app.onlyDifferences = event.target.checked; app.renderPanel(); } }), `only differences${same ? ` (${same} settings are the same)` : ""}`) : null;
+      const box = found.length > 1 ? hw.el("label", { class: "option" }, hw.el("input", { type: "checkbox", checked: app.onlyDifferences, onchange: (event) => { app.onlyDifferences = event.target.checked; app.renderPanel(); } }), `only differences between runs${same ? ` (${same} settings are the same)` : ""}`) : null;
+      const short = hw.el("label", { class: "option" }, hw.el("input", { type: "checkbox", checked: app.onlyChanged, onchange: (event) => { app.onlyChanged = event.target.checked; app.renderPanel(); } }), `only what differs from the defaults${defaults ? ` (${defaults} settings are defaults)` : ""}`);
       if (!keys.length) return nothing("These runs have no recipe.yaml.");
-      return hw.el("div", {}, box, rows.length ? table(["setting", ...found.map(({ run }) => swatch(app, run))], rows, { class: "config" }) : nothing("No setting differs."));
+      return hw.el("div", {}, short, box, rows.length ? table(["setting", ...found.map(({ run }) => swatch(app, run))], rows, { class: "config" }) : nothing("No setting differs."));
     },
 
     summary(app, found) {
-      const keys = [["state", (r) => r.run.state], ["step", (r) => hw.number(r.run.step)], ["loss", (r) => hw.number(r.run.loss, 6)],
-        ["best loss", (r) => hw.number(r.details.summary.best_loss, 6)], ["last validation loss", (r) => hw.number(r.details.summary.last_valid_loss, 6)],
+      const keys = [["state", (r) => r.run.state], ["cause", (r) => r.run.cause || "–"], ["step", (r) => hw.number(r.run.step)], ["loss", (r) => hw.number(r.run.loss, 6)],
+        ["best loss", (r) => hw.number(r.details.summary.best_loss, 6)], ["last validation loss", (r) => hw.number(r.run.valid_loss ?? r.details.summary.last_valid_loss, 6)],
         ["best validation loss", (r) => hw.number(r.details.summary.best_valid_loss, 6)], ["tokens", (r) => hw.short(r.run.num_consumed_tokens, 4)],
         ["tokens/s", (r) => hw.short(r.run.tokens_per_second, 4)], ["MFU", (r) => (typeof r.run.mfu_full === "number" ? `${(100 * r.run.mfu_full).toFixed(1)} %` : "–")],
         ["memory", (r) => hw.bytes(r.run.memory_bytes)], ["training time", (r) => hw.seconds(r.details.summary.seconds)], ["skipped steps", (r) => text(r.details.summary.skipped_steps) || "–"],

@@ -60,9 +60,9 @@
     row(run, isChosen) {
       let row = this.rows.get(run.id);
       if (!row) {
-        row = { box: hw.el("input", { type: "checkbox", onchange: () => this.app.toggle(run.id) }), name: hw.el("span", { class: "name" }), dot: hw.el("i"), facts: hw.el("div", { class: "facts" }), bar: hw.el("div", { class: "fillbar" }) };
+        row = { box: hw.el("input", { type: "checkbox", onchange: () => this.app.toggle(run.id) }), name: hw.el("span", { class: "name" }), dot: hw.el("i"), facts: hw.el("div", { class: "facts" }), cause: hw.el("div", { class: "cause" }), bar: hw.el("div", { class: "fillbar" }) };
         row.node = hw.el("li", { "data-run": run.id, onmouseenter: () => this.app.highlight(run.id), onmouseleave: () => this.app.highlight(null) },
-          hw.el("label", {}, row.box, hw.el("div", { class: "text" }, hw.el("div", { class: "head" }, row.dot, row.name), row.facts, hw.el("div", { class: "progress" }, row.bar))),
+          hw.el("label", {}, row.box, hw.el("div", { class: "text" }, hw.el("div", { class: "head" }, row.dot, row.name), row.facts, row.cause, hw.el("div", { class: "progress" }, row.bar))),
           hw.el("button", { class: "only", title: "Show only this run", onclick: () => this.app.select([run.id]) }, "only"));
         this.rows.set(run.id, row);
       }
@@ -79,10 +79,13 @@
       const total = run.total_steps, share = total && run.step !== null ? Math.min(1, run.step / total) : run.state === "done" ? 1 : 0;
       const facts = [run.state, run.step === null ? "no steps yet" : `${hw.number(run.step)}${total && total !== run.step ? ` / ${total >= 1e4 ? hw.short(total, 3) : hw.number(total)}` : " steps"}`];
       if (run.loss !== null && run.loss !== undefined) facts.push(`loss ${hw.number(run.loss, 4)}`);
+      if (typeof run.valid_loss === "number") facts.push(`valid ${hw.number(run.valid_loss, 4)}`);
       if (run.state === "live" && run.eta_seconds) facts.push(`${hw.seconds(run.eta_seconds)} left`);
       if (run.alerts) facts.push(`⚠ ${run.alerts}`);
       row.facts.textContent = facts.join(" · ");
       row.facts.title = row.facts.textContent + (run.alerts ? " alerts" : "");
+      row.cause.textContent = run.cause || "";
+      row.cause.title = run.cause || "";
       row.bar.style.width = `${(100 * share).toFixed(2)}%`;
       row.bar.className = `fillbar ${run.state}`;
       return row.node;
