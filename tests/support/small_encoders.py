@@ -80,7 +80,7 @@ def cnn14_file(folder: Path) -> Path:
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
     network = Cnn14([2, 2, 4, 4, 6, 6], 5)
-    torch.save({"model": {**network.state_dict(), "logmel_extractor.melW": torch.zeros(3, 4)}, "iteration": 3}, folder / "cnn14.pth")
+    torch.save({"model": {**network.state_dict(), "logmel_extractor.melW": torch.rand(257, 64)}, "iteration": 3}, folder / "cnn14.pth")
     return folder / "cnn14.pth"
 
 

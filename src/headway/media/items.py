@@ -173,7 +173,7 @@ def decode_image(ref: MediaRef, spec: ImageSpec = ImageSpec(), limits: MediaLimi
     if width == height == spec.size and spec.resize in (None, spec.size) and (plain := read_plain_png(data, ref.name)) is not None:
         return np.ascontiguousarray(plain.transpose(2, 0, 1))
     need("PIL", f"{ref.name} ({kind})")
-    return fit_image(_open_image(data, ref.name, limits), spec)
+    return fit_image(open_image(data, ref.name, limits), spec)
 
 
 def check_pixels(name: str, width: int, height: int, limits: MediaLimits) -> None:
@@ -184,14 +184,16 @@ def check_pixels(name: str, width: int, height: int, limits: MediaLimits) -> Non
         raise DataError(f"{name}: {width} x {height} pixels; at most {limits.image_pixels} are decoded.")
 
 
-def _open_image(data: bytes, name: str, limits: MediaLimits) -> Any:
-    """A decoded Pillow image in RGB or RGBA, upright."""
+def open_image(data: bytes, name: str, limits: MediaLimits, *, as_stored: bool = False) -> Any:
+    """A decoded Pillow image, upright and in RGB or RGBA; or as it is stored, in any mode."""
     from PIL import Image, ImageOps
 
     try:
         image = Image.open(io.BytesIO(data), formats=IMAGE_KINDS)
         check_pixels(name, image.width, image.height, limits)
         image.load()
+        if as_stored:
+            return image
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255
             image = Image.fromarray((np.asarray(image, dtype=np.int64).clip(0, 65535) >> 8).astype(np.uint8))

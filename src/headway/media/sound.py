@@ -52,19 +52,24 @@ class LogMel:
 
     def __call__(self, samples: NDArray[np.float32], frames: int | None = None) -> NDArray[np.float32]:
         """`[mels, frames]`: all frames, or the `frames` in the middle; dB."""
-        half = self.n_fft // 2
-        if len(samples) <= half:  # too short to reflect
-            samples = np.pad(samples, (0, half + 1 - len(samples)))
-        count = 1 + len(samples) // self.hop
-        kept = count if frames is None else min(frames, count)
-        first = (count - kept) // 2
-        padded = np.pad(samples, half, mode="reflect")
-        windows = np.lib.stride_tricks.sliding_window_view(padded, self.n_fft)[first * self.hop :: self.hop][:kept]
-        hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.n_fft) / self.n_fft)
-        power = np.abs(np.fft.rfft(windows * hann, axis=1)) ** 2
+        power = magnitudes(samples, self.n_fft, self.hop, frames) ** 2
         filters = mel_filters(self)
-        energy = np.concatenate([power[at : at + FRAMES_AT_ONCE] @ filters for at in range(0, kept, FRAMES_AT_ONCE)])
+        energy = np.concatenate([power[at : at + FRAMES_AT_ONCE] @ filters for at in range(0, len(power), FRAMES_AT_ONCE)])
         return (10 * np.log10(np.maximum(energy, FLOOR))).T.astype(np.float32)
+
+
+def magnitudes(samples: NDArray[np.float32], n_fft: int, hop: int, frames: int | None = None) -> NDArray[np.float64]:
+    """Spectra of Hann windows, centred, with reflected ends, `[frames, 1 + n_fft / 2]`: all, or the `frames` in the middle."""
+    half = n_fft // 2
+    if len(samples) <= half:  # too short to reflect
+        samples = np.pad(samples, (0, half + 1 - len(samples)))
+    count = 1 + len(samples) // hop
+    kept = count if frames is None else min(frames, count)
+    first = (count - kept) // 2
+    padded = np.pad(samples, half, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, n_fft)[first * hop :: hop][:kept]
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(n_fft) / n_fft)
+    return np.abs(np.fft.rfft(windows * hann, axis=1))
 
 
 @lru_cache(maxsize=16)

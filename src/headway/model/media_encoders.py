@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headway.model.encoders.base import FrozenMediaEncoder
 
 ALIGNER_KEY = "aligner"
+PURRSIGHT_ENCODERS = ("mobilenet_v4", "cnn14")
 PATCH_LAYER = -2
 """The layer whose patches LLaVA takes."""
 
@@ -36,13 +37,18 @@ def aligner_folder(path: Path) -> Path | None:
     return next((one for one in folders if one.is_dir() and is_aligner_folder(one)), None)
 
 
-def encoder_text(name: str, modality: str, *, patches: bool) -> str:
-    """The encoder that a recipe names: a kind, a kind with its file (`cnn14:FILE`), or a Hugging Face folder or hub id."""
+def encoder_text(name: str, modality: str, *, patches: bool, is_purrsight: bool = False) -> str:
+    """The encoder that a recipe names: a kind, a kind with its file (`cnn14:FILE`), or a Hugging Face folder or hub id.
+
+    `is_purrsight`: it feeds an aligner that PurrSight trained, so PurrSight's own encoders read media as PurrSight does.
+    """
     kind, _, file = name.partition(":")
     if name in KINDS:
         given: dict[str, Any] = {"kind": name}
     elif kind in KINDS and file:
         given = {"kind": kind, "path": str(Path(file).resolve())}
+        if is_purrsight and kind in PURRSIGHT_ENCODERS:
+            given["preprocessing"] = "purrsight"
     else:
         given = {"kind": "huggingface", "path": str(Path(name).resolve()) if Path(name).is_dir() else name}
         given |= {"pool": "none", "layer": PATCH_LAYER} if patches else {}

@@ -2,6 +2,7 @@
 
     ImageInput      MediaRef -> uint8   [3, size, size]
     MelInput        MediaRef -> float32 [mels, frames]         log-mel in dB
+    PurrSight...    the same two as PurrSight prepares them (media/purrsight.py)
     WaveInput       MediaRef -> float32 [samples]              mono, cut or padded with zeros
     ByteInput       str      -> int32   [max_bytes]            UTF-8, -1 after the end
     TokenInput      str      -> int32   [max_tokens]           a tokenizer's ids, -1 after the end
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headway.errors import DataError
+from headway.media import purrsight
 from headway.media.items import AudioSpec, ImageSpec, MediaRef, decode_audio, decode_image, decode_waveform
 
 Array = np.ndarray[Any, Any]
@@ -106,6 +108,33 @@ class MelInput:
     def read(self, item: Item) -> Array:
         """float32 [mels, frames]."""
         return decode_audio(_media(item), self.spec)
+
+
+@dataclass(frozen=True)
+class PurrSightImageInput:
+    """Pixels as PurrSight prepares them."""
+
+    shape: tuple[int, ...] = (3, purrsight.SIZE, purrsight.SIZE)
+    dtype: str = "uint8"
+    key: str = "PurrSight's picture"
+
+    def read(self, item: Item) -> Array:
+        """uint8 [3, 224, 224]."""
+        return purrsight.purrsight_pixels(_media(item))
+
+
+@dataclass(frozen=True)
+class PurrSightMelInput:
+    """A log-mel as PurrSight prepares it, with the mel filters of the encoder's own file, `[257, 64]`."""
+
+    filters: Array = field(repr=False, compare=False)
+    shape: tuple[int, ...] = (purrsight.MELS, purrsight.FRAMES)
+    dtype: str = "float32"
+    key: str = "PurrSight's log-mel"
+
+    def read(self, item: Item) -> Array:
+        """float32 [64, 256]."""
+        return purrsight.purrsight_mel(_media(item), self.filters)
 
 
 @dataclass(frozen=True)

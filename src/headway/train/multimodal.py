@@ -18,7 +18,7 @@ from headway.data.media import MediaFeatures
 from headway.data.open import SourceStore
 from headway.errors import ConfigError
 from headway.media.sources import read_sources
-from headway.model.loading.aligner_file import AlignerHeads, read_aligner
+from headway.model.loading.aligner_file import AlignerHeads, is_purrsight_file, read_aligner
 from headway.model.media_encoders import aligned_encoder_text, aligner_folder, encoder_text, open_encoder
 from headway.model.media_shape import ALIGNER, MediaInput, MediaShape
 from headway.prepare.detect import local_path
@@ -87,7 +87,8 @@ def plan_media(config: MultimodalConfig, hidden_size: int) -> MediaPlan:
 
 def _encoder_of(config: MultimodalConfig, name: str, one: MediaInputConfig) -> str:
     if one.encoder is not None:
-        return encoder_text(one.encoder, name, patches=one.patches)
+        is_purrsight = config.aligner is not None and is_purrsight_file(config.aligner)
+        return encoder_text(one.encoder, name, patches=one.patches, is_purrsight=is_purrsight)
     assert config.aligner is not None, "checked by the section"
     folder = aligner_folder(config.aligner)
     if folder is None:

@@ -1,5 +1,6 @@
 """Encoders: Hugging Face folders give what transformers gives, an item's vector does not depend on its batch, real packages work."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from headway.model.encoders.huggingface import Config
 from headway.model.encoders.lite0_module import EfficientNetLite0, load_lite0
 from headway.model.encoders.mobilenet_v4_module import MobileNetV4, load_mobilenet_v4
 from headway.model.encoders.towers import AudioTower, ConvStem, PatchStem, TextTower, VisionTower, tower_value
+from headway.model.loading.aligner_file import is_purrsight_file
 from headway.model.media_encoders import encoder_text
 from headway.model.media_encoders import open_encoder as open_media_encoder
+from headway.prepare.media_inputs import PurrSightMelInput
 from headway.runtime.optional import is_installed
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -206,6 +209,30 @@ def test_encoders_of_purrsight_read_their_files_and_no_others(tmp_path: Path) ->
             load(file, name)
     with pytest.raises(HeadwayError, match="which is not a file"):
         load_cnn14(tmp_path / "nowhere.pth", "path")
+
+
+def test_cnn14_of_purrsight_takes_means_and_no_relu_and_reads_sounds_as_purrsight(tmp_path: Path) -> None:
+    file = cnn14_file(tmp_path / "c")
+    hears = open_media_encoder(encoder_text(f"cnn14:{file}", "audio", patches=False, is_purrsight=True), "audio")
+    given = np.random.default_rng(0).normal(-40, 20, (2, 64, 256)).astype(np.float32)
+    network: Any = load_cnn14(file, "path").eval()
+    with torch.no_grad():
+        x = network.bn0(torch.from_numpy(given)[..., None]).permute(0, 3, 2, 1)
+        for number in range(1, 6):
+            x = torch.nn.functional.avg_pool2d(getattr(network, f"conv_block{number}")(x), 2)
+        wanted = network.fc1(network.conv_block6(x).mean((2, 3)))
+    assert (wanted < 0).any()
+    np.testing.assert_allclose(hears.encode(given)[:, 0], wanted.numpy(), rtol=1e-4, atol=1e-5)
+    assert isinstance(hears.input, PurrSightMelInput) and "preprocessing=purrsight" in hears.identity
+    assert hears.input.filters.shape == (257, 64)
+
+
+def test_only_an_aligner_file_of_purrsight_asks_for_its_preprocessing(tmp_path: Path) -> None:
+    plain = json.loads(encoder_text(f"cnn14:{cnn14_file(tmp_path / 'c')}", "audio", patches=False))
+    assert "preprocessing" not in plain
+    for name, is_theirs in (("aligner.pt", True), ("aligner.safetensors", False)):
+        (tmp_path / name).touch()
+        assert is_purrsight_file(tmp_path / name) is is_theirs
 
 
 def test_mobilenet_v4_computes_what_timm_computes() -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.errors import CheckpointError
+from headway.media.purrsight import MELS, N_FFT
 from headway.model.encoders.weight_file import fill_exactly, read_weights
 
-MELS, BLOCKS = 64, 6
+BLOCKS = 6
+MEL_FILTERS = "logmel_extractor.melW"
 UNUSED = ("spectrogram_extractor.", "logmel_extractor.", "fc_audioset.")
 
 
@@ -35,8 +38,10 @@ class ConvPair(nn.Module):
 class Cnn14(nn.Module):
     """The vector of a sound."""
 
-    def __init__(self, channels: list[int], width: int) -> None:
+    def __init__(self, channels: list[int], width: int, *, is_purrsight: bool = False) -> None:
         super().__init__()
+        self.is_purrsight = is_purrsight
+        """PurrSight's copy of the network takes the mean of all places and leaves out the last ReLU."""
         self.bn0 = nn.BatchNorm2d(MELS)
         for number, (inputs, outputs) in enumerate(zip([1, *channels], channels, strict=False), start=1):
             setattr(self, f"conv_block{number}", ConvPair(inputs, outputs))
@@ -48,11 +53,13 @@ class Cnn14(nn.Module):
         for number in range(1, BLOCKS + 1):
             x = getattr(self, f"conv_block{number}")(x)
             x = x if number == BLOCKS else F.avg_pool2d(x, 2)
+        if self.is_purrsight:
+            return self.fc1(x.mean((2, 3)))[:, None]
         x = x.mean(3)
         return F.relu(self.fc1(x.amax(2) + x.mean(2)))[:, None]
 
 
-def load_cnn14(path: Path, key: str) -> Cnn14:
+def load_cnn14(path: Path, key: str, *, is_purrsight: bool = False) -> Cnn14:
     """The network with the weights of a file."""
     given = read_weights(path, key)
     names = [f"conv_block{number}.conv2.weight" for number in range(1, BLOCKS + 1)]
@@ -60,6 +67,18 @@ def load_cnn14(path: Path, key: str) -> Cnn14:
     if len(channels) < BLOCKS or "fc1.weight" not in given or given["fc1.weight"].ndim != 2:
         raise CheckpointError(f"{path}: is no CNN14 of PANNs: it lacks its six blocks or fc1. Give Cnn14_16k_mAP=0.438.pth.")
     with torch.device("meta"):
-        network = Cnn14(channels, given["fc1.weight"].shape[0])
+        network = Cnn14(channels, given["fc1.weight"].shape[0], is_purrsight=is_purrsight)
     fill_exactly(network, given, path, UNUSED)
     return network
+
+
+def mel_filters_of(path: Path, key: str) -> np.ndarray:
+    """The mel filters that a file of PANNs brings along, `[257, 64]`; PurrSight computes with them."""
+    given = read_weights(path, key).get(MEL_FILTERS)
+    wanted = (1 + N_FFT // 2, MELS)
+    if given is None or tuple(given.shape) != wanted or not bool(given.isfinite().all()):
+        found = "missing" if given is None else f"of shape {list(given.shape)}"
+        raise CheckpointError(
+            f"{path}: {MEL_FILTERS} is {found}; finite numbers of shape {list(wanted)} are expected. Fetch the file again."
+        )
+    return given.float().numpy()

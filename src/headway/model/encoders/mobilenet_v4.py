@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from headway.config.section import setting
 from headway.media.items import ImageSpec
 from headway.model.encoders.base import EncoderConfig
-from headway.prepare.media_inputs import ImageInput
+from headway.prepare.media_inputs import ImageInput, PurrSightImageInput
 
 if TYPE_CHECKING:
     from headway.model.encoders.base import FrozenMediaEncoder
@@ -27,6 +27,11 @@ class Config(EncoderConfig):
     path: str = setting(..., "model.safetensors or .pth of timm's mobilenetv4_conv_small.", min_length=1)
     pool: Literal["mean", "none"] = setting("mean", "One vector, the mean of all places; or none: 49 vectors, one per place.")
 
+    preprocessing: Literal["standard", "purrsight"] = setting(
+        "standard",
+        "How a picture becomes pixels; purrsight: as PurrSight prepares them, chosen by itself for an aligner.pt of PurrSight.",
+    )
+
     def build(self, modality: str) -> FrozenMediaEncoder:
         """The encoder."""
         from headway.model.encoders.frozen import FrozenModule, files_identity
@@ -34,4 +39,7 @@ class Config(EncoderConfig):
 
         path = Path(self.path)
         module = MobileNetV4Encoder(load_mobilenet_v4(path, "the path of encoder mobilenet_v4"), pooled=self.pool == "mean")
-        return FrozenModule(modality, module, ImageInput(SPEC), f"mobilenet_v4 {files_identity([path])} pool={self.pool}")
+        identity = f"mobilenet_v4 {files_identity([path])} pool={self.pool}"
+        if self.preprocessing == "purrsight":
+            return FrozenModule(modality, module, PurrSightImageInput(), f"{identity} preprocessing=purrsight")
+        return FrozenModule(modality, module, ImageInput(SPEC), identity)

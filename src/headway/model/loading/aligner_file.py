@@ -71,15 +71,26 @@ class AlignerHeads:
             raise ConfigError(f"{where}: projects to {self.dim} dimensions; {dim} are expected. Set dim to {self.dim}.")
 
 
-def read_aligner(path: Path) -> AlignerHeads:
-    """The heads of an aligner.safetensors, a PurrSight aligner.pt (bare, or below `state_dict`), or a folder with aligner.safetensors."""
+def is_purrsight_file(path: Path) -> bool:
+    """Whether the heads of this path come from PurrSight, which saves with torch.save; headway writes such a file only for export."""
+    return _heads_file(path).suffix != ".safetensors"
+
+
+def _heads_file(path: Path) -> Path:
+    """The file with the heads: the path itself, or in its folder."""
     if path.is_dir():
-        found = next((one for one in (path / ALIGNER, path / "final" / ALIGNER, path / "aligner.pt") if one.is_file()), None)
-        if found is None:
-            raise ConfigError(f"{path}: holds no {ALIGNER} and no aligner.pt. Give such a file, or the run that made one.")
-        path = found
+        for file in (path / ALIGNER, path / "final" / ALIGNER, path / "aligner.pt"):
+            if file.is_file():
+                return file
+        raise ConfigError(f"{path}: holds no {ALIGNER} and no aligner.pt. Give such a file, or the run that made one.")
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give an {ALIGNER} or an aligner.pt.")
+    return path
+
+
+def read_aligner(path: Path) -> AlignerHeads:
+    """The heads of an aligner.safetensors, a PurrSight aligner.pt (bare, or below `state_dict`), or a folder with aligner.safetensors."""
+    path = _heads_file(path)
     given: Any = _read_safetensors(path) if path.suffix == ".safetensors" else open_pickled(path)
     if isinstance(given.get("state_dict"), dict):
         given = given["state_dict"]
