@@ -69,6 +69,9 @@ def test_metrics_hold_sparsity_aim_and_lambdas(world: Path) -> None:
     assert [record["sparsity_target"] for record in records] == [0.5] * 6
     for key in ("sparsity", "lambda_1", "lambda_2", "nll", "undecided_heads"):
         assert all(isinstance(record[key], float) for record in records), key
+    for record in records:  # an undecided head runs both branches
+        assert record["full_heads"] + record["streaming_heads"] == pytest.approx(1 + record["undecided_heads"])
+        assert 1 - record["full_heads"] <= record["sparsity"] <= record["streaming_heads"]
     assert records[0]["lambda_2"] == 0.0
     assert records[-1]["lambda_2"] > 0
     assert 0 <= records[-1]["valid"]["valid"]["sparsity"] <= 1

@@ -5,7 +5,14 @@ gradient of inputs    2 a weight, for the matrices behind the first parameter th
 gradient of weights   2 a weight, for the matrices that train
 
 Attention itself (scores and their mix of values) has no weights: 2 per visible token and channel of a query, 2 per channel of a value, and
-twice that in backward.
+twice that in backward. In rows of T tokens a token meets, on the average,
+
+                          all keys of the row, or of the window      those it may see
+    full layer            T                                          T / 2
+    window of W < T       W                                          W - W^2 / (2 T): the first W tokens of a row see less
+    streaming head        as a window of window + sinks
+
+Packed documents are not known here: a document that begins inside of a row sees less than that.
 Recomputation to save memory does not count, nor do norms, activations and the loss. Imports without torch.
 """
 
@@ -36,7 +43,12 @@ class TokenFlops:
 
     matrices: float
     attention: float
-    """If every token sees the whole row."""
+    """Every token meets all keys of the row, or of its layer's window."""
+    causal_attention: float
+    """Every token meets the keys that it may see: it looks back only."""
+    streaming: float = 0.0
+    """As `attention`, if every head of a model with gates streams."""
+    causal_streaming: float = 0.0
 
     @property
     def full(self) -> float:
@@ -45,8 +57,24 @@ class TokenFlops:
 
     @property
     def causal(self) -> float:
-        """Attention counted at half: a token looks back only."""
-        return self.matrices + self.attention / 2
+        """Attention counted for what a token may see."""
+        return self.matrices + self.causal_attention
+
+    def with_heads(self, full: float, streaming: float) -> TokenFlops:
+        """The same model where these shares of its heads run full attention and stream; an undecided head does both."""
+        return TokenFlops(
+            self.matrices,
+            full * self.attention + streaming * self.streaming,
+            full * self.causal_attention + streaming * self.causal_streaming,
+        )
+
+
+def visible_tokens(seq_len: int, window: int | None) -> tuple[float, float]:
+    """Tokens that a token meets on the average in rows of `seq_len`: all keys of its window, and those of them that it may see."""
+    width = seq_len
+    if window is not None:
+        width = min(window, seq_len)
+    return float(width), width - width * width / (2 * seq_len)
 
 
 def token_flops(
@@ -74,10 +102,22 @@ def token_flops(
         # What goes into B comes from A, which trains.
         needs_inputs = first < depth or (name.endswith("lora_B.weight") and name.replace("lora_B", "lora_A") in training)
         matrices += active_share(config, name) * prod(shape) * (2 + 2 * needs_inputs + 2 * (name in training))
-    passed = sum(first < (layer, CORE) for layer in range(config.num_layers))
     channels = config.num_heads * (config.head_size + config.value_size)
-    attention = 2 * (config.num_layers + 2 * passed) * channels * seq_len
-    return TokenFlops(matrices, attention)
+    reach = None
+    if config.head_gates is not None:
+        reach = config.head_gates.window + config.head_gates.sinks
+    attention = causal = streaming = causal_streaming = 0.0
+    for layer in range(config.num_layers):
+        # the gradients of scores and of their mix cost as much as the forward, each
+        passes = 3 if first < (layer, CORE) else 1
+        all_keys, seen = visible_tokens(seq_len, config.window_of(layer))
+        attention += 2 * passes * channels * all_keys
+        causal += 2 * passes * channels * seen
+        if reach is not None:
+            near_keys, near = visible_tokens(seq_len, reach)
+            streaming += 2 * passes * channels * near_keys
+            causal_streaming += 2 * passes * channels * near
+    return TokenFlops(matrices, attention, causal, streaming, causal_streaming)
 
 
 def _our_name(name: str, shape: tuple[int, ...], config: ModelConfig) -> str:

@@ -18,6 +18,9 @@ from headway.parallel.engine import DeviceTimestamp, EngineSpec, StepResult
 from headway.parallel.mesh import ring_ranks
 from headway.runtime.seed import derive
 
+FULL_HEADS = "full_heads"
+STREAMING_HEADS = "streaming_heads"
+
 
 class Passes:
     """Runs a model and an objective over microbatches."""
@@ -58,6 +61,7 @@ class Passes:
             (share if scale is None else share * scale).backward()
             loss += share.detach()
             add_metrics(sums, self._copy_shared(outcome.metrics))
+            add_metrics(sums, head_shares(out))
         if not self.waits_in_layers:
             window.append(DeviceTimestamp.now(self.spec.device))
         return StepResult(loss, sums, compute_window=(window[0], window[1]))
@@ -146,6 +150,15 @@ class Passes:
         ]
         metrics = {name: (parts[1 + 2 * i], parts[2 + 2 * i]) for i, name in enumerate(result.metrics)}
         return replace(result, loss=parts[0], metrics=metrics)
+
+
+def head_shares(out: ModelOut) -> MetricSums:
+    """Of the KV heads of a model with gates: which share ran full attention in a pass, and which streamed; an undecided head does both."""
+    if out.gates is None:
+        return {}
+    z = out.gates.z.detach()
+    one = z.new_ones(())
+    return {FULL_HEADS: ((z > 0).float().mean(), one), STREAMING_HEADS: ((z < 1).float().mean(), one)}
 
 
 def add_metrics(sums: MetricSums, more: MetricSums) -> None:

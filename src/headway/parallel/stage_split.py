@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from headway.model.config import ModelConfig
+from headway.model.flops import visible_tokens
 from headway.model.layout import attention_weights
 
 MAX_WORK = 4_000_000
@@ -76,12 +77,14 @@ def _split_fast(until: Sequence[float], stages: int, first: float, last: float) 
 
 def layer_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float, float]:
     """FLOPs of one token in each layer (causal attention), in the embedding, and in the head with its loss: forward and backward."""
-    matrices = attention_weights(model) + model.hidden_size * model.ffn_matrices * model.ffn_size
+    attention = attention_weights(model)
     channels = model.num_heads * (model.head_size + model.value_size)
     costs: list[float] = []
     for layer in range(model.num_layers):
-        window = model.window_of(layer)
-        seen = seq_len / 2 if window is None or window >= seq_len else window
+        matrices = attention + model.hidden_size * model.ffn_matrices * model.active_ffn(layer)
+        if model.experts is not None and model.is_mixture(layer):
+            matrices += model.hidden_size * model.experts.num  # the router
+        _, seen = visible_tokens(seq_len, model.window_of(layer))
         costs.append(6.0 * matrices + 6.0 * channels * seen)
     # A lookup costs next to nothing; its gradient is added into the rows.
     return costs, 0.0, 6.0 * model.hidden_size * model.head_rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headway.model.config import ModelConfig
+from headway.model.flops import visible_tokens
 from headway.model.layout import attention_specs
 from headway.parallel.config import MemoryConfig
 from headway.plan.job import PlanJob, head_trains
@@ -73,8 +74,7 @@ def _layer(job: PlanJob, window: int | None, recompute: str, trains: bool, mixtu
     if mixture:
         grouped, moved = _mixture(job)
         matmul, ffn = matmul + grouped, model.mean_ffn / tensor
-    whole = job.seq_len
-    seen = whole / 2 if window is None or window >= whole else window
+    _, seen = visible_tokens(job.seq_len, window)
     flops = 2.0 * tokens * seen * model.num_heads * (model.head_size + model.value_size) / tensor
     attend, attend_back = attention_seconds(gpu, job.software.attention, flops, seen * 2, model.head_size)
     between, between_back = _between(job, query, key, ffn)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.model.flops import TokenFlops, token_flops
-from headway.model.layout import active_parameters, attention_weights
+from headway.model.layout import active_parameters
 from headway.parallel.mesh import Mesh
 from headway.parallel.pipeline.program import PipelineShape
 from headway.parallel.pipeline_order import ActionKind
+from headway.parallel.stage_split import layer_costs
 from headway.plan.compute import PassSeconds, update_seconds
 from headway.plan.hardware import smallest_card
 from headway.plan.job import PlanJob
@@ -200,11 +201,11 @@ def arithmetic(job: PlanJob) -> Arithmetic:
     """FLOPs of one token, by every convention."""
     model = job.model
     flops = job.cached("flops", lambda: token_flops(model, job.seq_len, shapes=job.all_shapes, training=job.trains))
-    matrices = attention_weights(model) + model.hidden_size * model.ffn_matrices * model.mean_ffn
-    block = 2.0 * matrices + model.num_heads * (model.head_size + model.value_size) * job.seq_len
-    again = len(job.memory.recomputed_blocks(model.num_layers))
+    costs, _, _ = layer_costs(model, job.seq_len)
+    # a cost is that of forward and backward, which is three times the forward's
+    recomputed = sum(costs[layer] / 3 for layer in job.memory.recomputed_blocks(model.num_layers))
     reference = 0.0 if job.reference is None else job.reference.flops(job.seq_len)
-    return Arithmetic(flops, again * block, internlm_flops(job), reference)
+    return Arithmetic(flops, recomputed, internlm_flops(job), reference)
 
 
 def internlm_flops(job: PlanJob) -> float:

@@ -75,9 +75,9 @@ def _flops(plan: Plan) -> TextTable:
     flops, reference = plan.flops, plan.job.reference
     rows = [
         ("matrices", _gflop(flops.model.matrices)),
-        ("attention, causal", _gflop(flops.model.attention / 2)),
+        ("attention, causal", _gflop(flops.model.causal_attention)),
         ("model: forward and backward, causal", _gflop(flops.model.causal)),
-        ("model, attention in full (6 N + 12 L H Q T)", _gflop(flops.model.full)),
+        ("model, attention over whole rows and windows (6 N + 12 L H Q T)", _gflop(flops.model.full)),
         *([(f"{reference.role}: forward, causal", _gflop(flops.reference))] if reference is not None else []),
         ("hardware: with recomputation", _gflop(flops.hardware)),
         ("InternLM's formula", f"{flops.internlm:,.0f}"),

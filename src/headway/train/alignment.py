@@ -178,4 +178,4 @@ def sample_flops(model: ModelConfig) -> TokenFlops:
             media[name] = torch.zeros(1, *shape, dtype=getattr(torch, dtype))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             module(media, torch.ones(1, len(aligner.encoders), dtype=torch.bool))
-    return TokenFlops(3.0 * counter.get_total_flops(), 0.0)
+    return TokenFlops(3.0 * counter.get_total_flops(), 0.0, 0.0)

@@ -22,6 +22,7 @@ from headway.model.flops import TokenFlops
 from headway.objective.balance import LOAD, load_metrics, load_ratios
 from headway.objective.base import MetricSums
 from headway.parallel.engine import DeviceTimestamp, StepResult, Update
+from headway.parallel.passes import FULL_HEADS, STREAMING_HEADS
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
 from headway.train.health import ANOMALIES
 
@@ -56,7 +57,7 @@ class MeterSetup:
 
     model: ModelConfig
     flops: TokenFlops
-    """Of one token, given which parameters train."""
+    """Of one token, given which parameters train; every head sees all that its layer sees."""
     seq_len: int
     micro_rows: int
     device: torch.device
@@ -198,10 +199,17 @@ class Meter:
         if verdict := int(record.pop("verdict")):
             record["anomaly"] = ANOMALIES[verdict]
         record["inf_nan_skip_batches"] = self.skipped
-        record["time"] = self._timing(pending, seconds)
+        record["time"] = self._timing(pending, seconds, self._flops(record))
         return record
 
-    def _timing(self, pending: Pending, seconds: float) -> dict[str, Any]:
+    def _flops(self, record: dict[str, Any]) -> TokenFlops:
+        """Of one token in this step: heads with gates do what the step's draws say."""
+        full, streaming = record.get(FULL_HEADS), record.get(STREAMING_HEADS)
+        if full is None or streaming is None:
+            return self.setup.flops
+        return self.setup.flops.with_heads(full, streaming)
+
+    def _timing(self, pending: Pending, seconds: float, flops: TokenFlops) -> dict[str, Any]:
         setup = self.setup
         rate = pending.host["micro_num"] * setup.micro_rows * setup.seq_len / setup.ranks_per_row / seconds
         load = gpu_load(setup.device.index or 0) if setup.device.type == "cuda" else None
@@ -210,8 +218,8 @@ class Meter:
             "tokens_per_second": pending.host["tokens"] / seconds,
             "tgs": rate,
             "tflops": rate * self.internlm / 1e12,
-            "mfu_full": None if self.peak is None else rate * setup.flops.full / self.peak,
-            "mfu_causal": None if self.peak is None else rate * setup.flops.causal / self.peak,
+            "mfu_full": None if self.peak is None else rate * flops.full / self.peak,
+            "mfu_causal": None if self.peak is None else rate * flops.causal / self.peak,
             "fwd_bwd_time": pending.between.since(pending.begin),
             "data_wait_seconds": pending.data_wait,
             "save_stall_seconds": pending.save_stall,

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
-from headway.model.flops import token_flops
+from headway.model.flops import token_flops, visible_tokens
 from headway.model.layout import num_parameters, param_specs
 from headway.objective.base import StepInfo
 from headway.objective.next_token import Config as NextToken
@@ -70,6 +70,58 @@ def test_gates_over_frozen_weights_train_none_of_them() -> None:
     gated = SMALL.with_(head_gates={})
     found = token_flops(gated, SEQ, training=["head_gates.log_alpha"])
     assert found.matrices == 4 * (3 * BLOCK + VOCAB) - 2 * (QUERIES + 2 * KEYS)
+
+
+ONE_KEY = 4 * 32
+"""One key of one token in one layer, forward: 2 FLOPs for each of 32 channels of a query, and as many of a value."""
+
+
+def test_windowed_layers_count_the_keys_in_their_window() -> None:
+    windowed = token_flops(SMALL.with_(sliding_window=8), SEQ)
+    assert windowed.attention == 3 * 3 * ONE_KEY * 8
+    # the first 8 of 32 tokens see 4 keys on the average, the other 24 see 8: 7 in all
+    assert windowed.causal_attention == 3 * 3 * ONE_KEY * 7
+    assert windowed.matrices == token_flops(SMALL, SEQ).matrices
+    mixed = token_flops(SMALL.with_(sliding_window=8, window_layers=(0, 2)), SEQ)
+    assert mixed.attention == 3 * ONE_KEY * (8 + 32 + 8) and mixed.causal_attention == 3 * ONE_KEY * (7 + 16 + 7)
+    assert mixed.full == mixed.matrices + mixed.attention and mixed.causal == mixed.matrices + mixed.causal_attention
+    assert token_flops(SMALL.with_(sliding_window=SEQ), SEQ) == token_flops(SMALL, SEQ)
+    assert token_flops(SMALL.with_(sliding_window=SEQ), 2 * SEQ).causal_attention == 3 * 3 * ONE_KEY * 24
+
+
+def test_frozen_layers_with_windows_pass_forward_alone() -> None:
+    mixed = SMALL.with_(sliding_window=8, window_layers=(0, 2))
+    last = [spec.name for spec in param_specs(SMALL) if ".layers.2." in spec.name]
+    found = token_flops(mixed, SEQ, training=last)
+    assert found.causal_attention == ONE_KEY * (7 + 16 + 3 * 7) and found.attention == ONE_KEY * (8 + 32 + 3 * 8)
+
+
+@pytest.mark.parametrize(("length", "window"), [(32, 8), (32, 31), (32, 1), (7, 3), (5, 9), (6, None)])
+def test_visible_tokens_are_those_a_loop_counts(length: int, window: int | None) -> None:
+    width = length if window is None else window
+    # a token's own key counts at half, as the half of a square does
+    seen = sum(min(position, width) + min(position + 1, width) for position in range(length)) / 2
+    assert visible_tokens(length, window) == (min(width, length), pytest.approx(seen / length, rel=1e-12))
+
+
+def test_streaming_heads_count_their_window_and_sinks() -> None:
+    found = token_flops(SMALL.with_(head_gates={"window": 6, "sinks": 2}), SEQ)
+    assert (found.attention, found.causal_attention) == (9 * ONE_KEY * 32, 9 * ONE_KEY * 16)
+    assert found.with_heads(1.0, 0.0) == token_flops(SMALL, SEQ)
+    streamed = found.with_heads(0.0, 1.0)
+    assert (streamed.attention, streamed.causal_attention) == (9 * ONE_KEY * 8, 9 * ONE_KEY * 7)
+    # a quarter of the heads is undecided and does both
+    both = found.with_heads(0.75, 0.5)
+    assert both.attention == 9 * ONE_KEY * (0.75 * 32 + 0.5 * 8) and both.causal_attention == 9 * ONE_KEY * (0.75 * 16 + 0.5 * 7)
+    assert both.causal == both.matrices + both.causal_attention
+
+
+def test_gemma3_at_32k_counts_four_full_layers_and_22_windows() -> None:
+    found = token_flops(ModelConfig(preset="gemma3-1b"), 32768)
+    each = 12 * 4 * 256  # forward and backward, heads, head width
+    assert found.attention == each * (4 * 32768 + 22 * 512)
+    assert found.causal_attention == each * (4 * 16384 + 22 * (512 - 512 * 512 / 65536))
+    assert found.causal == pytest.approx(6.94e9, rel=0.01)  # 11.2e9 if every layer saw its whole row
 
 
 @pytest.mark.parametrize(

@@ -46,4 +46,16 @@ def test_costs_are_those_of_the_flops_count() -> None:
     costs, first, last = layer_costs(model, 4096)
     assert first + sum(costs) + last == token_flops(model, 4096).causal
     windowed = model.with_(sliding_window=1024, window_layers=(0,))
-    assert layer_costs(windowed, 4096)[0][0] == costs[0] - 12 * 4096 * 1024
+    # 1024 of 4096 tokens see 512 on the average, the others 1024: 896 instead of 2048
+    assert layer_costs(windowed, 4096)[0][0] == costs[0] - 12 * 4096 * (2048 - 896)
+    assert sum(layer_costs(windowed, 4096)[0]) + last == token_flops(windowed, 4096).causal
+
+
+def test_costs_of_mixtures_are_those_of_the_experts_of_a_token() -> None:
+    experts = {"num": 8, "per_token": 3, "ffn_size": 96, "first_dense": 1, "shared_ffn_size": 64}
+    model = ModelConfig(hidden_size=128, num_layers=3, num_heads=4, ffn_size=512, vocab_size=96, tie_embeddings=False, experts=experts)
+    costs, _, last = layer_costs(model, 64)
+    # q, k, v and o; 2 * 4 heads of 32 channels over 32 tokens; feed-forward and router
+    assert costs[0] == 6 * (4 * 128 * 128 + 2 * 4 * 32 * 32 + 3 * 128 * 512)
+    assert costs[1] == costs[2] == 6 * (4 * 128 * 128 + 2 * 4 * 32 * 32 + 3 * 128 * (3 * 96 + 64) + 8 * 128)
+    assert sum(costs) + last == pytest.approx(token_flops(model, 64).causal, rel=1e-12)

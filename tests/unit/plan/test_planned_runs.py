@@ -14,13 +14,15 @@ from headway.cli import main
 from headway.config.load import load
 from headway.errors import ConfigError, ParallelError
 from headway.model.config import ModelConfig
+from headway.parallel.config import MemoryConfig
 from headway.parallel.layouts import Layout
 from headway.parallel.pipeline.program import PipelineShape
 from headway.parallel.pipeline_order import ActionKind, ScheduleName, pipeline_actions
+from headway.plan.compute import layer_seconds
 from headway.plan.hardware import GPUS, find_gpu
 from headway.plan.job import PlanJob
 from headway.plan.memory import estimate
-from headway.plan.result import Plan, make_plan, rank_groups
+from headway.plan.result import Plan, arithmetic, make_plan, rank_groups
 from headway.plan.search import _space, best_plans, fitting_jobs, nearest_fitting
 from headway.plan.timeline import in_flight, simulate
 from headway.plan.traffic import RankRing, rings
@@ -54,6 +56,27 @@ def test_internlms_formula_and_groups_of_ranks() -> None:
     assert groups["tensor"][:2] == [[0, 1], [2, 3]] and groups["pipeline"][0] == [0, 8]
     assert groups["data"] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
     assert sum(one.total for one in (plan.job.parameters_of(0), plan.job.parameters_of(1))) == pytest.approx(7_321_948_160 / 2, rel=1e-4)
+
+
+def test_windows_are_counted_in_arithmetic_recomputation_and_time() -> None:
+    model = ModelConfig(
+        hidden_size=512, num_layers=4, num_heads=4, num_kv_heads=4, ffn_size=1024, vocab_size=1024, max_seq_len=8192,
+        tie_embeddings=False, sliding_window=1024, window_layers=(0, 1, 2),
+    )  # fmt: skip
+    job = PlanJob(model, 8192, 1, 1, memory=MemoryConfig(recompute=1.0))
+    found = arithmetic(job)
+    matrices, channels = 4 * 512 * 512 + 3 * 512 * 1024, 2 * 512
+    # three layers in which a token sees 960 of 1024 keys on the average, and one in which it sees half of the row
+    forward = 4 * 2 * matrices + 2 * channels * (3 * 960 + 4096)
+    assert found.recomputed == forward
+    assert found.model.causal == 3 * forward + 6 * 512 * 1024
+    assert found.model.full == 3 * (4 * 2 * matrices + 2 * channels * (3 * 1024 + 8192)) + 6 * 512 * 1024
+    assert found.hardware == found.model.causal + forward
+    # a window that leaves one token out costs what a full layer does, not twice as much
+    nearly = replace(job, model=model.with_(sliding_window=8191), memory=MemoryConfig())
+    full = replace(job, model=model.with_(sliding_window=None, window_layers=None), memory=MemoryConfig())
+    assert layer_seconds(nearly, 0).forward == pytest.approx(layer_seconds(full, 0).forward, rel=1e-3)
+    assert layer_seconds(replace(job, memory=MemoryConfig()), 0).forward < 0.7 * layer_seconds(full, 0).forward
 
 
 @pytest.mark.parametrize(

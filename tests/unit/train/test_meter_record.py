@@ -14,7 +14,7 @@ from headway.train.meter import Meter, MeterSetup
 
 SETUP = MeterSetup(
     model=ModelConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=1000, max_seq_len=100),
-    flops=TokenFlops(matrices=6e9, attention=2e9),
+    flops=TokenFlops(matrices=6e9, attention=2e9, causal_attention=1e9, streaming=0.4e9, causal_streaming=0.3e9),
     seq_len=100,
     micro_rows=2,
     device=torch.device("cpu"),
@@ -58,7 +58,7 @@ def test_every_number_of_a_record_is_what_a_hand_count_gives(monkeypatch: pytest
     assert one["time"]["tgs"] == 150.0
     assert one["time"]["tokens_per_second"] == 275.0  # of all ranks, padding not counted
     assert one["time"]["mfu_full"] == pytest.approx(150 * 8e9 / 312e12)
-    assert one["time"]["mfu_causal"] == pytest.approx(150 * 7e9 / 312e12)  # attention at half
+    assert one["time"]["mfu_causal"] == pytest.approx(150 * 7e9 / 312e12)
     assert one["time"]["eta_seconds"] == 18.0  # nine more of 2 seconds
     assert (one["num_consumed_tokens"], one["tokens"], one["micro_num"]) == (1550, 550, 3)
     assert (one["loss"], one["grad_norm"], one["loss_scale"], one["lr"]) == (2.5, 0.5, 4.0, 0.1)
@@ -94,6 +94,19 @@ def test_the_share_of_waiting_for_data_leaves_out_the_first_five_steps(monkeypat
     shares = [add(meter, monkeypatch, n, (n, n, n + 1.0), 100)["time"]["data_wait_share"] for n in range(1, 8)]
     # each step takes 1 second and waits 0.25; the smoothed wait begins at 0 with the sixth
     assert shares == pytest.approx([0.0] * 5 + [0.025, 0.9 * 0.025 + 0.025])
+
+
+def test_mfu_counts_what_the_heads_of_a_step_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter(SETUP)
+    monkeypatch.setattr(meter, "mark", lambda: DeviceTimestamp(None, 102.0))
+    result, update = result_of(2.5)
+    # sums over two microbatches: three quarters of the heads ran full attention, half of them streamed
+    result.metrics["full_heads"] = (torch.tensor(1.5), torch.tensor(2.0))
+    result.metrics["streaming_heads"] = (torch.tensor(1.0), torch.tensor(2.0))
+    meter.add(1, step_of(550), {}, result, update, (DeviceTimestamp(None, 100.0), DeviceTimestamp(None, 101.0), 0.0))
+    (record,) = meter.collect()
+    assert record["time"]["mfu_full"] == pytest.approx(150 * (6e9 + 0.75 * 2e9 + 0.5 * 0.4e9) / 312e12)
+    assert record["time"]["mfu_causal"] == pytest.approx(150 * (6e9 + 0.75 * 1e9 + 0.5 * 0.3e9) / 312e12)
 
 
 def test_an_unknown_gpu_has_no_mfu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

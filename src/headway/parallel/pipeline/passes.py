@@ -18,7 +18,7 @@ from headway.errors import ParallelError
 from headway.model.base import Model, ModelOut
 from headway.objective.base import MetricSums, Objective, StepInfo, StepObjective
 from headway.parallel.engine import EngineSpec, StepResult
-from headway.parallel.passes import Passes, add_metrics
+from headway.parallel.passes import Passes, add_metrics, head_shares
 from headway.parallel.pipeline.links import Links
 from headway.parallel.pipeline.program import forward_programs, training_programs
 from headway.parallel.pipeline.runner import ExecutedAction, StageContext, StageHooks, StageRun
@@ -69,6 +69,7 @@ class PipelinePasses(Passes):
             share = outcome.share(totals)
             loss.add_(share.detach())
             add_metrics(sums, self._copy_shared(outcome.metrics))
+            add_metrics(sums, head_shares(out))
             return share if scale is None else share * scale
 
         hooks = replace(self._hooks(at, first, finish), begin_last=before_last, end_last=self.end_last)
