@@ -3,6 +3,7 @@
 import io
 import struct
 import sys
+import wave
 
 import numpy as np
 import pytest
@@ -145,6 +146,23 @@ def test_log_mel_equals_transformers() -> None:
     )
     np.testing.assert_allclose(spec(samples), reference, atol=1e-3)
     np.testing.assert_array_equal(spec(samples, 21), spec(samples)[:, 40:61])
+
+
+def stereo(left: list[float], right: list[float], rate: int = 16_000) -> bytes:
+    """A WAV file of two channels with 16 bits, made without any of headway's code."""
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setparams((2, 2, rate, 0, "NONE", "not compressed"))
+        samples = [round(value * 32768) for pair in zip(left, right, strict=True) for value in pair]
+        file.writeframes(struct.pack(f"<{len(samples)}h", *samples))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("has_soundfile", [True, False])
+def test_stereo_is_the_mean_of_both_channels(has_soundfile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.media.items.is_installed", lambda name: has_soundfile)
+    data = stereo([0.5, -0.25, 0.0, 0.75], [-0.25, -0.25, 0.5, 0.25])
+    assert decode_waveform(audio(data), 16_000).tolist() == [0.125, -0.25, 0.25, 0.5]
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])

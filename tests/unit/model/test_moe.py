@@ -132,6 +132,41 @@ def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
     assert bias.tolist() == [0.5, 0.0, -0.5, -0.5, 0.5]
 
 
+def test_a_skipped_step_of_an_engine_leaves_the_bias_where_it_was() -> None:
+    config = MIXTURE.with_(experts={**EXPERTS, "bias_rate": 0.5})
+    engine = make_engine(RankGroup(), Setup(micro=2, config=config, freeze=()))
+    biases = [value for name, value in engine.model.named_parameters() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == config.num_layers
+    for bias in biases:
+        bias.zero_()
+    for skip in (1.0, 0.0):
+        load = engine.forward_backward(share_of_step(0, 2, 0, 1), StepInfo(0, 2)).metrics[LOAD][0]
+        engine.update(hypers(engine.spec.optim, engine.groups, 0, 2), torch.tensor(skip))
+        for bias, tokens in zip(biases, load.tolist(), strict=True):
+            mean = sum(tokens) / len(tokens)
+            moved = [0.5 if count < mean else -0.5 if count > mean else 0.0 for count in tokens]
+            assert bias.tolist() == (moved if skip == 0.0 else [0.0] * len(tokens))
+    assert any(bias.any() for bias in biases)
+
+
+def test_experts_outside_of_the_best_groups_are_never_chosen() -> None:
+    groups = {"num": 6, "per_token": 2, "num_groups": 3, "groups_per_token": 1, "router": "sigmoid", "bias_rate": 0.0, "normalize": False}
+    router = mixture(**groups).gate
+    bias = router.e_score_correction_bias
+    assert bias is not None
+    bias.fill_(-1.0)  # every biased score is below zero, so a zero would win
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.3, 0.2]])
+    for kind, expected in (("top2", [2, 3]), ("top1", [0, 1])):
+        # sums of pairs: 1.0, 1.1, 0.5; best of each: 0.9, 0.6, 0.3
+        router.config = router.config.model_copy(update={"group_score": kind})
+        chosen, weights = router.choose(scores)
+        assert chosen.tolist() == [expected]
+        assert weights.tolist() == [pytest.approx([float(scores[0, expert]) for expert in expected])]
+    two = router.config.model_copy(update={"groups_per_token": 2, "group_score": "top1", "per_token": 3})
+    router.config = two
+    assert router.choose(scores)[0].tolist() == [[0, 2, 3]]
+
+
 def test_load_is_reported_relative_to_the_mean() -> None:
     found = load_ratios([[1.0, 3.0], [2.0, 2.0]])
     assert found == {

@@ -163,6 +163,45 @@ def test_retrieval_metrics_of_a_known_case() -> None:
     assert found["text-image/negative_similarity"] == pytest.approx(1 / 12)
 
 
+TEXTS = [[1.0, 0.0], [0.0, 1.0], [0.0, -1.0], [1.0, 0.0], [0.0, 0.0]]
+IMAGES = [[-0.6, 0.8], [-0.8, 0.6], [-1.0, 0.0], [0.0, 0.0], [0.6, 0.8]]
+"""Similarities of the first three samples: (-0.6, -0.8, -1), (0.8, 0.6, 0), (-0.8, -0.6, 0). The fourth sample has no image and the fifth
+no text: a vector of zeros, which is closer to most texts than their own images are."""
+
+
+@pytest.mark.parametrize("parts", [[5], [2, 3], [1, 1, 1, 1, 1]])
+def test_absent_samples_take_no_place_in_any_metric(parts: list[int]) -> None:
+    values = torch.stack([torch.tensor(TEXTS), torch.tensor(IMAGES)], dim=1)
+    present = torch.tensor([[1.0, 1], [1, 1], [1, 1], [1, 0], [0, 1]])
+    survey = torch.cat([values.flatten(1), present, torch.ones(5, 1)], dim=1)
+    sums: dict[str, list[float]] = {}
+    start = 0
+    for size in parts:
+        for name, (total, weight) in retrieval_sums(survey, NAMES[:2], [(0, 1)], slice(start, start + size)).items():
+            before = sums.get(name, [0.0, 0.0])
+            sums[name] = [before[0] + float(total), before[1] + float(weight)]
+        start += size
+    found = {name: total / weight for name, (total, weight) in sums.items()}
+    expected = {
+        # ranks 1, 2 and 1
+        "text_to_image/recall_at_1": 2 / 3,
+        "text_to_image/recall_at_5": 1.0,
+        "text_to_image/mrr": (1 + 1 / 2 + 1) / 3,
+        "text_to_image/median_rank": 1.0,
+        # ranks 2 and 1; for the third both texts are as close, so it stands first or second
+        "image_to_text/recall_at_1": (0 + 1 + 1 / 2) / 3,
+        "image_to_text/mrr": (1 / 2 + 1 + 1 / 1.5) / 3,
+        "image_to_text/median_rank": 1.5,
+        "text-image/positive_similarity": 0.0,
+        "text-image/negative_similarity": -2.4 / 6,
+        # means (1/3, 0) and (-2.4/3, 1.4/3)
+        "text-image/modality_gap": (3.4**2 + 1.4**2) ** 0.5 / 3,
+        "text-image/samples": 3.0,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert sums["text_to_image/recall_at_1"][1] == 3.0
+
+
 def test_validation_reports_the_loss_and_every_direction() -> None:
     values, present = vectors(5), torch.ones(5, 3, dtype=torch.bool)
     batch = batch_of({"sample": torch.arange(5)})

@@ -1,18 +1,24 @@
 """KTO: TRL's own numbers, and however a step is packed and cut."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.batches import make_batch
 from support.trl_pairs import MODEL, wave
 from support.unpaired import random_records, steps_of, write_unpaired
 
 from headway.data.batch import Batch, StepBatch, StepStats
+from headway.data.unpaired import LABEL
 from headway.infer.load import build_frozen_model
 from headway.objective.base import StepInfo
-from headway.objective.kto import Config
+from headway.objective.kto import MISMATCH_REFERENCE, Config
+from headway.objective.pairs import REFERENCE
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
@@ -70,3 +76,48 @@ def test_a_step_without_bad_answers_has_a_loss_and_no_margin(tmp_path: Path) -> 
     result = engine.forward_backward(whole, StepInfo(0, 1))
     assert torch.isfinite(result.loss)
     assert float(result.metrics["rewards/margins"][1]) == 0 and float(result.metrics["rewards/rejected"][1]) == 0
+
+
+def scored(gains: list[float], labels: list[int]) -> tuple[Any, Batch]:
+    """Answers of one token, whose model and reference give them log-probabilities that differ by these gains; -1 is an empty slot."""
+    batch = make_batch([[2] * len(gains)], seq_len=2 * len(gains) + 2, vocab=8)
+    slots = batch.bounds.shape[1] - 1
+    reference, label = torch.zeros(1, slots), torch.full((1, slots), -1)
+    log_probs = torch.zeros_like(batch.loss_weight)
+    for index, (gain, kind) in enumerate(zip(gains, labels, strict=True)):
+        log_probs[0, 2 * index] = -3.0 + gain
+        reference[0, index], label[0, index] = -3.0, kind
+    log_probs[0, -1] = -50.0  # padding carries no loss
+    out: Any = SimpleNamespace(head=SimpleNamespace(scores=lambda targets: (log_probs, None)))
+    return out, replace(batch, extra={REFERENCE: reference, MISMATCH_REFERENCE: reference, LABEL: label})
+
+
+def test_loss_and_metrics_by_hand_where_the_divergence_is_one() -> None:
+    config = Config(beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
+    out, batch = scored([0.5, 2.0, 0.75, 0.5], [1, 1, 1, 0])
+    # mismatches of the step: gains 3 and -1, a record without a mismatch does not count; six good answers and two bad ones
+    survey = torch.tensor([[3.0, 1, 1, 0], [-1.0, 1, 0, 1], [9.0, 0, 0, 0]] + [[0.0, 0, 1, 0]] * 5 + [[0.0, 0, 0, 1]])
+    loss = config.build().loss(out, batch, StepInfo(0, 1, survey=survey), None)  # type: ignore[arg-type]
+
+    def bad(x: float) -> float:
+        return 1 - 1 / (1 + math.exp(-x))
+
+    expected = 2 * (bad(0.5 * -0.5) + bad(0.5 * 1.0) + bad(0.5 * -0.25)) + 3 * bad(0.5 * 0.5)
+    assert float(loss.terms["kto"].sum) == pytest.approx(expected, rel=1e-6)
+    sums = {name: (float(total), float(weight)) for name, (total, weight) in loss.metrics.items()}
+    # of the good answers only the second gained more than 1; the bad one gained less
+    assert sums["rewards/accuracies"] == (2.0, 4.0)
+    assert sums["kl"] == (4.0, 4.0)
+    assert sums["rewards/chosen"] == pytest.approx((0.5 * 3.25, 3.0)) and sums["rewards/rejected"] == pytest.approx((0.25, 1.0))
+    assert sums["logps/chosen"] == pytest.approx((-9.0 + 3.25, 3.0)) and sums["logps/rejected"] == pytest.approx((-2.5, 1.0))
+    # this microbatch has four of the step's eight answers: its shares of both means, and half of the weight
+    assert sums["rewards/margins"] == pytest.approx((0.5 * 3.25 / 6 - 0.25 / 2, 0.5))
+    valid = config.build().loss(out, batch, StepInfo(0, 1, training=False, survey=survey), None).metrics["loss"]  # type: ignore[arg-type]
+    assert (float(valid[0]), float(valid[1])) == (pytest.approx(expected, rel=1e-6), 4.0)
+
+
+def test_a_survey_holds_gain_and_label_of_every_slot() -> None:
+    out, batch = scored([0.5, 2.0], [1, 0])
+    found = Config().build().survey(out, batch)
+    assert found[:2].tolist() == [pytest.approx([0.5, 1, 1, 0]), pytest.approx([2.0, 1, 0, 1])]
+    assert not found[2:, 1:].any()

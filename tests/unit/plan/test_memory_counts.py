@@ -10,10 +10,13 @@ import pytest
 
 from headway.model.config import ModelConfig
 from headway.parallel.config import MemoryConfig
-from headway.plan.memory import GIB, MemoryJob, amount, estimate, moments, suggestions
+from headway.plan.memory import GIB, MemoryJob, amount, estimate, moments, page_locked, suggestions
 
 SHAPE = ModelConfig(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=1000, max_seq_len=100)
 JOB = MemoryJob(SHAPE, 1_000_000, 0, rows=2, seq_len=100, accumulate=2, compute_bytes=2, shards=4)
+
+
+MIXED = SHAPE.with_(experts={"num": 8, "per_token": 3, "ffn_size": 40, "shared_ffn_size": 24})
 
 
 def exact(job: MemoryJob) -> dict[str, int]:
@@ -61,6 +64,13 @@ def test_every_kind_of_a_bf16_rank_among_four() -> None:
         ({"tensor": 2, "sequence": False}, "logits and head", 800_000 + 128_000 + 28_800),
         ({"on_cuda": True}, "buffers", (96 << 20) + (64 << 20)),
         ({"on_cuda": True, "shards": 1}, "buffers", 96 << 20),
+        ({"streams": 5}, "buffers", 5 * 200 * 64 * 2),  # hidden states that a pipeline rank keeps
+        ({"streams": 5, "tensor": 2}, "buffers", 5 * 200 * 32 * 2),
+        ({"packed": 1000, "packed_bytes": 500, "frozen": 1000}, "buffers", 2 * 64 * 160),  # the widest matrix in floats
+        ({"packed": 1000, "packed_bytes": 500, "frozen": 1000, "model": MIXED}, "buffers", 2 * 64 * 8 * 40),  # that of all experts
+        ({"packed": 1000, "packed_bytes": 500, "frozen": 1000}, "weights", 2_000_000 + 500),
+        ({"reference_bytes": 7000, "reference_token_bytes": 10}, "reference model", 7000 + 10 * 200),
+        ({"fsdp": True, "frozen": 400_000}, "weights", 2 * (64_000 + 2 * 334_000) + 400_000),  # fp32, a quarter of them
     ],
 )
 def test_one_setting_changes_one_count(changes: dict[str, Any], kind: str, size: int) -> None:
@@ -102,12 +112,42 @@ def test_the_peak_is_the_largest_of_three_moments() -> None:
         ({"compiled": True, "tensor": 2, "sequence": False}, {}, 200 * 2 * (4 * 64 + 64 + 32 + 1.5 * 160 + 12)),
         ({"model": SHAPE.with_(qk_norm=True)}, {}, 200 * 2 * (1472 + 64 + 32 + 16)),
         ({"model": SHAPE.with_(dropout=0.1)}, {}, 200 * 2 * (1472 + 16 + 64)),  # a byte for each of two widths
+        ({"model": SHAPE.with_(norm_placement="both")}, {}, 200 * 2 * (1472 + 2 * 64 + 16)),  # what two more norms read
+        # q and o over four ranks, k and v over the two KV heads; one head's sums of four
+        ({"compiled": True, "tensor": 4}, {}, 200 * 2 * (2 * 16 + 2 * 64 + 2 * 16 + 2 * 16 + 3 * 40 + 10)),
+        # gate and up of three experts of 40 in place of four of the dense 160, the shared one three times, scores of 8 experts three times
+        # in fp32 and 24 bytes for each choice, and the router's input in fp32
+        ({"model": MIXED}, {}, 200 * 2 * (1472 - 4 * 160 + 2 * 3 * 40 + 3 * 24 + (96 + 72) / 2 + 2 * 64 + 16)),
+        # slots from other ranks: three widths instead of the token's own one
+        ({"model": MIXED, "expert": 2}, {}, 200 * 2 * (1472 - 4 * 160 + 2 * 3 * 40 + 3 * 24 + 84 + 2 * 64 + 2 * 64 + 16)),
     ],
 )
 def test_a_block_more_costs_what_it_keeps(changes: dict[str, Any], memory: dict[str, Any], per_block: int) -> None:
     job = replace(JOB, **changes, memory=MemoryConfig.model_validate(memory))
     more = replace(job, model=job.model.with_(num_layers=5))
     assert moments(more)["head"]["activations"] - moments(job)["head"]["activations"] == pytest.approx(per_block, abs=2)
+
+
+def test_a_mixture_works_with_the_slots_of_its_tokens() -> None:
+    dense, mixed = (moments(replace(JOB, model=model)) for model in (SHAPE, MIXED))
+    kept = 200 * 2 * (1472 - 4 * 160 + 2 * 3 * 40 + 3 * 24 + 84 + 2 * 64 + 16)
+    # of each of three slots: gradients of gate, up and their product, and sorted copies of inputs, results and gradients
+    slots = 200 * 2 * 3 * (3 * 40 + 3 * 64)
+    plain = 200 * 2 * (3 * 160 + 2 * 64)
+    assert dense["block"]["activations"] == 4 * 595_200 + plain
+    assert mixed["block"]["activations"] == pytest.approx(4 * kept + plain + slots, abs=4)
+    sent = moments(replace(JOB, model=MIXED, expert=2))
+    arrived = 200 * 2 * 2 * 64
+    assert sent["block"]["activations"] == pytest.approx(4 * (kept + arrived) + plain + slots + 200 * 2 * 3 * 2 * 64, abs=4)
+
+
+def test_an_adapter_works_with_gate_and_up_of_its_own() -> None:
+    plain, adapted = (moments(replace(JOB, adapter=adapter))["block"]["activations"] for adapter in (False, True))
+    assert adapted - plain == 200 * 2 * 2 * 160
+
+
+def test_page_locked_memory_comes_in_powers_of_two() -> None:
+    assert [page_locked(size) for size in (0, 1, 1023, 1024, 1025)] == [0, 1, 1024, 1024, 2048]
 
 
 def test_what_is_offloaded_waits_on_the_host() -> None:

@@ -1,0 +1,54 @@
+"""Rotary angles counted by hand at the lengths where they change."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from headway.model.config import ModelConfig
+from headway.model.rope import Rotation, document_lengths
+
+THETA, HEAD = 100.0, 4
+SHORT, LONG = (1.0, 2.0), (3.0, 5.0)
+PLANE = (1.0, 1 / 10)
+"""Frequencies of the two planes: 100^0 and 100^(-1/2)."""
+
+
+def longrope(original: int, **changes: Any) -> Rotation:
+    scaling = {"kind": "longrope", "factor": 1.0, "original_max_seq_len": original, "short_factor": SHORT, "long_factor": LONG}
+    model = ModelConfig(
+        hidden_size=2 * HEAD, num_layers=1, num_heads=2, ffn_size=8, vocab_size=8, max_seq_len=64, rope_theta=THETA,
+        rope_scaling={**scaling, **changes},
+    )  # fmt: skip
+    return Rotation(model)
+
+
+def cosines(positions: list[int], factors: tuple[float, float]) -> list[list[float]]:
+    return [[math.cos(position * plane / factor) for plane, factor in zip(PLANE, factors, strict=True)] for position in positions]
+
+
+def test_a_document_of_exactly_the_original_length_is_short_and_one_token_more_is_long() -> None:
+    rotation = longrope(8)
+    position = torch.tensor([[*range(8), *range(9), 0, *range(3)]])
+    cos, sin = rotation(position)
+    expected = [
+        *cosines(list(range(8)), SHORT),
+        *cosines(list(range(9)), LONG),
+        *cosines([0], SHORT),
+        *cosines(list(range(3)), SHORT),
+    ]
+    torch.testing.assert_close(cos[0], torch.tensor(expected))
+    assert float(sin[0, 9, 0]) == pytest.approx(math.sin(1 / 3)) and float(sin[0, 1, 0]) == pytest.approx(math.sin(1.0))
+
+
+def test_a_cache_of_exactly_the_original_length_is_short() -> None:
+    rotation = longrope(8)
+    position = torch.tensor([[7]])
+    for capacity, factors in ((7, SHORT), (8, SHORT), (9, LONG)):
+        torch.testing.assert_close(rotation(position, capacity)[0][0], torch.tensor(cosines([7], factors)))
+
+
+def test_documents_of_one_token_have_a_length_of_their_own() -> None:
+    position = torch.tensor([[0, 0, 0, 1, 0, 0, 1, 2]])
+    assert document_lengths(position).tolist() == [[1, 1, 2, 2, 1, 3, 3, 3]]
