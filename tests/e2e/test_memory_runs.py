@@ -45,11 +45,12 @@ def test_running_out_of_memory_ends_in_one_line_with_bytes_by_kind_and_remedies(
         train(recipe_of(tmp_path, "batch.micro_rows=6", "model.vocab_size=4096"), hook=allocator_fails_after_two_steps)
     message = str(caught.value)
     assert caught.value.exit_code == 1 and "\n" not in message
-    assert message.startswith("out of memory on cpu: ")
+    assert re.match(r"out of memory on cpu \(\d+\.\d [GM]iB of \d+\.\d [GM]iB of this machine's memory free\): ", message)
     for kind in ("weights", "gradients", "optimizer state", "activations", "logits and head"):
         assert re.search(rf"{kind} \d+\.\d MiB", message), (kind, message)
     assert re.search(r"memory\.recompute=1 would free \d+\.\d MiB", message)
     assert re.search(r"batch\.micro_rows=3 would free \d+\.\d MiB", message)
+    assert "memory.offload" not in message  # a CPU has nowhere to put it
 
 
 def test_a_model_too_large_for_memory_ends_with_exit_code_1_and_no_traceback(tmp_path: Path) -> None:

@@ -360,13 +360,14 @@ def suggestions(job: MemoryJob) -> list[tuple[str, int]]:
     changes: list[Change] = [
         ("memory.recompute=selective", _memory(recompute="selective") if job.memory.recompute == "none" else lambda _: None),
         ("memory.recompute=1", _memory(recompute=1.0)),
-        ("memory.offload=[activations]", _offload("activations")),
         ("optim.state_dtype=8bit", lambda j: replace(j, state_dtype="8bit") if j.other_state_bytes is None else None),
         ("parallel.accumulate_dtype=compute", lambda j: None if j.fsdp else replace(j, grad_bytes=j.compute_bytes)),
         (f"batch.micro_rows={fewer.rows if fewer else 1}", lambda _: fewer),
         (f"memory.loss_chunk_tokens={max(1, job.chunk_tokens // 4)}", lambda j: replace(j, chunk_tokens=max(1, j.chunk_tokens // 4))),
     ]
     if job.on_cuda:
+        # what a GPU gives to host memory is where a run on the CPU already is
+        changes.append(("memory.offload=[activations]", _offload("activations")))
         changes.append(("memory.offload=[optimizer]", _offload("optimizer")))
     found = [(name, now - estimate(other).total) for name, change in changes if (other := change(job)) is not None]
     return sorted(((name, freed) for name, freed in found if freed > 0.01 * now), key=lambda one: -one[1])

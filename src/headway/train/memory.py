@@ -112,7 +112,13 @@ def explain(job: MemoryJob) -> str:
     """What a step needs by kind, and which settings would need less; one line."""
     found = estimate(job)
     less = [f"{name} would free {amount(freed)}" for name, freed in suggestions(job)]
-    advice = f" {'; '.join(less)}." if less else " No setting would free much; use a smaller model or more ranks."
+    if less:
+        advice = f" {'; '.join(less)}."
+    elif job.on_cuda:
+        advice = " No setting would free much; use a smaller model or more ranks."
+    else:
+        # more ranks on this machine would share the same memory
+        advice = " No setting would free much; use a smaller model, a shorter data.seq_len, or a machine with more memory."
     return f"A step needs an estimated {amount(found.total)} on this rank: {found.describe()}.{advice}"
 
 
@@ -129,6 +135,10 @@ def explain_out_of_memory(job: Callable[[], MemoryJob], device: Callable[[], tor
         if place.type == "cuda":
             free, whole = torch.cuda.mem_get_info(place)
             usage = f" ({amount(torch.cuda.max_memory_allocated(place))} allocated at the peak, {amount(free)} of {amount(whole)} free)"
+        elif place.type == "cpu":
+            total, left = ram_bytes()
+            if total is not None and left is not None:
+                usage = f" ({amount(left)} of {amount(total)} of this machine's memory free)"
         message = f"out of memory on {place.type}{usage}: {first_line(error, 160)}. {explain(job())}"
     else:
         return

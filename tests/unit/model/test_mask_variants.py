@@ -70,3 +70,26 @@ def test_equal_layers_keep_what_the_gates_expect_to_the_head() -> None:
     # One of three heads is expected to be full; 1 - 2/3 in floating point would keep none.
     gates = TrainedGates(HeadGatesConfig(window=6, sinks=2), torch.tensor([[-20.0, 20.0, -20.0]]))
     assert gates.masks().num_full == gates.masks(equal_per_layer=True).num_full == 1
+
+
+def test_equal_layers_say_which_sparsity_they_cannot_reach(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    soft = tmp_path / "soft.tsv"
+    soft.write_text("0.6\t0.7\n0.1\t0.4\n0.2\t0.3\n")
+    gates = TrainedGates(HeadGatesConfig(window=6, sinks=2), torch.tensor([[3.0, 5.0], [-9.0, -4.0], [1.0, 2.0]]))
+    for select in (lambda: read_masks(soft, 0.7, equal_per_layer=True), lambda: gates.masks(0.7, equal_per_layer=True)):
+        caplog.clear()
+        # one full head of six is left: a third of a head in each layer
+        assert [sum(row) for row in select().full] == [0, 0, 0]
+        assert caplog.messages == [
+            "--equal-per-layer: sparsity 0.7 cannot be reached with 2 KV heads in every layer, which go in steps of 0.5. "
+            "0 of 2 heads stay full in each: sparsity 1."
+        ]
+    caplog.clear()
+    assert gates.masks(0.5, equal_per_layer=True).sparsity == read_masks(soft, 0.5, equal_per_layer=True).sparsity == 0.5
+    assert gates.masks(0.7).num_full == 1
+    assert caplog.messages == []
+    # two of six heads are expected to be full, and two thirds of a head round up
+    assert read_masks(soft, equal_per_layer=True).num_full == 3
+    assert (
+        "sparsity 0.6667 cannot be reached" in caplog.messages[0] and "1 of 2 heads stay full in each: sparsity 0.5." in caplog.messages[0]
+    )

@@ -119,6 +119,9 @@ def test_padding_counts_nowhere() -> None:
     batch = make_batch([[3, 2], [5, 3]], seq_len=8, vocab=64)
     batch = replace(batch, tokens=batch.tokens * torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0], [1] * 8]))
     assert counted_tokens(batch).tolist() == [[1, 1, 1, 1, 1, 0, 0, 0], [1] * 8]
+    # zeros with a loss are tokens: id 0 may be a word
+    zeros = replace(batch, tokens=torch.zeros_like(batch.tokens), loss_weight=torch.tensor([[0.0] * 7 + [1.0], [0.0] * 8]))
+    assert counted_tokens(zeros).tolist() == [[1] * 8, [1, 1, 1, 1, 1, 0, 0, 0]]
 
 
 def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
@@ -130,6 +133,9 @@ def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
     assert not bias.any()
     of.balance(torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0]), torch.tensor(1.0))
     assert bias.tolist() == [0.5, 0.0, -0.5, -0.5, 0.5]
+    bias.zero_()
+    of.balance(torch.tensor([2.0, 2.0, 2.0, 2.0, 3.0]), torch.tensor(1.0))  # a whole step also near the mean of 2.2
+    assert bias.tolist() == [0.5, 0.5, 0.5, 0.5, -0.5]
 
 
 def test_a_skipped_step_of_an_engine_leaves_the_bias_where_it_was() -> None:

@@ -16,6 +16,7 @@ from headway.model.transformer import Block
 from headway.parallel.collectives import RankGroup
 from headway.parallel.config import MemoryConfig
 from headway.plan.memory import ROUND, MemoryJob, estimate, moments, suggestions
+from headway.train.memory import explain
 
 WIDE = ModelConfig(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=512, vocab_size=96, max_seq_len=256)
 
@@ -103,3 +104,15 @@ def test_suggestions_say_what_each_frees_and_none_that_is_in_use() -> None:
         assert found[name] == now - estimate(replace(job, **change)).total, name
     used = replace(job, memory=MemoryConfig(recompute=1.0, offload=("activations", "optimizer")), state_dtype="8bit", rows=1)
     assert not {name for name, _ in suggestions(used)} & {"memory.recompute=1", "optim.state_dtype=8bit", "memory.offload=[optimizer]"}
+
+
+def test_advice_on_a_cpu_names_what_helps_there() -> None:
+    job = MemoryJob(WIDE, 10**6, 0, rows=8, seq_len=256, accumulate=2, compute_bytes=4)
+    names = {name for name, _ in suggestions(job)}
+    assert {"memory.recompute=1", "batch.micro_rows=4"} <= names and not any("offload" in name for name in names)
+    assert {"memory.offload=[activations]"} <= {name for name, _ in suggestions(replace(job, on_cuda=True))}
+    least = replace(job, rows=1, seq_len=1, state_dtype="8bit", memory=MemoryConfig(recompute=1.0), trained=10**9)
+    assert suggestions(least) == []
+    assert explain(least).endswith("use a smaller model, a shorter data.seq_len, or a machine with more memory.")
+    on_cuda = replace(least, on_cuda=True, memory=MemoryConfig(recompute=1.0, offload=("optimizer",)))
+    assert explain(on_cuda).endswith("use a smaller model or more ranks.")

@@ -62,10 +62,10 @@ def test_kv_heads_are_divided_by_as_many_ranks_as_there_are() -> None:
 
 
 def test_the_matrices_of_an_adapter_are_divided_with_their_linear() -> None:
-    adapter = AdapterConfig(rank=4, targets=("q_proj", "o_proj")).shapes(SMALL)
+    adapter = AdapterConfig(rank=4, targets=("k_proj", "down_proj")).shapes(SMALL)
     counts = count_parameters(SMALL, adapter, set(adapter), tensor=2)
-    # q is split by its outputs: A whole, B halved; o by its inputs: A halved, B whole
-    assert counts.layers[0].trained == 4 * 64 + 64 * 4 // 2 + 4 * 64 // 2 + 64 * 4
+    # k is split by its 32 outputs: A whole, B halved; down by its 160 inputs: A halved, B whole
+    assert counts.layers[0].trained == 4 * 64 + 32 * 4 // 2 + 4 * 160 // 2 + 64 * 4
 
 
 def test_fsdp_gathers_for_forward_and_again_for_backward() -> None:

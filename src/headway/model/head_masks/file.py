@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headway.errors import ConfigError, DataError
-from headway.model.head_masks.masks import HeadMasks, num_full_heads, select_heads
+from headway.model.head_masks.masks import HeadMasks, num_full_heads, select_heads, warn_if_unreached
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import write_atomic
 
@@ -59,6 +59,8 @@ def read_masks(path: Path | str, sparsity: float | None = None, *, equal_per_lay
     masks = select_heads(scores, num_full, equal_per_layer=equal_per_layer).with_reach(window, sinks)
     if all(value in (0.0, 1.0) for row in scores for value in row) and masks.full != hard.full:
         _refuse_decided(file, hard, sparsity if num_full != hard.num_full else None)
+    if equal_per_layer:
+        warn_if_unreached(masks, sparsity, num_full)
     return masks
 
 

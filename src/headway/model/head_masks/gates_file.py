@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import CheckpointError, first_line
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.head_masks.file import prepare_output, write_masks
-from headway.model.head_masks.masks import HeadMasks, num_full_heads, select_heads
+from headway.model.head_masks.masks import HeadMasks, num_full_heads, select_heads, warn_if_unreached
 from headway.runtime.json_file import read_object
 from headway.runtime.storage import write_atomic
 
@@ -42,6 +42,8 @@ class TrainedGates:
 
         num_full = expected_full_heads(self.log_alpha) if sparsity is None else num_full_heads(self.log_alpha.numel(), sparsity)
         masks = select_heads(self.log_alpha.tolist(), num_full, equal_per_layer=equal_per_layer)
+        if equal_per_layer:
+            warn_if_unreached(masks, sparsity, num_full)
         return masks.with_reach(self.config.window, self.config.sinks)
 
     def raw(self) -> list[tuple[int, int, float, float, float, float]]:

@@ -6,6 +6,7 @@ A query at position i of its document sees key j of the same document iff j <= i
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.model.config import ModelConfig
+
+log = logging.getLogger("headway")
 
 Table = Sequence[Sequence[float]]
 DEFAULT_WINDOW, DEFAULT_SINKS = 1024, 128
@@ -122,6 +125,29 @@ def select_heads(scores: Table, num_full: int, *, equal_per_layer: bool = False)
 def select_at_sparsity(scores: Table, sparsity: float, *, equal_per_layer: bool = False) -> HeadMasks:
     """`select_heads` with as many full heads as a sparsity leaves in the whole model."""
     return select_heads(scores, num_full_heads(len(scores) * len(scores[0]), sparsity), equal_per_layer=equal_per_layer)
+
+
+def warn_if_unreached(masks: HeadMasks, sparsity: float | None, num_full: int) -> None:
+    """Say which sparsity equal layers cannot have: each keeps a whole number of its heads.
+
+    `num_full`: the full heads of the whole model that were asked for, where no `sparsity` was.
+    """
+    heads = masks.num_kv_heads
+    if sparsity is None:
+        sparsity = 1 - num_full / (masks.num_layers * heads)
+    if math.isclose(masks.sparsity, sparsity, abs_tol=1e-6):
+        return
+    each = sum(masks.full[0])
+    log.warning(
+        "--equal-per-layer: sparsity %.4g cannot be reached with %d KV heads in every layer, which go in steps of %.4g. "
+        "%d of %d heads stay full in each: sparsity %.4g.",
+        sparsity,
+        heads,
+        1 / heads,
+        each,
+        heads,
+        masks.sparsity,
+    )
 
 
 def random_masks(like: HeadMasks, seed: int) -> HeadMasks:
