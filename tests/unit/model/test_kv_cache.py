@@ -95,15 +95,16 @@ def test_rows_of_different_length_share_a_sparse_cache(split: str, chunk: int) -
 
 
 @pytest.mark.parametrize("own", [5, 12, 200])
-def test_the_models_own_window_and_masks_hold_together(own: int) -> None:
+@pytest.mark.parametrize("prompt", [40, 8])  # after 8 tokens, single steps leave the sinks of a window of 12 behind
+def test_the_models_own_window_and_masks_hold_together(own: int, prompt: int) -> None:
     model, given = build(CONFIG.with_(sliding_window=own, window_layers=(0, 2))), masks("mixed")
     tokens = ids(2)
     expected = masked_forward(model, tokens, given)
-    cache = new_cache(model, 2, T, masks=given, prompt_lengths=[40, 40])
-    found = list(chunks(model, tokens[:, :40], cache, 13))
-    for at in range(40, T):
+    cache = new_cache(model, 2, T, masks=given, prompt_lengths=[prompt, prompt])
+    found = list(chunks(model, tokens[:, :prompt], cache, 13))
+    for at in range(prompt, T):
         found.append(model(tokens[:, at : at + 1], torch.full((2, 1), at), None, cache))
-    assert (torch.cat(found, 1) - expected).abs().max() < 1e-5
+    assert (torch.cat(found, 1) - expected).abs().max() < 3e-5
 
 
 def test_several_tokens_after_uneven_rows_equal_one_at_a_time() -> None:

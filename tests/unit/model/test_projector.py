@@ -10,7 +10,7 @@ from headway.model.config import ModelConfig
 from headway.model.init import initialize
 from headway.model.layout import param_specs
 from headway.model.media_shape import MediaInput, MediaShape
-from headway.model.projector import MediaTensors
+from headway.model.projector import AlignerHead, MediaTensors
 from headway.model.transformer import Transformer
 from headway.objective.base import StepInfo
 from headway.objective.next_token import Config as NextToken
@@ -118,3 +118,14 @@ def test_a_shape_survives_json_and_bad_ones_are_refused() -> None:
     ):
         with pytest.raises(ValidationError, match=said):
             media_config(bad)
+
+
+def test_an_aligned_vector_is_normed_projected_and_of_length_one() -> None:
+    head = AlignerHead(4, 2).requires_grad_(False)
+    head.fc.weight.copy_(torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 2.0, 0.0, 0.0]]))
+    # mean 2 and variance 2: (-2, 0, 0, 2) / sqrt(2) gives (0, 0); (0, 2, -2, 0) / sqrt(2) gives (0, 2 sqrt(2))
+    found = head(torch.tensor([[0.0, 2.0, 2.0, 4.0], [2.0, 4.0, 0.0, 2.0], [4.0, 4.0, 0.0, 0.0]]))
+    # (1, 1, -1, -1) gives (0, 2), which is (0, 1) after its length is taken out
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 1.0]]), atol=1e-5, rtol=0)
+    head.fc.weight.copy_(torch.tensor([[3.0, 0.0, 0.0, 0.0], [0.0, 4.0, 0.0, 0.0]]))
+    torch.testing.assert_close(head(torch.tensor([[4.0, 4.0, 0.0, 0.0]])), torch.tensor([[0.6, 0.8]]), atol=1e-5, rtol=0)

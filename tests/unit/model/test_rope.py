@@ -17,11 +17,8 @@ PLANE = (1.0, 1 / 10)
 
 def longrope(original: int, **changes: Any) -> Rotation:
     scaling = {"kind": "longrope", "factor": 1.0, "original_max_seq_len": original, "short_factor": SHORT, "long_factor": LONG}
-    model = ModelConfig(
-        hidden_size=2 * HEAD, num_layers=1, num_heads=2, ffn_size=8, vocab_size=8, max_seq_len=64, rope_theta=THETA,
-        rope_scaling={**scaling, **changes},
-    )  # fmt: skip
-    return Rotation(model)
+    shape = {"hidden_size": 2 * HEAD, "num_layers": 1, "num_heads": 2, "ffn_size": 8, "vocab_size": 8, "max_seq_len": 64}
+    return Rotation(ModelConfig.model_validate({**shape, "rope_theta": THETA, "rope_scaling": scaling | changes}))
 
 
 def cosines(positions: list[int], factors: tuple[float, float]) -> list[list[float]]:

@@ -1,9 +1,13 @@
 """Every loss of a pair in numbers counted by hand, on both sides of the margin."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from support.batches import make_batch
 
 from headway.objective.base import StepInfo
 from headway.objective.dpo import Config
@@ -44,3 +48,18 @@ def log_sigmoid(x: float) -> float:
 )
 def test_the_loss_of_a_pair_is_its_formula_in_numbers(settings: dict[str, object], chosen: float, rejected: float, expected: float) -> None:
     assert loss(chosen, rejected, **settings) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_pair_needs_targets_on_both_sides() -> None:
+    # three pairs of answers with one target each; the second has none in its rejected answer, the third none in its chosen one
+    batch = make_batch([[2] * 6], seq_len=14, vocab=8)
+    weight = batch.loss_weight.clone()
+    weight[0, 6] = weight[0, 8] = 0.0
+    log_probs = torch.zeros(1, 14)
+    log_probs[0, :12:2] = torch.tensor([-1.0, -3.0, -5.0, -5.0, -5.0, -5.0])
+    out: Any = SimpleNamespace(head=SimpleNamespace(scores=lambda targets: (log_probs, None)))
+    objective = Config(beta=0.5).build()
+    found = objective.loss(out, replace(batch, loss_weight=weight), StepInfo(0, 1), None)  # type: ignore[arg-type]
+    assert objective.pairs(out, replace(batch, loss_weight=weight)).is_pair.tolist() == [[1, 0, 0, 0]]
+    assert float(found.terms["dpo"].sum) == pytest.approx(-log_sigmoid(0.5 * 2.0))
+    assert float(found.metrics["rewards/margins"][0]) == pytest.approx(1.0) and float(found.metrics["rewards/margins"][1]) == 1.0

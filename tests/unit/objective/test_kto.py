@@ -121,3 +121,7 @@ def test_a_survey_holds_gain_and_label_of_every_slot() -> None:
     found = Config().build().survey(out, batch)
     assert found[:2].tolist() == [pytest.approx([0.5, 1, 1, 0]), pytest.approx([2.0, 1, 0, 1])]
     assert not found[2:, 1:].any()
+    # a record whose mismatch lost its whole answer says nothing of the divergence
+    weight = batch.loss_weight.clone()
+    weight[0, 2] = 0.0
+    assert Config().build().survey(out, replace(batch, loss_weight=weight))[1, 1:].tolist() == [0, 0, 1]

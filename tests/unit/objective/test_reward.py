@@ -16,6 +16,7 @@ from headway.export.huggingface import export_huggingface
 from headway.model.families.base import family_of
 from headway.model.init import initial_value
 from headway.model.layout import SCORE, param_specs
+from headway.model.score import ScoreHead
 from headway.objective.base import StepInfo
 from headway.objective.reward import Config
 from headway.optim.adamw import Config as AdamW
@@ -117,3 +118,10 @@ def test_without_settings_only_the_difference_of_scores_counts() -> None:
     plain = step(Config(), [pair_batch([PAIRS], seq_len=64, max_documents=12)])
     assert plain[0] != pytest.approx(step(CONFIG, [pair_batch([PAIRS], seq_len=64, max_documents=12)])[0], abs=1e-3)
     assert plain[0] > 0
+
+
+def test_a_document_is_scored_at_its_last_token_also_where_it_has_one() -> None:
+    hidden = torch.arange(8.0).view(1, 4, 2)
+    head = ScoreHead(hidden, torch.tensor([[1.0, 10.0]]))
+    # documents of 1, 2 and 1 tokens: tokens 0, 2 and 3
+    assert head.of_documents(torch.tensor([[0, 1, 3, 4]])).tolist() == [[0 + 10, 4 + 50, 6 + 70]]
