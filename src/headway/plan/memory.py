@@ -239,9 +239,15 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
         kept += _mixture_extra(job, (2 if selective or job.fp8 else 3 if job.compiled else 4) * ffn)
     if model.qk_norm:
         kept += query + key
-    if model.latent_attention is not None:  # latents before and after their norms, and the parts of keys and values
+    if model.latent_attention is not None:
         latent = model.latent_attention
-        kept += 2 * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_head_dim
+        # latents before and after their norms; eager norms keep what they multiply too, in fp32
+        copies = 2
+        if not job.compiled and not selective:
+            copies = 3 if job.compute_bytes == 4 else 5
+        kept += copies * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_head_dim
+        if latent.value_head_dim < model.head_size:  # attention's result, cut to the width of values
+            kept += model.num_heads * latent.value_head_dim / job.tensor
     if model.norm_placement == "both":  # what the further norms read
         kept += 2 * part
     if job.context > 1:  # attention's result before its exchange and after it

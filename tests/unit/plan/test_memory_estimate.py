@@ -58,6 +58,28 @@ def test_activations_are_those_that_live_after_an_eager_forward(dtype: torch.dty
     assert kept == pytest.approx(expected, rel=0.05)
 
 
+def latent_model(q_rank: int | None) -> ModelConfig:
+    """Latents are wide here, so that a copy of them more or less shows."""
+    latent = {"q_rank": q_rank, "kv_rank": 192, "nope_head_dim": 32, "rope_head_dim": 16, "value_head_dim": 32}
+    shape = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "ffn_size": 256, "vocab_size": 96, "max_seq_len": 256}
+    return ModelConfig.model_validate({**shape, "latent_attention": latent})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("q_rank", [None, 192])
+def test_latents_are_those_that_live_after_an_eager_forward(dtype: torch.dtype, q_rank: int | None) -> None:
+    model = latent_model(q_rank)
+    engine = make_engine(RankGroup(), Setup(config=model, dtype=dtype, freeze=()))
+    batch = make_batch([[256], [256]], seq_len=256, vocab=96)
+    mask = mask_of(batch)
+    with LiveBytes() as live:
+        hidden = engine.model(batch.tokens, batch.position, mask)
+    kept = live.without([buffer.param for buffer in engine.buffers])
+    assert hidden.requires_grad
+    expected = moments(job_of(engine, model=model))["head"]["activations"]
+    assert kept == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize("selective", [False, True])
 def test_a_compiled_block_keeps_what_the_estimate_says(selective: bool) -> None:
     from headway.parallel.recompute import recompute_method
@@ -86,6 +108,30 @@ def test_a_compiled_block_keeps_what_the_estimate_says(selective: bool) -> None:
     more = moments(replace(job, model=WIDE.with_(num_layers=5)))["head"]["activations"] - moments(job)["head"]["activations"]
     assert sum(saved.values()) == pytest.approx(more, rel=0.05)
     assert out.requires_grad
+
+
+def test_a_compiled_block_with_latents_keeps_what_the_estimate_says() -> None:
+    model = latent_model(192)
+    torch.compiler.reset()
+    block = Block(model, 0)
+    for half in ("before", "after"):
+        setattr(block, half, torch.compile(getattr(block, half), fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition"))
+    x = torch.randn(2, 256, 128, requires_grad=True)
+    turn, mask = Rotation(model)(torch.arange(256)[None].expand(2, -1)), causal_mask(2, 256)
+    outside = {t.untyped_storage().data_ptr() for t in (*turn, *block.parameters())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in outside:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x, *turn, mask)
+    job = MemoryJob(model, 10**6, 0, rows=2, seq_len=256, accumulate=1, compute_bytes=4, compiled=True)
+    more = moments(replace(job, model=model.with_(num_layers=5)))["head"]["activations"] - moments(job)["head"]["activations"]
+    assert sum(saved.values()) == pytest.approx(more, rel=0.01)
 
 
 def test_suggestions_say_what_each_frees_and_none_that_is_in_use() -> None:

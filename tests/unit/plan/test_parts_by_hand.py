@@ -13,6 +13,7 @@ from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.parallel.config import MemoryConfig
 from headway.parallel.layouts import Layout
+from headway.parallel.pipeline_order import ScheduleName
 from headway.plan.compute import _mixture, head_seconds, layer_seconds, stage_seconds, update_seconds
 from headway.plan.hardware import GPUS
 from headway.plan.job import PlanJob
@@ -191,3 +192,16 @@ def test_a_long_pipeline_takes_as_long_for_each_microbatch_as_its_slowest_rank()
     short, long = (make_plan(wide().varied(Layout(2, pipeline=2), 1, count)) for count in (12, 20))
     slowest = max(one.total for one in stages_of_job(short.job))
     assert (long.step_seconds - long.update_seconds) - (short.step_seconds - short.update_seconds) == pytest.approx(8 * slowest, rel=1e-6)
+
+
+def test_the_bubble_of_a_search_is_that_of_equal_stages() -> None:
+    cases: list[tuple[ScheduleName, int, float]] = [("1f1b", 1, 1.0), ("interleaved", 2, 0.5), ("zero_bubble", 1, 0.4)]
+    for schedule, virtual, idle in cases:
+        one = wide().varied(Layout(2, pipeline=2, schedule=schedule, virtual_stages=virtual), 1, 4)
+        plan = make_plan(one, simulated=False)
+        stages = stages_of_job(one)
+        slowest = max(sum(stages[stage].total for stage in one.stages_of(rank)) for rank in range(2))
+        busy = sum(stage.total for stage in stages)
+        # four microbatches, and what the other rank waits for
+        assert plan.step_seconds - plan.update_seconds == pytest.approx(slowest * (4 + idle), rel=1e-9)
+        assert plan.bubble == pytest.approx(1 - 4 * busy / (2 * slowest * (4 + idle)), rel=1e-9)
