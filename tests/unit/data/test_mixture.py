@@ -55,6 +55,16 @@ def test_without_weights_small_sources_are_spread_over_the_whole_epoch(stores: l
     assert places[0] < 20 and places[-1] > 120 and np.diff(places).max() < 40
 
 
+def test_a_repeated_source_is_spread_as_one_of_twice_its_size(stores: list[Store]) -> None:
+    small = stores[0]  # five rows
+    mixture = mixture_of([MixtureSource(Selection(small), repeat=2), MixtureSource(Selection(small))])
+    assert mixture.num_rows == 15
+    order = [mixture.draw().source for _ in range(15)]
+    # keys (2k + 1) / weight: 1, 3, 5, ... halves against 2, 6, 10, ... halves
+    assert order == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0]
+    assert mixture.state.epoch == 1
+
+
 def test_the_sequence_does_not_depend_on_where_reading_began(stores: list[Store]) -> None:
     sources = [MixtureSource(Selection(store), repeat=1 + number % 2) for number, store in enumerate(stores)]
     whole = mixture_of(sources)

@@ -74,6 +74,15 @@ def test_pad_keeps_the_whole_picture_and_centres_it() -> None:
     assert (found[:, :5] == 0).all() and (found[:, 5:15] == 255).all() and (found[:, 15:] == 0).all()
 
 
+def test_a_padded_picture_has_the_colour_of_the_spec_around_it() -> None:
+    found = decode_image(
+        image(encoded(Image.new("RGB", (40, 20), (200, 100, 50)), "PNG")), ImageSpec(16, fit="pad", pad_colour=(10, 20, 30))
+    )
+    # 16 x 8 pixels in the middle of 16 x 16
+    assert found[:, 0, 0].tolist() == found[:, 3, 15].tolist() == found[:, 12, 5].tolist() == [10, 20, 30]
+    assert found[:, 8, 8].tolist() == found[:, 5, 0].tolist() == [200, 100, 50]
+
+
 def test_orientation_transparency_grey_and_sixteen_bits() -> None:
     turned = Image.Exif()
     turned[0x0112] = 6  # a quarter turn clockwise
@@ -187,6 +196,19 @@ def test_resampling_keeps_a_tone_and_drops_what_cannot_be_heard(rate: int, wante
     assert abs(found[inner] - expected[inner]).max() < 2e-3
     if rate > 2 * 9000:
         assert abs(resample(tone(0.2, rate, 9000), rate, wanted)[inner]).max() < 0.02
+
+
+@pytest.mark.parametrize(("count", "rate", "wanted", "expected"), [(10, 3000, 2000, 7), (9, 3000, 2000, 6), (1, 48_000, 16_000, 1)])
+def test_resampling_rounds_the_length_up(count: int, rate: int, wanted: int, expected: int) -> None:
+    found = resample(np.ones(count, np.float32), rate, wanted)
+    assert len(found) == expected  # 10 samples at two thirds of the rate are 6.67
+
+
+def test_the_level_of_silence_is_a_power() -> None:
+    quiet, loud = np.full(4000, 10 ** (-30 / 20), np.float32), np.ones(4000, np.float32)
+    samples = np.concatenate([quiet, loud, quiet])  # ends 30 dB below the middle
+    assert len(trim_silence(samples, -40, 400, 100)) == 12_000
+    assert 4000 <= len(trim_silence(samples, -20, 400, 100)) <= 4800
 
 
 def test_silence_is_trimmed_at_the_ends_only() -> None:

@@ -34,6 +34,14 @@ def test_frames_are_spread_evenly_over_the_video(kind: str) -> None:
     assert abs(int(found.audio[:, 32].argmax()) - 23) <= 4
 
 
+def test_sound_at_another_rate_has_the_same_pitch() -> None:
+    plain, wide = (decode_video(video(film(rate=rate)), SPEC).audio for rate in (16_000, 32_000))
+    assert plain is not None and wide is not None
+    assert int(wide[:, 32].argmax()) == int(plain[:, 32].argmax())
+    # half of the samples would be a tone of 500 Hz
+    assert float(np.abs(wide[:, 20:44] - plain[:, 20:44]).mean()) < 6
+
+
 def test_a_video_without_sound_and_one_of_few_frames() -> None:
     found = decode_video(video(film(2, sound=False)), SPEC)
     assert found.audio is None and found.frames.shape == (4, 3, 16, 16)

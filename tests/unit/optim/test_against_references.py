@@ -233,7 +233,15 @@ def test_muon_makes_singular_values_about_one_for_batches_of_matrices() -> None:
     torch.testing.assert_close(torch.stack(apart.params), stacked.params[0])
 
 
-ALL = [Muon(lr=0.02), Muon(lr=0.02, state_dtype="bf16"), Lion(lr=0.02), Lion(state_dtype="bf16"), Adafactor(), ScheduleFree()]
+ALL = [
+    Muon(lr=0.02),
+    Muon(lr=0.02, state_dtype="bf16"),
+    Lion(lr=0.02),
+    Lion(state_dtype="bf16"),
+    Adafactor(weight_decay=0.5),
+    ScheduleFree(weight_decay=0.5),
+]
+"""All of them decay: a skipped step must not."""
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: f"{config.kind} {storage_of(config.build()).dtype}")

@@ -99,3 +99,19 @@ def test_bytes_of_each_form() -> None:
         for kind, dtype in DTYPES.items()
     }
     assert used == {"fp32": 8, "bf16": 4, "8bit": 2.125}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "8bit"])
+def test_maximize_ascends(kind: str) -> None:
+    rule = LowPrecisionAdamW(StateStorage(DTYPES[kind]))
+    ends = []
+    for sign, maximize in ((1.0, True), (-1.0, False)):
+        param = torch.zeros(2 * BLOCK + 3)
+        state = {name: [part] for name, part in rule.storage.allocate(rule.slots, param.numel(), param.device).items()}
+        rule.update(
+            [param], [torch.full_like(param, 2.0 * sign)], state, [torch.zeros(())], Hyper(0.1, (0.9, 0.99), 1e-8, 0.0, maximize), GUARD
+        )
+        ends.append(param)
+    # the first step of Adam is as large as the rate, whatever the gradient
+    torch.testing.assert_close(ends[0], torch.full_like(ends[0], 0.1), rtol=0.02, atol=0)
+    assert torch.equal(ends[0], ends[1])

@@ -1,0 +1,44 @@
+"""Columns of samples by hand: what is absent is zero and marked, an empty row is no sample."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway.data.samples import SampleSource, sample_columns
+
+
+class Table:
+    """Rows of two numbers."""
+
+    shape = (2,)
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, first: float) -> None:
+        self.values = np.arange(8, dtype=np.float32).reshape(4, 2) + first
+
+    def rows(self, indices: Any) -> np.ndarray:
+        return self.values[indices]
+
+
+def source(name: str, rows: list[list[int]], first: float) -> SampleSource:
+    tables: Any = (Table(first), Table(first + 100))
+    return SampleSource(name, ("image", "audio"), np.array(rows), tables, key=name)
+
+
+def test_absent_media_are_zeros_and_empty_rows_are_no_samples() -> None:
+    # sample 1 of the first source has no sound; sample 0 of the second has no picture
+    sources = [source("a", [[0, 0], [3, -1], [1, 2]], 10.0), source("b", [[-1, 1], [2, 2]], 50.0)]
+
+    def row(number: int, document: int) -> Any:
+        return SimpleNamespace(source=number, documents=[document])
+
+    found = sample_columns([row(1, 0), None, row(0, 1), row(0, 2)], sources)
+    assert found["sample"].tolist() == [0, -1, 1, 2]
+    assert found["present.image"].tolist() == [False, False, True, True]
+    assert found["present.audio"].tolist() == [True, False, False, True]
+    # row 3 of the first picture table is (16, 17), row 1 of the second sound table is (152, 153)
+    assert found["media.image"].tolist() == [[0, 0], [0, 0], [16, 17], [12, 13]]
+    assert found["media.audio"].tolist() == [[152, 153], [0, 0], [0, 0], [114, 115]]
+    assert found["media.image"].dtype == torch.float32
