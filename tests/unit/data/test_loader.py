@@ -370,3 +370,16 @@ def test_the_bound_on_document_lengths_covers_every_segment_and_is_tight(tmp_pat
             longest = int(batch.bounds.diff(dim=1).max())
             assert batch.max_length is not None
             assert longest <= batch.max_length < max(2 * longest, 129)
+
+
+def test_the_numbers_of_a_step_are_those_of_its_rows(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", [4, 4, 8, 3])
+    # rows of 8: the longest document, two of 4, and one of 3; the fourth row is empty
+    with loader_of(config_of(seq_len=8, packing="best_fit"), store, rows=4, micro_rows=2, epochs=1) as loader:
+        step, _ = next(loader)
+    stats = step.stats
+    assert (stats.tokens, stats.documents, stats.largest_length, stats.epoch) == (19, 4, 8, 1)
+    assert stats.largest_batch + stats.smallest_batch == 4 and stats.smallest_batch in (1, 2)
+    with loader_of(config_of(seq_len=8, packing="best_fit"), store, rows=3, micro_rows=1, epochs=1) as loader:
+        stats = next(loader)[0].stats
+    assert (stats.documents, stats.largest_batch, stats.smallest_batch) == (4, 2, 1)

@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.media_store import TOKENS, make_features, make_media_store
+from support.media_store import TOKENS, content_hash, make_features, make_media_store
 
 from headway.data.batch import Batch
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
-from headway.data.media import MediaFeatures
+from headway.data.media import MediaColumns, MediaFeatures
 from headway.data.mixture import MixtureSource
+from headway.data.rows import RowPieces
 from headway.data.selection import Selection
 from headway.errors import ConfigError, DataError
 from headway.store.local_copy import copy_to_local
-from headway.store.media_items import ITEMS_NAME, has_media, read_items
+from headway.store.media_items import ITEMS_NAME, MediaItem, has_media, media_mark, read_items, write_items
 from headway.store.reader import Store, StoreWriter, open_store
 
 
@@ -57,6 +58,26 @@ def test_every_placeholder_has_its_soft_token(tmp_path: Path, packing: str) -> N
     shapes = {name: column.shape for name, column in read[0].extra.items()}
     assert all({name: column.shape for name, column in batch.extra.items()} == shapes for batch in read)
     assert all(batch.loss_weight.sum() > 0 for batch in read)
+
+
+def test_a_row_holds_parts_of_pictures_at_both_ends(tmp_path: Path) -> None:
+    pictures = [MediaItem(3 * number, "image", content_hash("image", number)) for number in range(8)]
+    with StoreWriter(
+        tmp_path / "p", dtype="uint16", tokenizer_fingerprint="f", masked=True, sources=["kind=chat", media_mark(TOKENS)]
+    ) as writer:
+        writer.add(np.full(24, 1), np.ones(24, np.bool_))
+        write_items(tmp_path / "p", TOKENS, [pictures])
+        writer.finish()
+    store, features = open_store(tmp_path / "p"), make_features()
+    made = MediaColumns(features, [store], seq_len=8, documents_per_row=4)
+    # one document in three rows: tokens 0 to 7, 8 to 15 and 16 to 23
+    pieces = RowPieces(np.array([0, 1, 2]), np.array([0, 0, 0]), np.array([0, 8, 16]), np.array([8, 8, 8]), np.array([True, True, False]))
+    found = made.columns(3, {0: pieces})
+    # the second row has the end of picture 2, all of 3 and 4, and the beginning of 5
+    assert found["media.slot"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8]]
+    table: Any = features.tables["image"]
+    np.testing.assert_array_equal(found["media.image"][1, :4].numpy(), table.array[2:6])
+    assert found["media.image.present"].sum(1).tolist() == [3, 4, 3]
 
 
 def test_features_and_presence_follow_the_document(tmp_path: Path) -> None:

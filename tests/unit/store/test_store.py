@@ -17,6 +17,7 @@ from headway.data.selection import Selection
 from headway.errors import DataError
 from headway.runtime.storage import sha256_file
 from headway.store.manifest import ShardFile, StoreManifest, StoreShard, read_manifest
+from headway.store.merge import merge
 from headway.store.reader import Store, StoreWriter, open_store
 
 documents = st.lists(st.lists(st.integers(0, 65535), max_size=30), max_size=20)
@@ -253,3 +254,28 @@ def test_a_loader_on_a_terabyte_opens_one_block(tmp_path: Path) -> None:
         step, state = next(loader)
     assert time.perf_counter() - began < 2
     assert step.stats.tokens == 2 * 8192 and state.mixture.cursors[0].row == 2
+
+
+def test_merged_packs_keep_where_their_documents_start(tmp_path: Path) -> None:
+    packs = {"a": [[0, 3, 5], [0, 1]], "b": [[0, 2, 4], [0], [0, 6]]}
+    for name, starts in packs.items():
+        with StoreWriter(tmp_path / name, dtype="uint16", tokenizer_fingerprint="f", spans=True) as writer:
+            for one in starts:
+                writer.add(np.arange(8), None, np.array(one))
+            writer.finish()
+    found = merge([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
+    every = [found.span_starts(document) for document in range(found.num_documents)]
+    assert [starts.tolist() for starts in every if starts is not None] == [*packs["a"], *packs["b"]]
+
+
+def test_merged_stores_keep_large_ids_and_the_types_of_documents(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "small", dtype="uint16", tokenizer_fingerprint="f") as writer:
+        writer.add(np.array([1, 2]))
+        writer.finish()
+    with StoreWriter(tmp_path / "large", dtype="uint32", tokenizer_fingerprint="f", typed=True) as writer:
+        writer.add(np.array([70_000]), None, None, "en")
+        writer.add(np.array([3]), None, None, "code")
+        writer.finish()
+    found = merge([tmp_path / "small", tmp_path / "large"], tmp_path / "both")
+    assert [found.document(number).tolist() for number in range(3)] == [[1, 2], [70_000], [3]]
+    assert [found.type_of(number) for number in (1, 2)] == ["en", "code"]
