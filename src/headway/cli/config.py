@@ -73,7 +73,14 @@ def import_verb(
     if out is not None:
         write_atomic(out, imported.as_yaml())
     if json:
-        print_json({"recipe": imported.recipe, "keys": [one.as_json() for one in imported.report], "out": out and str(out)})
+        print_json(
+            {
+                "recipe": imported.recipe,
+                "keys": [one.as_json() for one in imported.report],
+                "not_installed": imported.not_installed(),
+                "out": out and str(out),
+            }
+        )
     elif out is None:
         typer.echo(imported.as_yaml(), nl=False)
     else:
@@ -86,6 +93,9 @@ def import_verb(
         typer.echo(
             f"\nrecipe: {out} ({lost} {'key is' if lost == 1 else 'keys are'} not carried over). Check it: headway config show {out}"
         )
+    if not json:
+        for line in imported.not_installed():
+            typer.echo(f"note: {line}", err=True)
 
 
 def list_kinds(json: bool = JSON) -> None:

@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from headway.errors import ConfigError
 from headway.train.config import Recipe
 from headway.workflows.import_config import SYSTEMS, import_config
 from headway.workflows.import_config.literals import Unread, read_python
+from headway.workflows.import_config.rules import shown
 
 HERE = Path(__file__).parents[2] / "support" / "imported"
 FILES = {
@@ -27,6 +31,7 @@ FILES = {
     "purrsight-nested.yaml": "purrsight",
     "prulong-masks.sh": "prulong",
     "prulong-sft.env": "prulong",
+    "prulong-sft.sh": "prulong",
 }
 
 
@@ -96,6 +101,72 @@ def test_internlm_files_are_read_and_never_run(tmp_path: Path) -> None:
     assert imported.recipe["data"]["seq_len"] == 2048
     assert outcomes("internlm-1b.py.txt")["UNUSED"] == {"unknown"}
     assert "unknown" in outcomes("internlm-1b.py.txt")["BUCKET"] | outcomes("internlm-1b.py.txt")["import os"]
+
+
+def test_domains_of_a_fine_tuning_script_are_sources_below_its_dataset() -> None:
+    imported = import_config(HERE / "prulong-sft.sh", "prulong")
+    assert imported.recipe["data"]["train"] == [
+        {"path": "datasets/sft/ultrachat", "weight": 0.8},
+        {"path": "datasets/sft/books", "weight": 0.2},
+    ]
+    assert imported.recipe["freeze"] == ["gates"]
+    assert imported.not_carried_over == []
+
+
+MASKS_ONLY_SNIPPET = """
+model="models/llama"  # any Llama model
+dataset="datasets/sample"
+NUM_GPUS=4
+BSZ=8
+STEPS=100
+END_HEAD_SPARSITY=0.5  # the target
+CONTEXT_WINDOW_IF_TOGGLED=1024
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "frozen"),
+    [
+        ("prulong_masksonly.sh", MASKS_ONLY_SNIPPET, ["weights"]),
+        ("custom_config.sh", "export MODEL=x\nexport STEPS=5000\nexport START_HEAD_SPARSITY=0.0\n", ["weights"]),
+        ("prulong_masksandweights.sh", MASKS_ONLY_SNIPPET, None),
+        ("any.sh", MASKS_ONLY_SNIPPET + "FREEZE_WEIGHTS=false\nFREEZE_MASKS=false\n", None),
+        ("sft.sh", "model=runs/masks\ndataset=datasets/chat\n", ["gates"]),
+        (
+            "command.sh",
+            "torchrun -m training.lh_train_language_model --model_name x --max_steps 10 --tokenized_mds_train a@0.5 b@0.5",
+            None,
+        ),
+    ],
+)
+def test_variables_for_a_script_of_prulong_keep_what_the_script_freezes(
+    tmp_path: Path, name: str, content: str, frozen: list[str] | None
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    imported = import_config(path, "prulong")
+    assert imported.recipe.get("freeze") == frozen
+    if name == "prulong_masksonly.sh":
+        assert imported.recipe["batch"]["rows"] == 4  # the script shares a sequence between two GPUs
+        assert imported.recipe["optim"]["schedule"]["floor"] == 0.01
+        assert "FREEZE_WEIGHTS" in {line.key for line in imported.report if line.outcome == "assumed"}
+    if name == "command.sh":
+        assert imported.recipe["objective"]["target"] == 0.95
+        assert [source["path"] for source in imported.recipe["data"]["train"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_report_names_the_settings_that_the_recipe_has(name: str) -> None:
+    imported = import_config(Path(name), FILES[name])
+    for line in imported.report:
+        path, _, value = line.headway.partition(": ")
+        if line.outcome not in ("set", "assumed") or not re.fullmatch(r"[a-z_0-9]+(\.[a-z_0-9]+)+", path):
+            continue
+        node: Any = imported.recipe
+        for part in path.split("."):
+            node = node.get(part, "absent") if isinstance(node, dict) else "absent"
+        if not isinstance(node, dict | list):
+            assert shown(node) == value.split(", ")[0], line
 
 
 def test_axes_of_internlm_become_axes_of_a_layout(tmp_path: Path) -> None:
@@ -221,6 +292,20 @@ def test_the_verb_prints_a_recipe_or_writes_it_once(
     assert found["recipe"]["adapter"]["rank"] == 16
     assert found["recipe"]["data"]["train"][0]["path"] == "llamafactory-data/support.json"
     assert {"key", "value", "outcome", "headway", "note"} == set(found["keys"][0])
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    assert main(["config", "import", "prulong-sft.sh", "--from", "prulong"]) == 0
+    printed = capfd.readouterr()
+    assert "wandb" in printed.err and "headway[wandb]" in printed.err and len(printed.err.splitlines()) == 1
+    assert main(["config", "import", "prulong-sft.sh", "--from", "prulong", "--out", str(tmp_path / "recipe.yaml")]) == 0
+    assert "headway[wandb]" in capfd.readouterr().err
+    assert main(["config", "import", "prulong-masks.sh", "--from", "prulong"]) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_an_imported_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from headway.config.load import dump_yaml, validate
 from headway.config.yaml_reader import MAX_BYTES, MAX_VALUES, parse_yaml
 from headway.errors import ConfigError
 from headway.runtime.json_file import read_object
+from headway.runtime.optional import EXTRAS, NAMES, how_to_get
 from headway.workflows.import_config.literals import Unread, read_python, read_shell
 from headway.workflows.import_config.rules import ImportDraft, ImportedKey, apply_rules, shown
 
@@ -43,6 +44,17 @@ class ImportedConfig:
     def not_carried_over(self) -> list[ImportedKey]:
         """Keys without a counterpart, and unknown ones."""
         return [one for one in self.report if one.outcome in ("missing", "unknown")]
+
+    def not_installed(self) -> list[str]:
+        """One line per tracker of the recipe whose package is not on this machine, with the command that installs it."""
+        lines: list[str] = []
+        for entry in self.recipe.get("track", ()):
+            kind = entry["kind"]
+            # The kinds that need a package have its name.
+            command = how_to_get(kind) if kind in EXTRAS else None
+            if command is not None:
+                lines.append(f"track kind {kind} needs {NAMES.get(kind, kind)}, which is not installed. Run {command}.")
+        return lines
 
     def as_yaml(self) -> str:
         """The recipe, with a comment for each key that is not carried over."""
@@ -70,6 +82,7 @@ def import_config(source: Path, system: str) -> ImportedConfig:
         apply_rules(draft, table.RULES, table.defaults(draft))
         table.finish(draft)
         _drop_what_the_optimizer_lacks(draft)
+        draft.settle()
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     if not any(one.outcome in ("set", "missing") for one in draft.report):
@@ -140,7 +153,15 @@ def _read_commands(content: str, source: Path, system: str, draft: ImportDraft) 
         return {key.lower() if key.isupper() else key: value for key, value in found.items()}
     from headway.workflows.import_config.prulong import LONG_NAMES
 
-    return {LONG_NAMES.get(key, key): value for key, value in found.items()}  # options of a command come last and win
+    draft.options = frozenset(LONG_NAMES[key] for key in found if key in LONG_NAMES)
+    given: dict[str, Any] = {}
+    for key, value in found.items():
+        name = LONG_NAMES.get(key, key)
+        if value is True and isinstance(given.get(name), str):
+            # `base_arguments+=( --tokenized_mds_train )`: a loop of the script appends the paths. The variable it reads is known.
+            continue
+        given[name] = value  # options of a command come last and win
+    return given
 
 
 def _readable(values: dict[str, Any], draft: ImportDraft) -> Iterator[tuple[str, Any]]:

@@ -48,9 +48,19 @@ def frozen(name: str) -> Rule:
 
 
 def datasets(draft: ImportDraft, key: str, value: Any) -> None:
-    """`path@0.3` is a share, `path#2` a repeat."""
+    """`path@0.3` is a share, `path#2` a repeat. The script for fine-tuning has one folder and the names of its domains."""
+    if isinstance(value, list):
+        paths = [text(key, path) for path in value]
+    else:
+        paths = text(key, value).split()
+    note = "MDS folders do not record their tokenizer"
+    domains = draft.value("DOMAINS")
+    if domains is not None:
+        names = text("DOMAINS", domains).split()
+        paths = [f"{folder.rstrip('/')}/{name}" for folder in paths for name in names]
+        note = "one source per name in DOMAINS; " + note
     sources: list[dict[str, Any]] = []
-    for word in text(key, value).split():
+    for word in paths:
         path, _, share = word.partition("@")
         path, _, repeat = path.partition("#")
         source: dict[str, Any] = {"path": path}
@@ -60,13 +70,22 @@ def datasets(draft: ImportDraft, key: str, value: Any) -> None:
             source["repeat"] = integer(key, repeat)
         sources.append(source)
     draft.set("data.tokenizer_unchecked", True)
-    draft.write(key, value, "data.train", sources, "MDS folders do not record their tokenizer")
+    draft.write(key, value, "data.train", sources, note)
+
+
+def domains(draft: ImportDraft, key: str, value: Any) -> None:
+    """Names below DATASET; without it they lead nowhere."""
+    if draft.value("DATASET") is not None:
+        draft.tell(key, value, "automatic", note="the sources of data.train, below DATASET")
+    else:
+        draft.tell(key, value, "missing", "data.train: [{path: DATASET/DOMAIN, weight: ...}]", "DATASET is not in the file")
 
 
 def batch(draft: ImportDraft, key: str, value: Any) -> None:
     """Sequences of a step; a sequence-parallel group shares one, so unique tokens are BSZ / SEQ_PARALLEL_SIZE rows of MAX_TOKS."""
     size = integer(key, value)
-    shared = max(1, integer("SEQ_PARALLEL_SIZE", draft.value("SEQ_PARALLEL_SIZE", default=1)))
+    usual = defaults(draft).get("SEQ_PARALLEL_SIZE", 1)
+    shared = max(1, integer("SEQ_PARALLEL_SIZE", draft.value("SEQ_PARALLEL_SIZE", default=usual)))
     draft.write(key, value, "batch.rows", max(1, size // shared), f"{size} sequences shared by groups of {shared}")
 
 
@@ -129,7 +148,7 @@ RULES: dict[str, Rule] = {
     "LOAD_MASKS_FROM": sets("init.masks", text),
     "LOAD_MASKS_SPARSITY": sets("init.masks_sparsity", number),
     "DATASET": datasets,
-    "DOMAINS": missing("domains are sources of the mixture", "data.train: [{path: DATASET/DOMAIN, weight: ...}]"),
+    "DOMAINS": domains,
     "SEQ_PARALLEL_SIZE": sets("parallel.context", integer),
     "FSDP": sharding,
     "GC": hugging_face.recompute,
@@ -161,17 +180,81 @@ RULES: dict[str, Rule] = {
     ),
 }  # fmt: skip
 
-DEFAULTS: dict[str, Any] = {"WARMUP_TYPE": "linear"}
+MASKS_ONLY: dict[str, Any] = {
+    "BSZ": 16, "SEQ": 1, "LR": 1e-5, "STEPS": 1000, "SAVE": 200, "WARMUP": 0.1, "MIN_LR_RATIO": 0.01, "SEQ_PARALLEL_SIZE": 2,
+    "FSDP": 1, "GC": 1, "MAX_TOKS": 131072, "START_HEAD_SPARSITY": 0.0, "END_HEAD_SPARSITY": 0.7, "MASK_LEARNING_RATE": 1.0,
+    "REG_LEARNING_RATE": 1.0, "SPARSITY_WARMUP_RATIO": 0.8, "WARMUP_TYPE": "linear", "CONTEXT_WINDOW_IF_TOGGLED": 1024,
+    "SINK_SIZE": 128, "FREEZE_WEIGHTS": True, "LOGIT_BLOCK_SIZE": 2048, "save_total_limit": 3,
+}  # fmt: skip
+"""Defaults of prulong_masksonly.sh."""
+MASKS_AND_WEIGHTS = MASKS_ONLY | {
+    "MIN_LR_RATIO": 0.1,
+    "START_HEAD_SPARSITY": 0.7,
+    "FREEZE_WEIGHTS": False,
+    "save_total_limit": 1,
+}
+"""Defaults of prulong_masksandweights.sh."""
+FINE_TUNING: dict[str, Any] = {
+    "BSZ": 64, "SEQ": 1, "LR": 2e-5, "STEPS": 250, "SAVE": 250, "WARMUP": 0.05, "MIN_LR_RATIO": 0.1, "SEQ_PARALLEL_SIZE": 2,
+    "FSDP": 1, "GC": 1, "MAX_TOKS": 131072, "FREEZE_MASKS": True, "LOGIT_BLOCK_SIZE": 2048, "save_total_limit": 3,
+}  # fmt: skip
+"""Defaults of sft.sh. Gates and their settings come with the checkpoint."""
+TRAINER: dict[str, Any] = {
+    "MIN_LR_RATIO": 0.0,
+    "END_HEAD_SPARSITY": 0.95,
+    "MASK_LEARNING_RATE": 1e-3,
+    "REG_LEARNING_RATE": 1e-3,
+    "WARMUP_TYPE": "linear",
+    "SPARSITY_WARMUP_RATIO": 0.05,
+    "CONTEXT_WINDOW_IF_TOGGLED": 4096,
+}
+"""Defaults of the trainer's own options, for a command without a script."""
 
 
 def defaults(draft: ImportDraft) -> dict[str, Any]:
-    """The scripts name everything else."""
-    return {} if is_fine_tuning(draft) else DEFAULTS
+    """Those of the script that the file is, or that its variables are for; of the trainer for a command without a script."""
+    if is_command(draft):
+        if is_fine_tuning(draft):
+            return {"MIN_LR_RATIO": TRAINER["MIN_LR_RATIO"]}
+        return TRAINER
+    if is_fine_tuning(draft):
+        script = FINE_TUNING
+    elif is_masks_and_weights(draft):
+        script = MASKS_AND_WEIGHTS
+    else:
+        script = MASKS_ONLY
+    script = dict(script)
+    if draft.value("NUM_GPUS") == 1 and draft.value("NUM_NODES", default=1) == 1:
+        # Two GPUs share a sequence in the scripts; a file for one GPU cannot mean that.
+        script["SEQ_PARALLEL_SIZE"] = 1
+    if draft.value("SAVE_STEPS") is not None:
+        script.pop("SAVE")
+    if draft.value("TOGGLE_TYPE") == "local":
+        script.pop("SINK_SIZE", None)
+    return script
+
+
+def is_command(draft: ImportDraft) -> bool:
+    """The model is named in the command itself; scripts name it in a variable."""
+    return "MODEL" in draft.options
 
 
 def is_fine_tuning(draft: ImportDraft) -> bool:
     """Gates frozen and weights not: fine-tuning under masks, without the objective of the gates."""
-    return bool(draft.value("FREEZE_MASKS")) and not draft.value("FREEZE_WEIGHTS")
+    freezes_gates = _says(draft, "FREEZE_MASKS", otherwise=draft.source.stem.startswith("sft"))
+    return freezes_gates and not _says(draft, "FREEZE_WEIGHTS", otherwise=False)
+
+
+def is_masks_and_weights(draft: ImportDraft) -> bool:
+    """Weights train beside the gates. A file that does not say so is for the script that trains gates alone."""
+    return not _says(draft, "FREEZE_WEIGHTS", otherwise="masksandweights" not in draft.source.stem)
+
+
+def _says(draft: ImportDraft, key: str, *, otherwise: bool) -> bool:
+    value = draft.value(key)
+    if value is None:
+        return otherwise
+    return yes(key, value)
 
 
 def finish(draft: ImportDraft) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from headway.errors import ConfigError
 ABSENT: Any = object()
 OFF = (False, None, 0, 0.0, "", "no", "none", "None")
 """Values with which a feature is not used."""
+NOT_IN_THE_RECIPE = "not in the recipe: another key makes it needless"
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,12 @@ class ImportDraft:
 
     def __init__(self, given: Mapping[str, Any], source: Path) -> None:
         self.given, self.source = dict(given), source
+        self.options: frozenset[str] = frozenset()
+        """Names that the file gives as `--option` of a command."""
         self.recipe: dict[str, Any] = {}
         self.report: list[ImportedKey] = []
+        self.paths: dict[int, str] = {}
+        """Line of the report -> the one setting that it names."""
         self.outcome = "set"
 
     def value(self, *keys: str, default: Any = None) -> Any:
@@ -72,6 +77,14 @@ class ImportDraft:
             node = node.get(part) if isinstance(node, dict) else None
         return node
 
+    def has(self, path: str) -> bool:
+        """Whether a setting was written; null counts."""
+        *sections, last = path.split(".")
+        node: Any = self.recipe
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        return isinstance(node, dict) and last in node
+
     def default(self, path: str, value: Any) -> None:
         """Write a setting unless a key has set it."""
         if self.get(path) is None:
@@ -89,7 +102,17 @@ class ImportDraft:
     def write(self, key: str, value: Any, path: str, setting: Any, note: str = "") -> None:
         """Write a setting and report it."""
         self.set(path, setting)
+        self.paths[len(self.report)] = path
         self.tell(key, value, "set", f"{path}: {shown(setting)}", note)
+
+    def settle(self) -> None:
+        """Make the report say what the recipe has: other keys may have changed or dropped a setting after its line was written."""
+        for index, path in self.paths.items():
+            line = self.report[index]
+            if not self.has(path):
+                self.report[index] = replace(line, outcome="automatic", headway="", note=NOT_IN_THE_RECIPE)
+            else:
+                self.report[index] = replace(line, headway=f"{path}: {shown(self.get(path))}")
 
 
 Rule = Callable[[ImportDraft, str, Any], None]
