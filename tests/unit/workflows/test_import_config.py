@@ -177,6 +177,48 @@ def test_axes_of_internlm_become_axes_of_a_layout(tmp_path: Path) -> None:
     assert import_config(config, "internlm").recipe["parallel"] == {"zero1": {"size": 1}, "tensor": 2, "sequence": True}
 
 
+@pytest.mark.parametrize(
+    ("options", "folder", "loads"),
+    [
+        ("", None, False),  # InternLM resumes its own run first: the placeholder of its example is never read
+        ("", "llm_ckpts/xxxx", True),
+        ("auto_resume=True, ", None, False),
+        ("auto_resume=False, ", None, True),
+        ("load_given_ckpt=True, ", None, True),
+    ],
+)
+def test_weights_that_internlm_would_not_read_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, folder: str | None, loads: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if folder is not None:
+        Path(folder).mkdir(parents=True)
+    Path("config.py").write_text(
+        f"ckpt = dict({options}load_ckpt_info=dict(path='local:llm_ckpts/xxxx', content=('model',), ckpt_type='internlm'))\n"
+        "model = dict(num_attention_heads=2, vocab_size=128, hidden_size=32, num_layers=1)\n"
+        "data = dict(seq_len=32)\n"
+    )
+    imported = import_config(Path("config.py"), "internlm")
+    lost = {line.key: line.note for line in imported.not_carried_over}
+    if loads:
+        assert imported.recipe["init"] == {"from": "llm_ckpts/xxxx", "content": ["model"]}
+        assert "model" not in imported.recipe
+    else:
+        assert "init" not in imported.recipe
+        assert imported.recipe["model"]["hidden_size"] == 32
+        assert "random weights" in lost["ckpt.load_ckpt_info.path"]
+
+
+def test_the_report_on_internlms_checkpoints_is_what_the_recipe_has(tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    config.write_text("data = dict(seq_len=64)\nckpt = dict(enable_save_ckpt=False, checkpoint_every=50, oss_snapshot_freq=25)\n")
+    imported = import_config(config, "internlm")
+    lines = {line.key: line for line in imported.report}
+    assert imported.recipe["checkpoint"] == {"every": None, "at_end": False}
+    assert lines["ckpt.checkpoint_every"].headway == "checkpoint.every: null"
+    assert lines["ckpt.oss_snapshot_freq"].headway == ""
+
+
 @pytest.mark.parametrize("name", ["muon", "lion_32bit", "adafactor", "schedule_free_adamw"])
 def test_other_optimizers_are_imported_with_the_settings_they_have(tmp_path: Path, name: str) -> None:
     config = tmp_path / "theirs.yml"
@@ -316,7 +358,8 @@ def test_an_imported_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "adam = dict(lr=1e-3, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=0.01)\n"
         "lr_scheduler = dict(total_steps=data['total_steps'], init_steps=0, warmup_ratio=0.01, eta_min=1e-5)\n"
         "model = dict(num_attention_heads=2, vocab_size=128, hidden_size=32, num_layers=1, mlp_ratio=8 / 3, dtype='torch.float32')\n"
-        "ckpt = dict(save_ckpt_folder='local:ckpts', checkpoint_every=float('inf'))\n"
+        "ckpt = dict(save_ckpt_folder='local:ckpts', checkpoint_every=float('inf'),\n"
+        "            load_ckpt_info=dict(path='local:llm_ckpts/xxxx', content=('model',), ckpt_type='internlm'))\n"
     )
     assert main(["config", "import", "small.py", "--from", "internlm", "--out", "recipe.yaml"]) == 0
     assert main(["train", "recipe.yaml", "device=cpu", "data.workers=0"]) == 0

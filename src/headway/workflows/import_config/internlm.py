@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
@@ -76,13 +77,33 @@ def zero1(draft: ImportDraft, key: str, value: Any) -> None:
     draft.write(key, value, "parallel.zero1.size", "auto" if size <= 0 else size)
 
 
+def is_ignored(draft: ImportDraft, path: str) -> bool:
+    """Whether InternLM would not read these weights: with auto_resume, its default, only the newest checkpoint of the run counts.
+
+    The folder of a published example is a placeholder. One that exists is meant, whatever InternLM does.
+    """
+    resumes = draft.value("ckpt.auto_resume")
+    if resumes is None:
+        resumes = not yes("ckpt.load_given_ckpt", draft.value("ckpt.load_given_ckpt", default=False))
+    is_remote = ":" in path
+    return yes("ckpt.auto_resume", resumes) and not is_remote and not Path(path).exists()
+
+
 def load_path(draft: ImportDraft, key: str, value: Any) -> None:
     """The weights to start from."""
-    draft.write(key, value, "init.from", local(text(key, value)))
+    path = local(text(key, value))
+    if is_ignored(draft, path):
+        note = "no such folder here, and InternLM ignores it unless auto_resume=False; the recipe starts from random weights"
+        draft.tell(key, value, "missing", f"init.from: {path}", note)
+    else:
+        draft.write(key, value, "init.from", path)
 
 
 def load_content(draft: ImportDraft, key: str, value: Any) -> None:
     """What is taken from the checkpoint; a position in InternLM's data has no meaning here."""
+    if is_ignored(draft, local(str(draft.value("ckpt.load_ckpt_info.path", default="")))):
+        draft.tell(key, value, "automatic", note="no checkpoint is loaded")
+        return
     parts = [str(one) for one in (value if isinstance(value, list) else [value])]
     kept = ["model", "optimizer", "scheduler"] if "all" in parts else [one for one in parts if one != "sampler"]
     draft.write(key, value, "init.content", kept)
@@ -207,10 +228,12 @@ RULES: dict[str, Rule] = {
     "ckpt.load_ckpt_info.content": load_content,
     "ckpt.load_ckpt_info.ckpt_type": automatic("the format of a checkpoint is detected"),
     "ckpt.load_model_only_folder": load_folder,
+    "ckpt.load_optimizer": automatic("init.content says what is loaded"),
     "ckpt.checkpoint_every": never_is_null("checkpoint.every"),
     "ckpt.oss_snapshot_freq": never_is_null("checkpoint.snapshot_every"),
     "ckpt.async_upload": sets("checkpoint.async", yes),
     "ckpt.async_upload_tmp_folder": automatic("the local copy is in the run folder"),
+    "ckpt.load_given_ckpt": automatic("a run always resumes; init.from names the weights of a new one"),
     "ckpt.auto_resume": automatic("a run always resumes; `--resume never` starts over"),
     "ckpt.stop_file_path": missing("a run is stopped by a verb", "headway stop RUN --at-step N"),
     "grad_scaler.fp16.initial_scale": sets("loss_scale.initial", number),
