@@ -48,12 +48,14 @@ MAX_CLOCK_SKEW_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class DoctorPlan:
-    """What to look at: the folder of future runs, the cache of data, a port that should be free, and how many ranks will run here."""
+    """What to look at: the folder of future runs, the cache of data, a port that should be free, the ranks that run here and their cores."""
 
     run_dir: Path | None = None
     cache_dir: Path | None = None
     port: int | None = None
     ranks: int = 1
+    cores: int | None = None
+    """Cores of all ranks here together; None = those of this process."""
 
     @property
     def folder(self) -> Path:
@@ -75,7 +77,10 @@ def examine(plan: DoctorPlan, environment: Mapping[str, str]) -> list[Check]:
         cache = plan.cache_dir or default_cache_dir()
         if existing_ancestor(cache) != existing_ancestor(plan.folder):
             checks.append(speed_check("data cache speed", cache))
-    return [*checks, *cores_check(plan.ranks), _tensorboard()]
+    cores = plan.cores
+    if cores is None:
+        cores = usable_cores()
+    return [*checks, *cores_check(plan.ranks, cores), _tensorboard()]
 
 
 def _python() -> Check:

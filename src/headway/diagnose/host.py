@@ -19,7 +19,7 @@ import headway
 from headway.diagnose.check import Check
 from headway.diagnose.gpu_health import GpuHealth, health_checks, read_gpu_health
 from headway.errors import ConfigError
-from headway.runtime.machine import PACKAGES, cuda_of_torch, driver_version, package_version, usable_cores
+from headway.runtime.machine import PACKAGES, cuda_of_torch, driver_version, package_version
 from headway.runtime.progress import quantity
 from headway.runtime.storage import check_writable, free_bytes
 
@@ -200,8 +200,7 @@ def port_check(port: int, host: str = "") -> Check:
     return Check(f"port {port}", "ok", "is free")
 
 
-def cores_check(ranks: int) -> Iterator[Check]:
+def cores_check(ranks: int, cores: int) -> Iterator[Check]:
     """Whether every rank has a core."""
-    cores = usable_cores()
     if ranks > cores:
         yield Check("cores", "warn", f"{cores} cores for {ranks} ranks", "Ask for more CPUs per task; loading data will be slow.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from headway.diagnose.host import HostNeeds
 from headway.diagnose.preflight import preflight
 from headway.diagnose.rank_report import Bandwidth, RanksReport
 from headway.parallel.collectives import RankGroup
+from headway.runtime.machine import usable_cores
 from headway.runtime.process import Process
 from headway.runtime.progress import quantity
 
@@ -56,22 +58,56 @@ def check_ranks(group: RankGroup, process: Process, device: torch.device, plan: 
     """Check every host of the group, and measure compute on and collectives between all ranks."""
     nodes = group.gather(process.node)
     ranks_here = nodes.count(process.node)
+    # srun shows each task its own GPU and its own cores: what the first rank of a host sees is not all that the host's ranks have.
+    gpus = group.gather(gpu_identity(device))
+    cores = group.gather(sorted(core_numbers()))
+    cores_here = {core for node, numbers in zip(nodes, cores, strict=True) if node == process.node for core in numbers}
     leaders = _Leaders(group, nodes)
     mine: list[Check] = []
     if leaders.is_one:
-        local = examine(DoctorPlan(plan.run_dir, plan.cache_dir, None, ranks_here), environment)
+        local = examine(DoctorPlan(plan.run_dir, plan.cache_dir, None, ranks_here, len(cores_here)), environment)
         hosts = [(socket.gethostname(), [one.to_json() for one in local])]
         answers = [json.loads(text)[0] for text in leaders.swap(json.dumps(hosts))]
-        needs = HostNeeds(ranks_here, gpu_ranks=device.type == "cuda")
+        needs = HostNeeds(ranks_here)
         known = {one.name for one in local}
         found = [one for one in preflight(leaders, plan.folder, needs, environment) if one.name not in known]
         mine = [*_by_host(answers), *(one for one in found if leaders.size == 1 or ": " not in one.name)]
     first = group.gather([one.to_json() for one in mine])[0]
     checks = [Check.from_json(one) for one in first]
+    checks += gpu_checks(gpus)
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     bandwidths = [measure(group, name, size, device) for size in sizes for name in ("all_reduce", "all_gather")]
     checks += [sums_check(group, device), *compute_checks(group, device), *bandwidth_checks(bandwidths, device, leaders.size)]
     return RanksReport(tuple(checks), tuple(bandwidths))
+
+
+def gpu_identity(device: torch.device) -> str | None:
+    """A name of this rank's GPU that no other GPU of any host has; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def core_numbers() -> set[int]:
+    """The cores this process may use, by their numbers on the host."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(usable_cores()))
+
+
+def gpu_checks(gpus: Sequence[str | None]) -> list[Check]:
+    """Whether each rank has a GPU of its own, whichever of its host's GPUs it sees. In: the GPU of each rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu is not None:
+            ranks.setdefault(gpu, []).append(rank)
+    if not ranks:
+        return []
+    shared = [users for users in ranks.values() if len(users) > 1]
+    if shared:
+        detail = f"ranks {', '.join(map(str, shared[0]))} compute on the same GPU"
+        return [Check("gpu count", "fail", detail, "Start fewer ranks, or show each rank its GPU: `srun --gpus-per-task=1`.")]
+    return [Check("gpu count", "ok", f"{len(ranks)} ranks, each with a GPU of its own")]
 
 
 def _by_host(answers: Sequence[Any]) -> list[Check]:

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,33 @@ def test_ranks_measure_their_collectives_and_compare_their_hosts(tmp_path: Path,
     for one in report.bandwidths:  # two ranks: an all-reduce sends each byte once, an all-gather half of them
         assert one.bus == pytest.approx(one.algorithm * (1 if one.collective == "all_reduce" else 0.5))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_each_see_one_gpu_and_their_own_cores_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `srun --gpus-per-task=1`: two ranks of a host, each with one visible GPU (uuid) and one core.
+    monkeypatch.setattr(rank_checks, "measure", lambda group, name, size, device: Bandwidth(name, size, 1.0, 1e12, 1e12))
+    monkeypatch.setattr(rank_checks, "sums_check", lambda group, device: Check("sum over ranks", "ok", ""))
+    monkeypatch.setattr(rank_checks, "compute_checks", lambda group, device: [])
+    monkeypatch.setattr(preflight, "RENAME_SECONDS", 0.05)
+
+    def work(group: RankGroup) -> dict[str, Any]:
+        properties = SimpleNamespace(uuid=f"gpu-{group.rank}")
+        torch.cuda.get_device_properties = lambda device=None: properties  # pyright: ignore[reportAttributeAccessIssue]
+        os.sched_getaffinity = lambda pid: {group.rank}
+        process = Process(group.rank, group.rank, group.size)
+        return rank_checks.check_ranks(group, process, torch.device("cuda", 0), DoctorPlan(tmp_path, tmp_path), {}).to_json()
+
+    report = RanksReport.from_json(run_ranks(work, 2)[0])
+    states = {check.name: check.state for check in report.checks}
+    assert states.get("gpu count") != "fail"
+    assert "cores" not in states
+
+
+def test_ranks_on_the_same_gpu_are_a_failure() -> None:
+    assert rank_checks.gpu_checks([None, None]) == []
+    assert [check.state for check in rank_checks.gpu_checks(["a", "b"])] == ["ok"]
+    (shared,) = rank_checks.gpu_checks(["a", "b", "a"])
+    assert shared.state == "fail" and "0, 2" in shared.detail
 
 
 def test_a_slow_network_a_slow_gpu_and_a_wrong_one_are_named() -> None:
