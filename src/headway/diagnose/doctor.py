@@ -48,7 +48,7 @@ MAX_CLOCK_SKEW_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class DoctorPlan:
-    """What to look at: the folder of future runs, the cache of data, a port that should be free, the ranks that run here and their cores."""
+    """What to look at: the folder of future runs, the cache of data, a port that should be free, and the ranks that run here."""
 
     run_dir: Path | None = None
     cache_dir: Path | None = None

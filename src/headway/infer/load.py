@@ -41,6 +41,7 @@ from headway.model.media_files import read_media_files
 from headway.runtime.json_file import read_object
 from headway.runtime.paths import AnyPath, S3Path, parse_path
 from headway.text.hub import is_hub_id, local_or_hub
+from headway.tokenizer.folder import has_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
 FINAL = "final"
 STAGES = "stages.json"
 """Lists the stages of a run that has several."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,6 @@ def _pretrained(folder: Path, wrapping: Wrapping | None) -> StoredModel:
     config = read_config(folder, wrapping)
     if has_weights(folder):
         check_weights(folder, config)
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))
     stored = read_gates(folder, config)
     media = read_media_files(folder, config.hidden_size)
     gated = config if stored is None else config.with_(head_gates=stored.config)
@@ -265,7 +264,7 @@ def _pretrained(folder: Path, wrapping: Wrapping | None) -> StoredModel:
         yield from check_finite(read_weights(folder, config), folder)
 
     table = folder / MASKS_FILE
-    tokenizer_folder = folder if has_tokenizer else None
+    tokenizer_folder = folder if has_tokenizer(folder) else None
     return StoredModel(folder, gated, tokenizer_folder, weights, read_end_ids(folder), masks_file=table if table.is_file() else None)
 
 

@@ -36,6 +36,13 @@ PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
 KNOWN_FILES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or a .tiktoken file"
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model's folder holds a tokenizer that `read_folder` opens."""
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return True
+    return any(folder.glob("*.tiktoken")) or is_zero2all(read_config(folder))
+
+
 def read_folder(folder: Path) -> Tokenizer:
     """Open the tokenizer of a folder, whichever of the known files it holds; `transformers` reads it only if none is there."""
     config = read_config(folder)

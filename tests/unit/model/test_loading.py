@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.internlm_folder import upstream_classes, write_weights
 
+from headway.cli import main
 from headway.errors import CheckpointError
 from headway.infer.load import find_model
 from headway.model.config import ModelConfig
@@ -94,6 +95,27 @@ def test_a_run_of_zero2all_is_read_under_its_own_names(tmp_path: Path, place: st
     torch.save({prefix + theirs(name): value for name, value in {**ours, **masks}.items()}, tmp_path / place)
     read = dict(find_model(tmp_path).weights())
     assert read.keys() == ours.keys() and all(torch.equal(read[name], value) for name, value in ours.items())
+
+
+def test_a_run_of_zero2all_with_its_tokenizer_files_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    monkeypatch.setattr("headway.tokenizer.zero2all_folder.FIRST", len(letters))
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.save(str(tmp_path / "my_tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "MyHFTokenizer", "added_tokens_decoder": {}}')
+    (tmp_path / "special_tokens_map.json").write_text("{}")
+    described = json.loads(Z2ALL_CONFIG) | {"vocab_size": 320}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    (tmp_path / "ckpt").mkdir()
+    weights = {theirs(name): value for name, value in values(z2all.read(described)).items()}
+    torch.save(weights, tmp_path / "ckpt" / "last1_model.pt")
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "hello", "--max-new-tokens", "3", "--device", "cpu"]) == 0
+    assert capfd.readouterr().out.startswith("hello")
 
 
 LLAMA_CONFIG = json.dumps({
