@@ -4,8 +4,10 @@ A small part of JSON Schema: type, enum, const, properties, required, additional
 minLength, maxLength, pattern, minimum, maximum, allOf, anyOf, if / then / else. Any other keyword is refused when the schema is
 loaded, so that no rule is silently left out ($schema, $id, title, description, default and examples say nothing about validity).
 
+An integer is a number without a decimal point: 4.0 is none.
+
 `purrsight_v3` ships with headway: PurrSight's report about a cat, with its rule that an agonistic group or an aggressive or distressed
-state has a risk of 4 or 5.
+state has a risk of 4 or 5. It says what a record must have, too: what PurrSight's own validator refuses is refused.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
 from headway.errors import ConfigError
 from headway.runtime.json_file import read_object
+from headway.text.record_keys import is_empty
 
 SILENT = ("$schema", "$id", "$comment", "title", "description", "default", "examples")
 TYPES: dict[str, tuple[type, ...]] = {
@@ -36,12 +40,39 @@ MOST_PROBLEMS = 20
 SHIPPED = {"purrsight_v3": "purrsight_v3.schema.json"}
 
 
+@dataclass(frozen=True)
+class RecordRule:
+    """The keys that a record around an answer must have."""
+
+    required: tuple[str, ...]
+    one_of: tuple[str, ...]
+    """Media: at least one of them."""
+
+
+RECORDS = {"purrsight_v3": RecordRule(("instruction", "response"), ("image", "audio", "video"))}
+
+
 class AnswerSchema:
     """A checked schema."""
 
-    def __init__(self, rules: Mapping[str, Any], name: str = "schema") -> None:
+    def __init__(self, rules: Mapping[str, Any], name: str = "schema", records: RecordRule | None = None) -> None:
         self.rules, self.name = dict(rules), name
+        self.records = records
         _check_schema(self.rules, name, 0)
+
+    def record_problems(self, data: Mapping[str, Any]) -> list[str]:
+        """What is missing in the record around an answer; nothing if the schema has no rule about records."""
+        if self.records is None:
+            return []
+        problems: list[str] = []
+        absent = [key for key in self.records.required if key not in data]
+        if absent:
+            problems.append(
+                f"no {' and no '.join(absent)}, which {self.name} needs. Rename the keys, or name yours: --keys prompt=KEY,response=KEY."
+            )
+        if all(is_empty(data.get(key)) for key in self.records.one_of):
+            problems.append(f"no picture, sound or video, which {self.name} needs: {', '.join(self.records.one_of)}.")
+        return problems
 
     def problems(self, answer: str) -> list[str]:
         """What is wrong with an answer; nothing if it is valid."""
@@ -66,7 +97,7 @@ def load_schema(given: Path | str) -> AnswerSchema:
     """The schema of a file, or a shipped one by its name."""
     if str(given) in SHIPPED:
         text = resources.files("headway.media").joinpath(SHIPPED[str(given)]).read_text(encoding="utf-8")
-        return AnswerSchema(json.loads(text), str(given))
+        return AnswerSchema(json.loads(text), str(given), RECORDS.get(str(given)))
     path = Path(given)
     if not path.is_file():
         raise ConfigError(f"schema is {str(given)!r}; it must be a JSON schema file or one of {', '.join(SHIPPED)}.")
@@ -114,8 +145,6 @@ def _listed(value: Any) -> list[Any]:
 def _is_type(value: Any, name: str) -> bool:
     if isinstance(value, bool) and name != "boolean":
         return False
-    if name == "integer" and isinstance(value, float):
-        return value.is_integer()
     return isinstance(value, TYPES[name])
 
 

@@ -123,13 +123,23 @@ class _Checker:
         return wrong or parsed
 
     def _parse(self, record: Record) -> _Parsed:
+        schema = self.options.schema
+        has_rule = schema is not None and schema.records is not None
+        if schema is not None and not self.options.keys.names and (missing := schema.record_problems(record.data)):
+            return _Parsed((), False, (), tuple(missing))
         found = parse_media_record(record, self.options.media)
         if not found.is_conversation:
-            return _Parsed(found.media, True, (), ())
+            caption_problems: tuple[str, ...] = ()
+            if schema is not None and has_rule:
+                caption_problems = (f"a caption without a question and an answer, which {schema.name} needs.",)
+            return _Parsed(found.media, True, (), caption_problems)
         conversation = parse_media(found, self.options.keys)
-        schema = self.options.schema
-        problems = () if schema is None else tuple(f"{one}." for one in schema.problems(conversation.answer))
-        return _Parsed(conversation.media, False, conversation.conversation.unread, problems)
+        problems: list[str] = []
+        if schema is not None:
+            problems = [f"{problem}." for problem in schema.problems(conversation.answer)]
+            if has_rule and not conversation.media:
+                problems.append(f"no picture, sound or video, which {schema.name} needs.")
+        return _Parsed(conversation.media, False, conversation.conversation.unread, tuple(problems))
 
     def _decode(self, ref: MediaRef) -> str | None:
         if ref.path is not None and ref.path in self._known:

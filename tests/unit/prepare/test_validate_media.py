@@ -48,7 +48,51 @@ def test_every_broken_file_is_reported_with_its_line(made: Path, tmp_path: Path,
     assert [one["line"] for one in found["bad"]] == [2, 2, 3, 4, 5, 6, 8]
     assert run_verb(["data", "validate", str(file), "--kind", "multimodal", "--schema", "purrsight_v3"]) == 1
     shown = capsys.readouterr().out
-    assert f"{file}:7: answer has no 'diagnostic'." in shown and "8 records in 1 files: 1 good, 7 bad" in shown
+    assert f"{file}:7: answer has no 'diagnostic'." in shown and "8 records in 1 files: 0 good, 8 bad" in shown
+
+
+REPORT = {
+    "diagnostic": {
+        "physical_markers": {"ears": "forward", "tail": "neutral", "posture": "relaxed", "vocalization": "purr"},
+        "classification": {"ethogram_group": "maintenance", "affective_state": "content", "arousal_level": "low", "risk_rating": 1},
+    },
+    "behavioral_summary": "The cat rests.",
+    "human_actionable_insight": "让它休息。",
+}
+ANSWER = json.dumps(REPORT, ensure_ascii=False)
+TURNS = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": ANSWER}]
+
+
+@pytest.mark.parametrize(
+    ("record", "keys", "problem"),
+    [
+        ({"instruction": "a", "response": ANSWER, "image": "ok.png"}, None, None),
+        ({"instruction": "a", "response": ANSWER}, None, "no picture, sound or video"),
+        ({"instruction": "a", "response": ANSWER, "image": ""}, None, "no picture, sound or video"),
+        ({"prompt": "a", "response": ANSWER, "image": "ok.png"}, None, "no instruction, which"),
+        ({"prompt": "a", "answer": ANSWER, "image": "ok.png"}, None, "no instruction and no response, which"),
+        ({"text": "a cat", "image": "ok.png"}, None, "no instruction and no response, which"),
+        ({"instruction": "a", "response": ANSWER.replace("1", "4.0"), "image": "ok.png"}, None, "risk_rating is of type number"),
+        ({"prompt": "a", "answer": ANSWER, "image": "ok.png"}, "prompt=prompt,response=answer", None),
+        ({"messages": TURNS, "images": ["ok.png"]}, "messages=messages", None),
+        ({"messages": TURNS}, "messages=messages", "no picture, sound or video"),
+        ({"text": "a cat", "image": "ok.png"}, "messages=messages", "without a question"),
+    ],
+)
+def test_what_purrsights_own_validator_refuses_is_refused(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: dict[str, object], keys: str | None, problem: str | None
+) -> None:
+    (tmp_path / "ok.png").write_bytes((made / "images").joinpath("000001.png").read_bytes())
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+    line = ["data", "validate", str(file), "--kind", "multimodal", "--schema", "purrsight_v3"]
+    if keys is not None:
+        line += ["--keys", keys]
+    assert run_verb(line) == (0 if problem is None else 1)
+    printed = capsys.readouterr().out
+    if problem is not None:
+        assert f"{file}:1: " in printed
+        assert problem in printed
 
 
 def test_options_of_other_kinds_are_refused(made: Path) -> None:
