@@ -3,135 +3,22 @@
 Out: records with `id`, `title` and `text`. Redirects, other namespaces and pages without text are skipped.
 
 `clean_wikitext` removes tables, references, files and markup. It keeps prose, headings, and the words of links and of templates inside
-sentences (`{{lang|en|Mathematics}}`). Of Chinese variant marks (`-{zh-hans:..;zh-hant:..}-`) it keeps the simplified form. Unclosed
-braces and brackets stay as text, so that a mistake on a page does not remove the rest of it.
+sentences (`wiki_templates.py`). Formulas keep their TeX between dollar signs. Of Chinese variant marks (`-{zh-hans:..;zh-hant:..}-`) it
+keeps the simplified form. Unclosed braces and brackets stay as text, so that a mistake on a page does not remove the rest of it.
 """
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
 from xml.etree import ElementTree
 
 from headway.errors import DataError
 from headway.text.document import Record
+from headway.text.formats.wiki_templates import PageFacts, template_text
 from headway.text.raw import RawFile
-
-Arguments = Mapping[str, str]
-"""By name; those without one are called 1, 2, ..."""
-
-_SPLIT = re.compile(r"\{\{|\}\}|\[\[|\]\]|-\{|\}-|\|")
-_OPENING = ("{{", "[[", "-{")
-_NAMED = re.compile(r"\s*([\w -]{1,30}?)\s*=")
-
-# Names of templates, and the arguments that may hold the text: the first of them that is given and not empty.
-_FIRST = (
-    "nowrap", "nobr", "small", "smaller", "big", "larger", "bold", "em", "strong", "ruby", "abbr", "tooltip", "sub", "sup", "mvar", "math",
-    "var", "kbd", "samp", "code", "mono", "smallcaps", "sc", "allcaps", "nihongo", "nihongo2", "sic", "as of", "linktext", "ipa", "flag",
-    "flagcountry", "proper name", "not a typo", "僻字", "补字", "補字", "korean", "jpn", "cjk", "uline", "underline", "strikethrough", "tq",
-)  # fmt: skip
-_TEXT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_FIRST, ("1",)),
-    **dict.fromkeys(("lang", "langx", "script", "rtl-lang", "lang-x"), ("text", "2")),
-    **dict.fromkeys(("transl", "transliteration"), ("3", "2")),
-    **dict.fromkeys(("le", "internal link helper"), ("3", "1")),
-    **dict.fromkeys(("ill", "illm", "interlanguage link", "interlanguage link multi"), ("lt", "1")),
-    **dict.fromkeys(("tsl", "translink", "translation link"), ("4", "3", "2")),
-    **dict.fromkeys(("quote", "cquote", "blockquote", "quotation"), ("text", "quote", "1")),
-    "zh": ("s", "c", "t", "1"),
-}
-# Families of names: one template for each language.
-_FAMILIES: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
-    (re.compile(r"lang-[a-z]{2,3}(?:-[a-z]+)*"), ("text", "1")),
-    (re.compile(r"(?:link-|internal link helper/)[a-z]{2,3}(?:-[a-z]+)*"), ("3", "1")),
-    (re.compile(r"ipa-[a-z]{2,3}"), ("1",)),
-)
-_SIGNS = {"ndash": "–", "mdash": "—", "snd": " – ", "spaced ndash": " – ", "·": " · ", "dot": " · ", "!": "|", "=": "=", "pi": "π"}
-_BETWEEN = {"to", "and", "or", "by", "x", "-", "–", "+/-", "±"}
-
-
-def template_text(inner: str) -> str | None:
-    """The words of one template, as wikitext."""
-    head = inner.partition("|")[0]
-    name = " ".join(head.replace("_", " ").lower().split())
-    if name in _SIGNS:
-        return _SIGNS[name]
-    if name.startswith("formatnum:"):
-        return head.partition(":")[2]
-    places = _TEXT.get(name) or next((places for pattern, places in _FAMILIES if pattern.fullmatch(name)), ())
-    if not places and name not in _COMPOSED:
-        return None
-    given = _arguments(_split(inner)[1:])
-    if name in _COMPOSED:
-        return _COMPOSED[name](given)
-    return next((given[place] for place in places if given.get(place)), None)
-
-
-def _split(inner: str) -> list[str]:
-    """Cut at the bars that belong to this template and not to links, templates or variants inside it."""
-    parts: list[str] = []
-    at = depth = 0
-    for mark in _SPLIT.finditer(inner):
-        if mark[0] != "|":
-            depth = max(0, depth + (1 if mark[0] in _OPENING else -1))
-        elif depth == 0:
-            parts.append(inner[at : mark.start()])
-            at = mark.end()
-    return [*parts, inner[at:]]
-
-
-def _arguments(parts: list[str]) -> Arguments:
-    found: dict[str, str] = {}
-    unnamed = 0
-    for part in parts:
-        named = _NAMED.match(part)
-        if named:
-            found[named[1].strip().lower()] = part[named.end() :].strip()
-        else:
-            unnamed += 1
-            found[str(unnamed)] = part.strip()
-    return found
-
-
-def _converted(given: Arguments) -> str | None:
-    """`{{convert|10|km|mi}}`, `{{convert|5|to|10|km}}`: what was measured, not what it was converted to."""
-    last = 4 if given.get("2") in _BETWEEN else 2
-    return " ".join(given.get(str(place), "") for place in range(1, last + 1)).strip() or None
-
-
-def _fraction(given: Arguments) -> str | None:
-    numbers = [given[place] for place in ("1", "2", "3") if given.get(place)]
-    match numbers:
-        case [below]:
-            return f"1/{below}"
-        case [above, below]:
-            return f"{above}/{below}"
-        case [whole, above, below]:
-            return f"{whole} {above}/{below}"
-        case _:
-            return None
-
-
-def _value(given: Arguments) -> str | None:
-    return " ".join(given[key] for key in ("1", "u", "ul") if given.get(key)) or None
-
-
-def _about(given: Arguments) -> str | None:
-    return f"c. {given['1']}" if given.get("1") else None
-
-
-def _life(given: Arguments) -> str | None:
-    """`{{bd|1867年|11月7日|1934年|7月4日}}` of the Chinese Wikipedia: years and days of birth and death."""
-    born, died = (given.get(year, "") + given.get(day, "") for year, day in (("1", "2"), ("3", "4")))
-    return f"（{born}—{died}）" if born or died else None
-
-
-_COMPOSED: dict[str, Callable[[Arguments], str | None]] = {
-    "convert": _converted, "cvt": _converted, "frac": _fraction, "sfrac": _fraction, "val": _value, "circa": _about, "c.": _about,
-    "bd": _life,
-}  # fmt: skip
-
 
 # Sections that are lists of sources and links rather than prose.
 DROPPED_SECTIONS = {
@@ -143,17 +30,22 @@ DROPPED_SECTIONS = {
 DROPPED_LINKS = re.compile(
     r"(?:file|image|media|category|fichier|datei|bild|文件|档案|檔案|图像|圖像|图片|圖片|分类|分類|[a-z]{2,3}(?:-[a-z]+)*|simple)\s*:", re.I
 )
+LANGUAGE = "{http://www.w3.org/XML/1998/namespace}lang"
+"""The attribute of a dump's root."""
 MAX_DEPTH = 8
 """Nesting depth of templates; deeper ones contain no prose."""
 GONE = "\0"
 """Placeholder for removed text until the surrounding brackets are processed."""
+_NO_PLACES = dict.fromkeys(map(ord, f"{GONE}\x01\x02"))
+"""Removes from a page the characters that mark places here."""
 
-_COMMENT = re.compile(r"<!--.*?-->", re.S)
+_COMMENT = re.compile(r"<!--")
+_COMMENT_END = re.compile("-->")
 _DROPPED_TAGS = re.compile(
-    r"<(ref|gallery|math|timeline|score|imagemap|templatestyles|references|includeonly|chem|hiero|graph|mapframe|indicator)\b"
-    r"(?:[^<>]*/>|[^<>]*>.*?</\1\s*>)",
-    re.S | re.I,
+    r"<(ref|gallery|timeline|score|imagemap|templatestyles|references|includeonly|hiero|graph|mapframe|indicator)\b([^<>]*)>", re.I
 )
+_FORMULA = re.compile(r"<(math|chem|ce)\b([^<>]*)>", re.I)
+_FORMULA_PLACE = re.compile("\x01([0-9]+)\x02")
 _BREAK = re.compile(r"<(?:br|hr)\b[^<>]*>", re.I)
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
 _VARIANT = re.compile(r"-\{([^{}]*)\}-")
@@ -178,11 +70,15 @@ _BEFORE_BRACKET = re.compile(rf"{_SEPARATORS}{GONE}[ \t\u00a0,，;；、:：/{GO
 Mark = tuple[bool, int, int]
 
 
-def clean_wikitext(text: str) -> str:
-    """The prose of a page, paragraphs and headings on separate lines."""
-    text = _COMMENT.sub("", text.replace(GONE, ""))
-    text = _DROPPED_TAGS.sub(GONE, text)
-    text = _nested(text, _braces(text), _template)
+def clean_wikitext(text: str, page: PageFacts | None = None) -> str:
+    """The prose of a page, paragraphs and headings on separate lines. Ages and the current year are those of the page's date."""
+    facts = page or PageFacts()
+    text = _replace_elements(text.translate(_NO_PLACES), _COMMENT, lambda found, content: "")
+    text = _replace_elements(text, _DROPPED_TAGS, lambda found, content: GONE)
+    # Braces, quotes and signs of a formula are TeX, not markup: it waits under a number until all markup is gone.
+    formulas: list[str] = []
+    text = _replace_elements(text, _FORMULA, lambda found, content: _set_aside(found, content, formulas))
+    text = _nested(text, _braces(text), lambda inner: _template(inner, facts))
     text = _nested(text, _marks(text, _TABLE, "{|"), lambda inner: "")
     text = _VARIANT.sub(lambda found: _variant(found[1]), text)
     text = _nested(text, _marks(text, _BRACKETS, "[["), _link)
@@ -191,7 +87,51 @@ def clean_wikitext(text: str) -> str:
     text = html.unescape(_TAG.sub("", text))
     text = _QUOTES.sub("", _MAGIC.sub("", text))
     text = _BEFORE_BRACKET.sub(r"\1", _AFTER_BRACKET.sub(r"\1", _EMPTY_BRACKETS.sub("", text))).replace(GONE, "")
-    return _sections(text)
+    text = _sections(text)
+    return _FORMULA_PLACE.sub(lambda place: formulas[int(place[1])], text)
+
+
+def _replace_elements(text: str, opening: re.Pattern[str], replace: Callable[[re.Match[str], str], str]) -> str:
+    """Replace each comment or element with its content; an unclosed one stays.
+
+    An end that was not found once is not looked for again: a page of nothing but openings takes no quadratic time.
+    """
+    pieces: list[str] = []
+    unclosed: set[str] = set()
+    copied = position = 0
+    while found := opening.search(text, position):
+        name = found[1].lower() if opening.groups else ""
+        position = found.end()
+        if name in unclosed:
+            continue
+        content = ""
+        if not found[0].endswith("/>"):
+            closing = re.compile(rf"</{name}\s*>", re.I) if name else _COMMENT_END
+            ending = closing.search(text, position)
+            if ending is None:
+                unclosed.add(name)
+                continue
+            content = text[position : ending.start()]
+            position = ending.end()
+        pieces += [text[copied : found.start()], replace(found, content)]
+        copied = position
+    return "".join([*pieces, text[copied:]])
+
+
+def _set_aside(found: re.Match[str], source: str, formulas: list[str]) -> str:
+    """A number in place of a formula."""
+    kind, attributes = found.groups()
+    content = " ".join(html.unescape(source).split())
+    if not content:
+        return GONE
+    if kind.lower() != "math":
+        formula = content
+    elif "block" in attributes:
+        formula = f"$${content}$$"
+    else:
+        formula = f"${content}$"
+    formulas.append(formula)
+    return f"\x01{len(formulas) - 1}\x02"
 
 
 def _marks(text: str, pattern: re.Pattern[str], opening: str) -> Iterator[Mark]:
@@ -239,10 +179,10 @@ def _nested(text: str, marks: Iterator[Mark], replace: Callable[[str], str]) -> 
     return "".join([*pieces, text[at:]])
 
 
-def _template(inner: str, depth: int = 0) -> str:
-    text = template_text(inner) if depth < MAX_DEPTH else None
+def _template(inner: str, page: PageFacts, depth: int = 0) -> str:
+    text = template_text(inner, page) if depth < MAX_DEPTH else None
     if text is not None and "{{" in text:
-        text = _nested(text, _braces(text), lambda below: _template(below, depth + 1))
+        text = _nested(text, _braces(text), lambda below: _template(below, page, depth + 1))
     return text or GONE
 
 
@@ -299,16 +239,18 @@ def read_mediawiki(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[
     with raw.open() as stream:
         number = 0
         root: ElementTree.Element | None = None
+        language = "en"
         try:
             for event, element in ElementTree.iterparse(stream, events=("start", "end")):
                 name = _local(element)
                 if root is None:
                     root = element
+                    language = element.get(LANGUAGE, "en")
                     if name != "mediawiki":
                         raise DataError(f"{raw.name}: the XML begins with <{name}>; only MediaWiki dumps (<mediawiki>) are read.")
                 elif event == "end" and name == "page":
                     number += 1
-                    article = _article(element)
+                    article = _article(element, language)
                     if article is not None:
                         yield Record(article, raw.name, number)
                     root.clear()
@@ -316,16 +258,25 @@ def read_mediawiki(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[
             raise DataError(f"{raw.name}:{error.position[0]}: not valid XML: {error}; the dump is damaged or cut short.") from None
 
 
-def _article(page: ElementTree.Element) -> dict[str, str] | None:
+def _article(page: ElementTree.Element, language: str) -> dict[str, str] | None:
     fields = {_local(child): child for child in page}
     if "redirect" in fields or fields.get("ns") is None or fields["ns"].text != "0":
         return None
     revision = {_local(child): (child.text or "") for child in fields.get("revision", ())}
     if revision.get("model", "wikitext") != "wikitext":
         return None
-    text = clean_wikitext(revision.get("text", ""))
     named = {key: (fields[key].text or "") if key in fields else "" for key in ("id", "title")}
+    facts = PageFacts(named["title"], language, _day(revision.get("timestamp", "")))
+    text = clean_wikitext(revision.get("text", ""), facts)
     return {**named, "text": text} if text else None
+
+
+def _day(timestamp: str) -> date | None:
+    """The day of a revision (`2024-04-16T10:00:00Z`); None if the dump does not say it."""
+    try:
+        return date.fromisoformat(timestamp[:10])
+    except ValueError:
+        return None
 
 
 def _local(element: ElementTree.Element) -> str:
