@@ -90,6 +90,9 @@ def parse_preference(record: Record, keys: KeyMap = KeyMap()) -> PreferencePair:
     missing = [key for key in PAIR if fields.peek(key) is None]
     if missing:
         raise DataError(f"{place}: no {' and no '.join(missing)}; its keys are {fields.keys}. Expected {PAIR_SHAPES}.")
+    for key in PAIR:
+        if is_empty(fields.peek(key)):
+            raise DataError(f"{place}: {_empty_answer(key)}")
     has_prompt = fields.first((*LISTS, *QUESTIONS)) is not None
     answers = [_answer(fields.take(key), f"{place}: {key}", reader, may_be_transcript=not has_prompt) for key in PAIR]
     if all(turns and turns[0].role != "assistant" for turns in answers):
@@ -104,6 +107,8 @@ def parse_preference(record: Record, keys: KeyMap = KeyMap()) -> PreferencePair:
     for key, turns in zip(PAIR, answers, strict=True):
         if not turns or turns[0].role != "assistant" or turns[-1].role != "assistant":
             raise DataError(f"{place}: {key} must be an answer of the assistant to the prompt.")
+        if len(turns) == 1 and _says_nothing(turns[0]):
+            raise DataError(f"{place}: {_empty_answer(key)}")
         _no_empty(turns, f"{place}: {key}")
     if answers[0] == answers[1]:
         raise DataError(f"{place}: chosen and rejected are the same.")
@@ -176,9 +181,9 @@ def _conversation(fields: Fields, reader: TurnReader) -> list[Turn]:
     if listed is not None:
         return reader.turns(fields.take(listed), f"{place}: {listed}")
     if fields.peek("chat") is not None:
-        return moss_chat(fields.take("chat"), f"{place}: chat")
+        return moss_chat(fields.take("chat"), f"{place}: chat", reader.keys.ignored)
     if fields.peek("plain_text") is not None:
-        return with_system(moss_text(fields.take("plain_text"), f"{place}: plain_text"), fields.take("prefix"), place)
+        return with_system(moss_text(fields.take("plain_text"), f"{place}: plain_text", reader.keys.ignored), fields.take("prefix"), place)
     answer = fields.first(ANSWERS)
     if question is None:
         raise DataError(f"{place}: not a conversation; its keys are {fields.keys}. Expected {SHAPES}.")
@@ -217,6 +222,9 @@ def _answer(given: Any, where: str, reader: TurnReader, may_be_transcript: bool 
     transcript = transcript_of(text_of(given, where)) if may_be_transcript and isinstance(given, str) else None
     if transcript is not None and not transcript.is_open:
         return transcript.turns
+    if transcript is not None:
+        place, _, key = where.rpartition(": ")
+        raise DataError(f"{place}: {_empty_answer(key, ': the text ends with `Assistant:`')}")
     if isinstance(given, (list, dict)):
         return reader.turns(given if isinstance(given, list) else [given], where)
     return [make_turn("assistant", given, where)]
@@ -250,9 +258,17 @@ def _unread(fields: Fields, reader: TurnReader, turns: Iterable[Turn]) -> tuple[
     return (*fields.unread(texts), *reader.unread)
 
 
+def _empty_answer(key: str, detail: str = "") -> str:
+    return f"{key} is an empty answer{detail}. Leave such records out with --drop-bad (in a recipe drop_bad: true)."
+
+
+def _says_nothing(turn: Turn) -> bool:
+    return not turn.content.strip() and not turn.calls
+
+
 def _no_empty(turns: list[Turn], place: str) -> None:
     for number, turn in enumerate(turns):
-        if turn.role in ("user", "assistant") and not turn.content.strip() and not turn.calls:
+        if turn.role in ("user", "assistant") and _says_nothing(turn):
             raise DataError(f"{place}: turn {number} ({turn.role}) is empty.")
 
 

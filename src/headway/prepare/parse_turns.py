@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
 from headway.errors import DataError
@@ -24,6 +24,8 @@ SPOKEN: dict[str, Role] = {"Human": "user", "Assistant": "assistant", "MOSS": "a
 MOSS_MARK = re.compile(r"(?:\[([A-Za-z ]+)\]|<\|([A-Za-z ]+)\|>):[ \t]*")
 MOSS_END = re.compile(r"<eo[a-z]>\s*$")
 MOSS_NOTHING = ("", "None")
+MOSS_PLUGINS = "Inner Thoughts=,Commands=,Tool Responses=,Results="
+"""The parts of a round that plugins write, as `--keys` ignores them."""
 
 
 class Transcript(NamedTuple):
@@ -47,8 +49,8 @@ def transcript_of(text: str) -> Transcript | None:
     return Transcript(turns[:-1] if is_open else turns, is_open)
 
 
-def moss_text(given: Any, where: str) -> list[Turn]:
-    """The turns of MOSS's plain text."""
+def moss_text(given: Any, where: str, ignored: Collection[str] = ()) -> list[Turn]:
+    """The turns of MOSS's plain text; `ignored` speakers are left out."""
     if not isinstance(given, str):
         raise DataError(f"{where} is of type {type(given).__name__}; a text with [Human]: and [MOSS]: is expected.")
     marks = list(MOSS_MARK.finditer(given))
@@ -56,16 +58,16 @@ def moss_text(given: Any, where: str) -> list[Turn]:
         raise DataError(f"{where} must begin with [Human]: or <|Human|>:, as MOSS writes conversations.")
     stops = [mark.start() for mark in marks[1:]] + [len(given)]
     said = [(mark[1] or mark[2], given[mark.end() : stop]) for mark, stop in zip(marks, stops, strict=True)]
-    return [turn for speaker, text in said for turn in _moss_turn(speaker, text, where)]
+    return [turn for speaker, text in said for turn in _moss_turn(speaker, text, where, ignored)]
 
 
-def moss_chat(given: Any, where: str) -> list[Turn]:
-    """The turns of MOSS's `chat` object: turn_1, turn_2 and so on."""
+def moss_chat(given: Any, where: str, ignored: Collection[str] = ()) -> list[Turn]:
+    """The turns of MOSS's `chat` object: turn_1, turn_2 and so on; `ignored` speakers are left out."""
     if not isinstance(given, dict) or not all(isinstance(one, dict) for one in cast(dict[str, Any], given).values()):
         raise DataError(f"{where} must be an object of turns, as in {{'turn_1': {{'Human': '...', 'MOSS': '...'}}}}.")
     turns: list[Turn] = []
     for name, one in sorted(cast(dict[str, Any], given).items(), key=lambda item: _number(item[0], where)):
-        turns += _moss_round(one, f"{where}.{name}")
+        turns += _moss_round(one, f"{where}.{name}", ignored)
     return turns
 
 
@@ -76,23 +78,26 @@ def _number(name: str, where: str) -> int:
     return int(found[1])
 
 
-def _moss_round(one: Mapping[str, Any], where: str) -> list[Turn]:
+def _moss_round(one: Mapping[str, Any], where: str, ignored: Collection[str]) -> list[Turn]:
     turns: list[Turn] = []
     for speaker, text in one.items():
         if not isinstance(text, str):
             raise DataError(f"{where}.{speaker} is of type {type(text).__name__}; a text is expected.")
         mark = MOSS_MARK.match(text)
-        turns += _moss_turn(speaker, text[mark.end() :] if mark else text, where)
+        turns += _moss_turn(speaker, text[mark.end() :] if mark else text, where, ignored)
     return turns
 
 
-def _moss_turn(speaker: str, text: str, where: str) -> list[Turn]:
+def _moss_turn(speaker: str, text: str, where: str, ignored: Collection[str]) -> list[Turn]:
     said = MOSS_END.sub("", text).strip()
     if speaker in SPOKEN:
         return [Turn(SPOKEN[speaker], said)]
-    if said in MOSS_NOTHING:
+    if said in MOSS_NOTHING or speaker in ignored:
         return []
-    raise DataError(f"{where}: {speaker} holds {said[:40]!r}; MOSS's plugins (thoughts, commands, results) are not supported.")
+    raise DataError(
+        f"{where}: {speaker} holds {said[:40]!r}; MOSS's plugins (thoughts, commands, results) are not supported. Leave such records out "
+        f"with --drop-bad (in a recipe drop_bad: true), or learn the answers alone with --keys '{MOSS_PLUGINS}'."
+    )
 
 
 SPEAKERS: dict[str, Role] = {

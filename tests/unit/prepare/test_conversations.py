@@ -186,7 +186,7 @@ def test_the_shared_beginning_of_two_conversations_is_the_prompt() -> None:
         ({"prompt": "Hi", "chosen": "a"}, "no rejected; its keys are prompt, chosen"),
         ({"chosen": "a", "rejected": "b"}, "no prompt"),
         ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "are the same"),
-        ({"prompt": "Hi", "chosen": "a", "rejected": ""}, r"rejected: turn 0 \(assistant\) is empty"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": ""}, r"rejected is an empty answer"),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, r"turn 0 \(user\) is empty"),
         (
             {"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "human", "value": "a"}, "rejected": "b"},

@@ -8,7 +8,7 @@ import pytest
 from support.runs import headway
 
 from headway.errors import ConfigError, DataError
-from headway.prepare.parse_chat import parse_conversation, parse_preference
+from headway.prepare.parse_chat import parse_conversation, parse_preference, parse_unpaired
 from headway.prepare.validate import ValidateOptions, validate
 from headway.text.document import Record
 from headway.text.record_keys import KeyMap
@@ -159,13 +159,48 @@ TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
         ({"instruction": "Hi", "input": "x", "context": "y", "output": "z"}, "context carries content"),
         ({"messages": [TURNS[0], {**TURNS[1], "reasoning_content": "Hm."}]}, "write it into the content, as in <think>"),
         ({"messages": [{**TURNS[0], "images": ["a.png"]}, TURNS[1]]}, r"messages\[0\]: images carries content"),
-        ({"chat": {"turn_1": {**MOSS_TURN, "Commands": "<|Commands|>: Search(x)<eoc>"}}}, "Commands holds 'Search"),
+        ({"chat": {"turn_1": {**MOSS_TURN, "Commands": "<|Commands|>: Search(x)<eoc>"}}}, "Commands holds 'Search.* --drop-bad .* --keys"),
+        ({"plain_text": "[Human]: Hi<eoh>\n[Commands]: f()<eoc>\n[MOSS]: Hello<eoa>"}, "Commands holds 'f.* --drop-bad .* --keys"),
     ],
 )
 def test_content_under_a_key_that_is_not_read_is_refused_with_the_remedy(data: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         parse_conversation(record(data))
     assert str(caught.value).startswith("d.jsonl:4: ") and "\n" not in str(caught.value)
+
+
+def test_what_plugins_of_moss_wrote_is_ignored_where_the_refusal_says_so() -> None:
+    data = {"chat": {"turn_1": {**MOSS_TURN, "Commands": "<|Commands|>: Search(x)<eoc>", "Tool Responses": "<|Results|>: y<eor>"}}}
+    with pytest.raises(DataError) as caught:
+        parse_conversation(record(data))
+    remedy = str(caught.value).partition("--keys '")[2].partition("'")[0]
+    assert list(parse_conversation(record(data), KeyMap.parse(remedy)).turns) == [USER, BOT]
+
+
+QUESTION = "\n\nHuman: Hi\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"chosen": QUESTION, "rejected": f"{QUESTION} No"},
+        {"chosen": f"{QUESTION}  \n", "rejected": f"{QUESTION} No"},
+        {"chosen": "", "rejected": f"{QUESTION} No"},
+        {"prompt": "Hi", "chosen": " ", "rejected": "No"},
+        {"chosen": [TURNS[0], {"role": "assistant", "content": ""}], "rejected": TURNS},
+    ],
+)
+def test_an_empty_chosen_answer_is_called_that(data: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"d\.jsonl:4: chosen is an empty answer.* --drop-bad"):
+        parse_preference(record(data))
+    swapped = {**data, "chosen": data["rejected"], "rejected": data["chosen"]}
+    with pytest.raises(DataError, match=r"d\.jsonl:4: rejected is an empty answer"):
+        parse_preference(record(swapped))
+
+
+def test_an_empty_labelled_answer_is_called_that() -> None:
+    with pytest.raises(DataError, match="completion is an empty answer: the text ends with `Assistant:`"):
+        parse_unpaired(record({"completion": QUESTION, "label": True}))
 
 
 def test_an_answer_that_is_a_dialogue_stays_one_answer() -> None:
