@@ -12,7 +12,7 @@ from headway.config.section import Section, setting
 from headway.model.encoders.base import MODALITIES, EncoderConfig
 
 OneEncoder = Annotated[EncoderConfig, KindIn("headway.model.encoders")]
-SOURCES = "Encoder of each modality (text, image, audio), at least two."
+SOURCES = "Encoder of each modality (text, image, audio), at least two; null leaves a modality out."
 
 
 class AlignerConfig(Section):
@@ -36,7 +36,8 @@ class AlignerConfig(Section):
         unknown = [name for name in value if name not in MODALITIES]
         if unknown:
             raise ValueError(f"has {unknown[0]!r}; modalities are {', '.join(MODALITIES)}")
-        return {name: value[name] for name in MODALITIES if name in value}
+        # null leaves a modality of the recipe out: model.aligner.encoders.audio=null
+        return {name: value[name] for name in MODALITIES if value.get(name) is not None}
 
     @model_validator(mode="after")
     def _fits(self) -> AlignerConfig:

@@ -89,6 +89,20 @@ class Config(ObjectiveConfig):
             if not set(pair.split("-")) <= set(modalities):
                 raise ConfigError(f"objective.pairs has {pair!r}; the aligner has {', '.join(modalities)}.")
 
+    def without_absent(self, modalities: tuple[str, ...]) -> tuple[Config, tuple[str, ...]]:
+        """The settings for an aligner without some modalities, and the pairs this leaves out: none if no pair would remain."""
+        pairs = self.pairs
+        left_out: tuple[str, ...] = ()
+        if pairs is not None:
+            kept = tuple(pair for pair in pairs if set(pair.split("-")) <= set(modalities))
+            if kept:
+                left_out = tuple(pair for pair in pairs if pair not in kept)
+                pairs = kept
+        log_scale = self.log_scale
+        if isinstance(log_scale, dict) and set(modalities) <= set(log_scale):
+            log_scale = {name: log_scale[name] for name in log_scale if name in modalities}
+        return self.model_copy(update={"pairs": pairs, "log_scale": log_scale}), left_out
+
     def scales_of(self, modalities: tuple[str, ...], trained: Tensor | None) -> dict[str, float]:
         """The log scale of every modality: as trained, or as given."""
         given = self.log_scale

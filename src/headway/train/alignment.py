@@ -6,6 +6,7 @@ to an aligner is refused here by its key, before anything is read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.optim.groups import OBJECTIVE
 from headway.prepare.detect import local_path
 from headway.prepare.features import SampleSet, prepare_samples, read_samples
+from headway.runtime.process import from_environment
 from headway.store.checksums import Checksums
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from headway.objective.base import ObjectiveConfig
     from headway.store.source import TokenSource
     from headway.train.config import Recipe
+
+log = logging.getLogger("headway")
 
 VOCAB = 1
 """Every sample is the same token."""
@@ -46,6 +50,10 @@ def resolve_aligner(recipe: Recipe) -> Recipe:
         )
     if not isinstance(objective, ContrastiveConfig):
         raise ConfigError(f"model.aligner is given with objective.kind {objective.kind}; an aligner is trained by contrastive. Set it.")
+    objective, left_out = objective.without_absent(aligner.modalities)
+    if left_out:
+        say = log.info if from_environment().is_first else log.debug
+        say("objective.pairs: %s left out, because model.aligner.encoders has %s", ", ".join(left_out), ", ".join(aligner.modalities))
     objective.check(aligner.modalities)
     _refuse(recipe)
     frozen = {name: one for name, one in aligner.encoders.items() if not one.TRAINS}
@@ -60,7 +68,11 @@ def resolve_aligner(recipe: Recipe) -> Recipe:
         heads.require(
             {name: aligner.width_of(name) for name in aligner.modalities}, aligner.dim, f"model.aligner.weights={aligner.weights}"
         )
-    changes: dict[str, Any] = {"model": recipe.model.with_(vocab_size=VOCAB, aligner=aligner.model_dump()), "data": _data(recipe.data)}
+    changes: dict[str, Any] = {
+        "model": recipe.model.with_(vocab_size=VOCAB, aligner=aligner.model_dump()),
+        "data": _data(recipe.data),
+        "objective": objective,
+    }
     if recipe.steps is None and recipe.epochs is None:
         changes["epochs"] = 1.0
     return recipe.model_copy(update=changes)
