@@ -76,9 +76,11 @@ def retrieval(
     if json:
         print_json({"pairs": [{**vars(one), "chance_at_1": one.chance} for one in scores], "report": report})
         return
-    names = ("chance", "recall_at_1", "recall_at_5", "recall_at_10", "mrr", "median_rank", "modality_gap")
+    names = ("chance", "ceiling", "recall_at_1", "recall_at_5", "recall_at_10", "mrr", "median_rank", "modality_gap")
     cells = [(one.pair, one.candidates, *(f"{getattr(one, name):.3f}" for name in names)) for one in scores]
-    print_table(("pair", "candidates", "chance", "recall@1", "recall@5", "recall@10", "MRR", "median rank", "modality gap"), cells)
+    print_table(
+        ("pair", "candidates", "chance", "ceiling", "recall@1", "recall@5", "recall@10", "MRR", "median rank", "modality gap"), cells
+    )
 
 
 VERBS = {"eval multimodal": multimodal, "eval retrieval": retrieval}

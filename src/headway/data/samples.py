@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 MEDIA, PRESENT, SAMPLE = "media.", "present.", "sample"
 """Columns of a batch: inputs or features of a modality, whether a row has it, and the number of a row's sample."""
+CONTENT = "content."
+"""A column of a batch: a number that rows with equal content of a modality share, -1 where it is absent."""
+CONTENT_HEX_DIGITS = 12
+"""Of a content hash, 48 bits: equal numbers of different content are as good as impossible."""
 Array = np.ndarray[Any, Any]
 SEQ_LEN = 2
 """Of rows of samples: the sample and one token of padding, the shortest row there is."""
@@ -38,6 +42,15 @@ class SampleSource(TokenSource):
         self.modalities, self.rows, self.tables = tuple(modalities), rows, tuple(tables)
         self._key = key
         self.num_documents = self.num_tokens = len(rows)
+
+    def contents(self, samples: Longs) -> Longs:
+        """Numbers [n, modalities] that samples with equal items share, in every source; -1 where a sample lacks the item."""
+        numbers = np.full((len(samples), len(self.tables)), -1, np.int64)
+        for column, table in enumerate(self.tables):
+            for place, row in enumerate(self.rows[samples, column].tolist()):
+                if row >= 0:
+                    numbers[place, column] = int(table.key(row)[:CONTENT_HEX_DIGITS], 16)
+        return numbers
 
     @cached_property
     def max_id(self) -> int:
@@ -77,6 +90,7 @@ def sample_columns(rows: Sequence[Row | None], sources: Sequence[TokenSource]) -
     samples = np.full(len(rows), -1, np.int64)
     first = next(one for one in sources if isinstance(one, SampleSource))
     media, present = columns_of(np.full((len(rows), len(first.modalities)), -1), first.tables)
+    contents = np.full((len(rows), len(first.modalities)), -1, np.int64)
     for number in sorted({row.source for row in rows if row is not None}):
         source = sources[number]
         assert isinstance(source, SampleSource)
@@ -85,6 +99,9 @@ def sample_columns(rows: Sequence[Row | None], sources: Sequence[TokenSource]) -
         found, there = columns_of(source.rows[samples[here]], source.tables)
         for column, values in enumerate(found):
             media[column][here], present[column, here] = values, there[column]
+        contents[here] = source.contents(samples[here])
     columns = {f"{MEDIA}{name}": torch.from_numpy(values) for name, values in zip(first.modalities, media, strict=True)}
     columns |= {f"{PRESENT}{name}": torch.from_numpy(one) for name, one in zip(first.modalities, present, strict=True)}
+    for column, name in enumerate(first.modalities):
+        columns[f"{CONTENT}{name}"] = torch.from_numpy(contents[:, column].copy())
     return columns | {SAMPLE: torch.from_numpy(samples)}

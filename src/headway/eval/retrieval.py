@@ -6,7 +6,7 @@ mean rank and their chance to be among the first, so that equal captions count f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, permutations
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from headway.eval.media_report import RetrievalRow
 from headway.media.items import MediaRef
 from headway.model.loading.aligner_file import AlignerHeads, read_aligner
 from headway.model.media_encoders import aligned_encoder_text, aligner_folder, open_encoder
-from headway.objective.contrastive import places_of
+from headway.objective.contrastive import places_of, recall_ceiling
 from headway.prepare.features import Sample, read_samples
+from headway.prepare.media_inputs import content_hash
 
 ENCODED_AT_ONCE = 64
 EPS = 1e-6
@@ -39,6 +40,8 @@ class RetrievalScores:
     median_rank: float
     modality_gap: float
     """Distance between the mean vectors of the two modalities."""
+    ceiling: float = 1.0
+    """The highest recall at 1 that any model can have, because some items are equal."""
 
     @property
     def chance(self) -> float:
@@ -68,7 +71,10 @@ def evaluate_retrieval(model: Path, data: str, limit: int | None = None) -> tupl
         given = (torch.from_numpy(one) for one in (queries, keys, np.ones(len(both), np.bool_)))
         higher, equal = (one.numpy() for one in places_of(*given))
         ranks = higher + (equal + 1) / 2
-        scores.append(_scores(f"{first}_to_{second}", higher, equal, ranks, gap))
+        scored = _scores(f"{first}_to_{second}", higher, equal, ranks, gap)
+        first_contents = [content_hash(samples[number].items[first]) for number in both]
+        second_contents = [content_hash(samples[number].items[second]) for number in both]
+        scores.append(replace(scored, ceiling=recall_ceiling(first_contents, second_contents)))
         for at, number in enumerate(both):
             best = np.argsort(-similarity[at], kind="stable")[:SHOWN]
             found = tuple((_item(samples[both[int(one)]], second), float(similarity[at, one])) for one in best)

@@ -5,14 +5,16 @@ whole step (all microbatches and ranks) that have both modalities of a pair:
 
     loss of a pair = sum over i of [logsumexp_j S_ij - S_ii + logsumexp_j S_ji - S_ii] / (2 n)          the step's loss: the mean over pairs
 
-Samples without one of the two are no rows and no columns: their logits are minus infinity, exactly. A pair with n < 2 is left out. A pair's
+Samples without one of the two are no rows and no columns: their logits are minus infinity, exactly. With `equal_items: ignore` the same
+holds for S_ij where i and j are different samples with the same caption, picture or sound. A pair with n < 2 is left out. A pair's
 scale is the mean of the exponentials of its modalities' log scales. Each microbatch returns its rows' part of the value, and the
 gradient of the whole step's loss by its vectors, so that neither accumulation nor ranks change anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import log
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import field_validator, model_validator
 
 from headway.config.section import setting
-from headway.data.samples import SAMPLE
+from headway.data.samples import CONTENT, SAMPLE
 from headway.errors import ConfigError
 from headway.objective.base import Collectives, Loss, MetricSums, ObjectiveConfig, ParameterRule, StepInfo, Term
 
@@ -37,6 +39,8 @@ TOP = (1, 5, 10)
 TIE = 1e-6
 """Similarities that differ by less are equal: the same text gives the same vector but for rounding."""
 LOG_SCALE = "log_scale"
+CONTENT_PARTS = 3
+PART_BITS = 16
 
 
 class Config(ObjectiveConfig):
@@ -51,6 +55,12 @@ class Config(ObjectiveConfig):
     learn_scale: bool = setting(True, "Train the scale; false = it stays as given.", on_resume="fixed")
     max_scale: float = setting(100.0, "The scale does not grow above this.", gt=1)
     scale_lr: float | None = setting(None, "Learning rate of the scale; null = that of the weights.", gt=0)
+    equal_items: Literal["negative", "ignore"] = setting(
+        "negative",
+        "Samples with an equal caption, picture or sound (captions made of class names): negative = each is a wrong answer for the other, "
+        "as in CLIP; ignore = they are not compared.",
+        on_resume="fixed",
+    )
     pairs: tuple[str, ...] | None = setting(
         None, "Which pairs are aligned, e.g. [text-image, image-audio]; null = all of them.", on_resume="fixed"
     )
@@ -161,7 +171,10 @@ class Contrastive:
         self._last: tuple[Tensor, StepLoss] | None = None
 
     def survey(self, out: ModelOut, batch: Batch) -> Tensor:
-        """The vectors of every row, which are present, and whether the row is a sample: [rows, M * D + M + 1]."""
+        """The vectors of every row, which are present, and whether the row is a sample: [rows, M * D + M + 1].
+
+        Where equal items are ignored, also the numbers of the rows' contents, in parts that a float holds: [rows, M * PARTS] in front.
+        """
         import torch
 
         found = out.embeddings
@@ -169,7 +182,11 @@ class Contrastive:
         is_sample = (batch.extra[SAMPLE] >= 0)[:, None]
         present = found.present & is_sample
         values = found.values.detach() * present[..., None]
-        return torch.cat([values.flatten(1), present.to(values.dtype), is_sample.to(values.dtype)], dim=1)
+        columns = [values.flatten(1), present.to(values.dtype), is_sample.to(values.dtype)]
+        if self.config.equal_items == "ignore":
+            contents = torch.stack([batch.extra[f"{CONTENT}{name}"] for name in found.names], dim=1)
+            columns.insert(0, content_parts(contents).to(values.dtype))
+        return torch.cat(columns, dim=1)
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """This microbatch's rows of the step's loss; its gradient is that of the whole step."""
@@ -189,7 +206,8 @@ class Contrastive:
         metrics["scale"] = (scales.detach().exp().mean() * count, value.new_tensor(float(count)))
         if not at.training:
             metrics = {"loss": (value.detach(), value.new_tensor(count / survey.shape[0])), **metrics}
-            metrics |= retrieval_sums(survey, found.names, self._pairs(found.names), rows)
+            _, vectors = self._split_contents(survey, len(found.names))
+            metrics |= retrieval_sums(vectors, found.names, self._pairs(found.names), rows)
         return Loss({"contrastive": Term(share * whole.num_rows.clamp(min=1), per="rows")}, metrics)
 
     def log_scales(self, names: tuple[str, ...], device: object) -> Tensor:
@@ -201,6 +219,13 @@ class Contrastive:
         chosen = None if self.config.pairs is None else {frozenset(pair.split("-")) for pair in self.config.pairs}
         return [(a, b) for a, b in combinations(range(len(names)), 2) if chosen is None or {names[a], names[b]} in chosen]
 
+    def _split_contents(self, survey: Tensor, modalities: int) -> tuple[Tensor | None, Tensor]:
+        """The content numbers [N, M, PARTS] in front of a survey, or None, and the rest of it."""
+        if self.config.equal_items == "negative":
+            return None, survey
+        width = modalities * CONTENT_PARTS
+        return survey[:, :width].view(len(survey), modalities, CONTENT_PARTS), survey[:, width:]
+
     def _whole(self, survey: Tensor, names: tuple[str, ...], log_scales: Tensor) -> StepLoss:
         """The loss of all rows, computed once for the microbatches of a step."""
         if self._last is None or self._last[0] is not survey:
@@ -210,12 +235,15 @@ class Contrastive:
     def _compute(self, survey: Tensor, names: tuple[str, ...], log_scales: Tensor) -> StepLoss:
         import torch
 
+        contents, survey = self._split_contents(survey, len(names))
         values, present, is_sample = split_survey(survey, len(names))
         factors = log_scales.float().exp().clamp(max=self.config.max_scale)
         pairs = self._pairs(names)
-        found = {
-            (a, b): pair_loss(values[:, a], values[:, b], present[:, a] & present[:, b], (factors[a] + factors[b]) / 2) for a, b in pairs
-        }
+        found: dict[tuple[int, int], PairResult] = {}
+        for a, b in pairs:
+            both = present[:, a] & present[:, b]
+            pair_contents = None if contents is None else contents[:, [a, b]]
+            found[a, b] = pair_loss(values[:, a], values[:, b], both, (factors[a] + factors[b]) / 2, pair_contents)
         active = torch.stack([one.is_active for one in found.values()]).sum().clamp(min=1)
         gradient, by_scale = torch.zeros_like(values), torch.zeros_like(factors)
         for (a, b), one in found.items():
@@ -245,8 +273,43 @@ def _chunks(rows: int) -> Iterator[slice]:
     return (slice(start, min(start + CHUNK_ROWS, rows)) for start in range(0, rows, CHUNK_ROWS))
 
 
-def pair_loss(first: Tensor, second: Tensor, valid: Tensor, scale: Tensor) -> PairResult:
+def content_parts(contents: Tensor) -> Tensor:
+    """Content numbers [n, M] of 48 bits as parts of 16 bits, [n, M * PARTS]: float32 holds each exactly."""
+    import torch
+
+    parts = [(contents >> (PART_BITS * part)) & ((1 << PART_BITS) - 1) for part in range(CONTENT_PARTS)]
+    return torch.stack(parts, dim=-1).flatten(1)
+
+
+def _share_content(contents: Tensor, rows: slice) -> Tensor:
+    """Which of some rows have the same item as which row, of either modality: [rows, N]. One [rows, N] at a time exists."""
+    shared = None
+    for modality in range(contents.shape[1]):
+        same = None
+        for part in range(contents.shape[2]):
+            equal = contents[rows, None, modality, part] == contents[None, :, modality, part]
+            same = equal if same is None else same & equal
+        assert same is not None
+        shared = same if shared is None else shared | same
+    assert shared is not None
+    return shared
+
+
+def recall_ceiling(queries: Sequence[object], candidates: Sequence[object]) -> float:
+    """The highest recall at 1 that any model can have: items that are equal cannot be told apart.
+
+    Of k samples with the same query, one finds its own candidate first; of k equal candidates, the right one stands first with chance 1/k.
+    """
+    same_query = Counter(queries)
+    same_candidate = Counter(candidates)
+    best = [1 / max(same_query[query], same_candidate[candidate]) for query, candidate in zip(queries, candidates, strict=True)]
+    return sum(best) / len(best)
+
+
+def pair_loss(first: Tensor, second: Tensor, valid: Tensor, scale: Tensor, contents: Tensor | None = None) -> PairResult:
     """Symmetric InfoNCE of two sets of vectors [N, D] over the rows where `valid`, and its gradients; a chunk of logits at a time.
+
+    `contents` [N, 2, PARTS]: rows whose content of the first or of the second modality is equal are not compared with each other.
 
     Columns that are not valid are minus infinity. What is not valid is replaced, not multiplied, so that no value of it can matter.
     """
@@ -261,6 +324,11 @@ def pair_loss(first: Tensor, second: Tensor, valid: Tensor, scale: Tensor) -> Pa
 
     def logits(rows: slice) -> Tensor:
         both = valid[rows, None] & valid[None, :]
+        if contents is not None:
+            # A row is always compared with itself: that is the pair it has to find.
+            number = torch.arange(len(a), device=a.device)
+            is_self = number[rows, None] == number[None, :]
+            both &= is_self | ~_share_content(contents, rows)
         return torch.where(both, scale * (a[rows] @ b.T), float("-inf"))
 
     for rows in _chunks(len(a)):

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from headway.data.config import DataConfig, SourceConfig, default_cache_dir
 from headway.data.open import OpenData, sets_of, with_valid
@@ -19,7 +22,7 @@ from headway.model.aligner_config import AlignerConfig
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
 from headway.model.loading.aligner_file import read_aligner
-from headway.objective.contrastive import LOG_SCALE
+from headway.objective.contrastive import LOG_SCALE, recall_ceiling
 from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.optim.groups import OBJECTIVE
 from headway.prepare.detect import local_path
@@ -131,6 +134,8 @@ def _flat_width(encoder: FrozenMediaEncoder) -> int:
 def open_samples(recipe: Recipe, aligner: AlignerConfig, device: torch.device | None = None) -> OpenData:
     """The samples of a recipe, their tables made where the cache lacks them."""
     config = recipe.data
+    objective = recipe.objective
+    assert isinstance(objective, ContrastiveConfig), "checked by resolve_aligner"
     cache_dir = config.cache_dir or default_cache_dir()
     makers = row_makers(aligner, device)
 
@@ -138,7 +143,9 @@ def open_samples(recipe: Recipe, aligner: AlignerConfig, device: torch.device | 
         path = local_path(one.path, config.cache_dir)
         found = prepare_samples(one.path, read_samples(path, aligner.modalities), makers, cache_dir, skip_bad=one.drop_bad)
         _check_pairs(found)
-        return one, source_of(found)
+        source = source_of(found)
+        _say_ceiling(source, objective)
+        return one, source
 
     sets = sets_of(config.valid.sets) if config.valid is not None and config.valid.sets else {}
     valid = {name: [opened(one) for one in many] for name, many in sets.items()}
@@ -148,6 +155,24 @@ def open_samples(recipe: Recipe, aligner: AlignerConfig, device: torch.device | 
 def source_of(samples: SampleSet) -> SampleSource:
     """Samples as the loader reads them."""
     return SampleSource(samples.name, samples.modalities, samples.rows, samples.tables, samples.content_key)
+
+
+def _say_ceiling(source: SampleSource, objective: ContrastiveConfig) -> None:
+    """Say what equal captions, pictures or sounds mean for recall, and for the loss, before training begins."""
+    contents = source.contents(np.arange(source.num_documents))
+    for first, second in permutations(range(len(source.modalities)), 2):
+        both = (contents[:, first] >= 0) & (contents[:, second] >= 0)
+        if both.sum() < 2:
+            continue
+        ceiling = recall_ceiling(contents[both, first].tolist(), contents[both, second].tolist())
+        if ceiling < 1 and from_environment().is_first:
+            names = f"{source.modalities[first]}_to_{source.modalities[second]}"
+            treated = "not compared with each other" if objective.equal_items == "ignore" else "wrong answers for each other"
+            log.info(
+                "%s: some samples have equal items, so recall at 1 of %s over all %d cannot exceed %.1f %%; in the loss they are %s "
+                "(objective.equal_items)",
+                source.name, names, int(both.sum()), 100 * ceiling, treated,
+            )  # fmt: skip
 
 
 def _check_pairs(samples: SampleSet) -> None:

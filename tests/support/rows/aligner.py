@@ -153,5 +153,6 @@ ROWS: dict[str, Row] = {
         from_weights,
     ),
     "objective[contrastive].scale_lr": ((), None, 0.5, aligner_numbers),
+    "objective[contrastive].equal_items": ((), "negative", "ignore", aligner_numbers),
     "objective[contrastive].pairs": ((), None, "[text-image]", aligner_numbers),
 }

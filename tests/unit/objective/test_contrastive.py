@@ -10,7 +10,7 @@ from support.aligned import batch_of, columns, naive_loss
 from headway.errors import ConfigError
 from headway.model.base import Embeddings, LMHead, ModelOut
 from headway.objective.base import Collectives, Loss, StepInfo
-from headway.objective.contrastive import Config, Contrastive, places_of, retrieval_sums
+from headway.objective.contrastive import Config, Contrastive, places_of, recall_ceiling, retrieval_sums
 
 NAMES = ("text", "image", "audio")
 ALONE: Collectives = None  # type: ignore[assignment] - the objective does not communicate: the survey does
@@ -230,3 +230,44 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 def test_the_columns_of_the_support_module_have_absent_rows() -> None:
     found = columns(0)
     assert not found["present.image"].all() and not found["present.image"][-1]
+
+
+def loss_of_equal_items(values: torch.Tensor, contents: torch.Tensor, config: Config) -> torch.Tensor:
+    """The loss of text and image vectors [N, 2, D] whose captions have these numbers; pictures all differ."""
+    rows = len(values)
+    batch = batch_of({"sample": torch.arange(rows), "content.text": contents, "content.image": torch.arange(rows) + (1 << 44)})
+    objective = config.build()
+    out = out_of(values, torch.ones(rows, 2, dtype=torch.bool), NAMES[:2])
+    return share_of(objective.loss(out, batch, StepInfo(0, 1), ALONE), rows)
+
+
+def test_samples_with_the_same_caption_are_no_negatives() -> None:
+    values = vectors(5, modalities=2).requires_grad_()
+    contents = torch.tensor([7, 7, (1 << 47) + 1, 9, 7])
+    found = loss_of_equal_items(values, contents, Config(log_scale=1.5, equal_items="ignore"))
+    logits = values[:, 0] @ values[:, 1].T * torch.tensor(1.5).exp()
+    same = (contents[:, None] == contents[None, :]) & ~torch.eye(5, dtype=torch.bool)
+    logits = logits.masked_fill(same, float("-inf"))
+    labels = torch.arange(5)
+    expected = (torch.nn.functional.cross_entropy(logits, labels) + torch.nn.functional.cross_entropy(logits.T, labels)) / 2
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    (by_hand,) = torch.autograd.grad(expected, values, retain_graph=True)
+    (ours,) = torch.autograd.grad(found, values)
+    torch.testing.assert_close(ours, by_hand, rtol=1e-5, atol=1e-6)
+    plain = loss_of_equal_items(values, contents, Config(log_scale=1.5))
+    assert abs(plain.item() - found.item()) > 1e-3
+
+
+def test_contents_that_differ_in_one_bit_are_different() -> None:
+    values = vectors(4, modalities=2)
+    different = torch.tensor([1 << 5, 1 << 21, 1 << 37, 0])
+    ignoring = loss_of_equal_items(values, different, Config(equal_items="ignore"))
+    torch.testing.assert_close(ignoring, loss_of_equal_items(values, different, Config()))
+
+
+@pytest.mark.parametrize(
+    ("queries", "candidates", "ceiling"),
+    [("abcd", "wxyz", 1.0), ("aabc", "wxyz", 0.75), ("abcd", "wwwz", 0.5), ("aa", "ww", 0.5)],
+)
+def test_equal_items_limit_recall(queries: str, candidates: str, ceiling: float) -> None:
+    assert recall_ceiling(queries, candidates) == pytest.approx(ceiling)
