@@ -29,6 +29,7 @@ from headway.board.access import COOKIE, Access, Refusal
 from headway.board.answers import BadRequest, answer
 from headway.board.watch import Board
 from headway.errors import LaunchError
+from headway.runtime.web_access import ConnectionTable
 
 TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
 POLICY = (
@@ -69,6 +70,7 @@ class BoardServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._open: dict[socket.socket, float] = {}
         """Connections and when the request that is being read must be complete; infinity while it is answered."""
+        self._table = ConnectionTable(MAX_CONNECTIONS)
         self._guard = threading.Lock()
         try:
             super().__init__((address[0].strip("[]"), address[1]), BoardRequest)
@@ -83,41 +85,56 @@ class BoardServer(ThreadingHTTPServer):
         return int(self.server_address[1])
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Take a connection if there are not too many."""
+        """Take a connection; where there are too many, one whose request never completes gives way."""
+        now = time.monotonic()
         with self._guard:
-            if len(self._open) >= MAX_CONNECTIONS:
+            is_taken, closed = self._table.add(request, str(client_address[0]), now)
+            if not is_taken:
                 return False
-            self._open[request] = time.monotonic() + REQUEST_SECONDS
+            self._open[request] = now + REQUEST_SECONDS
+        if isinstance(closed, socket.socket):
+            _hang_up(closed)
         return True
 
     def shutdown_request(self, request: Any) -> None:
         """Forget a connection."""
         with self._guard:
             self._open.pop(request, None)
+            self._table.remove(request)
         super().shutdown_request(request)
 
     def expect(self, connection: socket.socket, deadline: float) -> None:
         """When the request on a connection must be complete."""
         with self._guard:
-            if connection in self._open:
-                self._open[connection] = deadline
+            if connection not in self._open:
+                return
+            self._open[connection] = deadline
+            if deadline == float("inf"):
+                self._table.begin_answer(connection)
+            else:
+                self._table.end_answer(connection, time.monotonic())
 
     def service_actions(self) -> None:
         """Called twice a second: cut the connections of clients that send a request too slowly."""
         now = time.monotonic()
         with self._guard:
-            late = [one for one, deadline in self._open.items() if deadline < now]
-        for one in late:
-            try:
-                one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
+            late = [connection for connection, deadline in self._open.items() if deadline < now]
+        for connection in late:
+            _hang_up(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error; another one is logged."""
         problem = sys.exc_info()[1]
         if not isinstance(problem, (ConnectionError, TimeoutError, OSError)):
             log.exception("board: a request failed")
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection; the thread that reads from it notices."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # the client was faster
 
 
 class BoardRequest(BaseHTTPRequestHandler):
@@ -150,7 +167,7 @@ class BoardRequest(BaseHTTPRequestHandler):
             return
         given = query.get("token", [None])[0]
         page = page_files().get(parts.path)
-        refusal = self.server.access.check({key: self.headers[key] for key in self.headers}, given, is_page=parts.path == "/")
+        refusal = self.server.access.check(self.headers.items(), given, is_page=parts.path == "/")
         if refusal is not None:
             self._refuse(refusal)
         elif parts.path == "/" and given is not None and self.server.access.token is not None:

@@ -3,6 +3,9 @@
 - Loopback needs no token, unless one is given. Any other address does.
 - The Host header must name this machine, so that a page of another site whose name now points here (DNS rebinding) gets nothing.
 - A request that another site's page makes (Origin, Sec-Fetch-Site) is refused; no CORS header is ever sent.
+- Names of headers are compared without case, as HTTP defines them. A header that decides and is given twice is refused.
+
+`ConnectionTable` decides which connections a server keeps: a connection whose request never completes makes room for another one.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
@@ -18,6 +22,8 @@ from urllib.parse import urlsplit
 from headway.errors import ConfigError
 
 SHORTEST_TOKEN = 16
+SINGLE_HEADERS = ("host", "origin", "authorization", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")
+"""Headers that decide who may ask. With two values, a proxy in front may have checked the other one."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +65,20 @@ class Access:
         if not self.is_loopback:
             self.names |= {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
 
-    def check(self, headers: Mapping[str, str], given_token: str | None = None, *, is_page: bool = False) -> Refusal | None:
-        """None if the request may be answered. `is_page`: a person may follow a link from elsewhere to it."""
-        host = headers.get("Host", "")
+    def check(self, pairs: Iterable[tuple[str, str]], given_token: str | None = None, *, is_page: bool = False) -> Refusal | None:
+        """None if the request may be answered. `pairs`: names and values of its headers. `is_page`: a person may follow a link from
+        elsewhere to it."""
+        headers, repeated = read_headers(pairs)
+        if repeated is not None:
+            return Refusal(400, f"The header {repeated} is given twice.")
+        host = headers.get("host", "")
         if not self._is_our_host(host):
             return Refusal(403, f"The Host header does not name this {self.what}. Open it by its address, or pass --allow-host NAME.")
-        origin = headers.get("Origin")
+        origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             return Refusal(403, "Requests from other sites are refused.")
-        site = headers.get("Sec-Fetch-Site", "same-origin")
-        is_navigation = is_page and headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
+        site = headers.get("sec-fetch-site", "same-origin")
+        is_navigation = is_page and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
         if site not in ("same-origin", "none") and not is_navigation:
             return Refusal(403, "Requests from other sites are refused.")
         if self.token is not None and not self._has_token(headers, given_token):
@@ -92,8 +102,8 @@ class Access:
         return address.is_loopback or not self.is_loopback
 
     def _has_token(self, headers: Mapping[str, str], given: str | None) -> bool:
-        kind, _, bearer = headers.get("Authorization", "").partition(" ")
-        found = [given or "", bearer.strip() if kind.lower() == "bearer" else "", self._cookie(headers.get("Cookie", ""))]
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        found = [given or "", bearer.strip() if kind.lower() == "bearer" else "", self._cookie(headers.get("cookie", ""))]
         return any(is_same(one, self.token or "") for one in found)
 
     def _cookie(self, text: str) -> str:
@@ -102,6 +112,97 @@ class Access:
         except CookieError:
             return ""
         return cookie[self.cookie].value if self.cookie in cookie else ""
+
+
+def read_headers(pairs: Iterable[tuple[str, str]]) -> tuple[dict[str, str], str | None]:
+    """Headers by their names in lower case, and the name of a deciding header that is given twice."""
+    headers: dict[str, str] = {}
+    for name, value in pairs:
+        key = name.lower()
+        if key in SINGLE_HEADERS and key in headers:
+            return headers, key
+        if key == "cookie" and key in headers:
+            headers[key] += f"; {value}"  # HTTP allows to send each cookie in a header of its own
+        else:
+            headers[key] = value
+    return headers, None
+
+
+@dataclass
+class _Connection:
+    """What a table knows of a connection."""
+
+    client: str
+    since: float
+    """When it began to wait for a request."""
+    is_answered: bool = False
+    """A whole request has arrived and its answer is not complete."""
+    was_useful: bool = False
+    """It brought a whole request before."""
+
+
+class ConnectionTable:
+    """The open connections of a server, at most `most`, of one client address at most three quarters of them.
+
+    Where one too many arrives, the connection that has waited longest for its request gives way: of the client that has most, and first
+    those that never sent a whole request. So half-open connections lock nobody out, also where clients share an address (a proxy,
+    loopback). Connections whose request is being answered are never closed; if there are no others, the new one is refused.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.most_of_client = most - most // 4
+        self._known: dict[Hashable, _Connection] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, key: Hashable, client: str, now: float) -> tuple[bool, Hashable | None]:
+        """Whether a new connection may stay, and the connection to close for it."""
+        counts = Counter(known.client for known in self._known.values())
+        closed: Hashable | None = None
+        if counts[client] >= self.most_of_client:
+            closed = self._waiting_longest((client,))
+            if closed is None:
+                return False, None
+        elif len(self._known) >= self.most:
+            closed = self._waiting_longest([name for name, _ in counts.most_common()])
+            if closed is None:
+                return False, None
+        if closed is not None:
+            del self._known[closed]
+        self._known[key] = _Connection(client, now)
+        return True, closed
+
+    def begin_answer(self, key: Hashable) -> None:
+        """A whole request has arrived."""
+        connection = self._known.get(key)
+        if connection is not None:
+            connection.is_answered = True
+            connection.was_useful = True
+
+    def end_answer(self, key: Hashable, now: float) -> None:
+        """An answer is complete; the connection waits for the next request."""
+        connection = self._known.get(key)
+        if connection is not None and connection.is_answered:
+            connection.is_answered = False
+            connection.since = now
+
+    def remove(self, key: Hashable) -> None:
+        """A connection is closed."""
+        self._known.pop(key, None)
+
+    def _waiting_longest(self, clients: Sequence[str]) -> Hashable | None:
+        """The connection that gives way: of the first of these clients that has one."""
+        for client in clients:
+            waiting = [
+                (known.was_useful, known.since, number, key)
+                for number, (key, known) in enumerate(self._known.items())
+                if known.client == client and not known.is_answered
+            ]
+            if waiting:
+                return min(waiting, key=lambda entry: entry[:3])[3]
+        return None
 
 
 def is_same(one: str, other: str) -> bool:

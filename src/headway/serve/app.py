@@ -103,7 +103,7 @@ class Gate:
 
     def _check(self, scope: Scope) -> Response | None:
         """None: the request may go in; else an answer at once. Raises what refuses it."""
-        headers = {name.decode("latin-1").title(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         path, is_page = scope["path"], scope["path"] == "/" or scope["path"].startswith("/static/")
         if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_TARGET:
             raise ApiError(414, "The address is too long.")

@@ -1,6 +1,7 @@
 """The connections of a server, bounded in number and in time: uvicorn's HTTP/1.1 protocol with what it leaves open.
 
-- More connections than allowed get a 503 and are closed before anything is read.
+- Where there are more connections than allowed, one that waits for a request gives way (`ConnectionTable`); if every one is being
+  answered, the new one gets a 503 and is closed before anything is read.
 - The head of a request must be complete within HEAD_SECONDS, also of a connection that sends nothing.
 - A request finds in its scope how to close its connection at once, for clients that take no bytes.
 """
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
+from headway.runtime.web_access import ConnectionTable
 from headway.serve.api_errors import ApiError
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ def bounded_protocol(most: int, stalled_seconds: float) -> type[H11Protocol]:
     """The protocol of a server with at most this many connections, whose clients take bytes at least so often."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
+    table = ConnectionTable(most)
+
     class BoundedProtocol(H11Protocol):
         """One connection."""
 
@@ -37,10 +42,16 @@ def bounded_protocol(most: int, stalled_seconds: float) -> type[H11Protocol]:
             """Take the connection, or refuse it."""
             super().connection_made(transport)
             self.app_state = {**self.app_state, "abort": transport.abort}
-            if len(self.connections) > most:
+            address = ""
+            if self.client is not None:
+                address = self.client[0]
+            is_taken, closed = table.add(self, address, time.monotonic())
+            if not is_taken:
                 transport.write(TOO_MANY)
                 transport.close()
                 return
+            if isinstance(closed, BoundedProtocol):
+                closed.transport.abort()
             self._expect_head()
 
         def data_received(self, data: bytes) -> None:
@@ -50,9 +61,16 @@ def bounded_protocol(most: int, stalled_seconds: float) -> type[H11Protocol]:
                 self._stop_clock()
             elif self._head is None and not self.transport.is_closing():
                 self._expect_head()
+            self._tell_table()
+
+        def on_response_complete(self) -> None:
+            """The answer is out; the next request may have arrived with the last one."""
+            super().on_response_complete()
+            self._tell_table()
 
         def connection_lost(self, exc: Exception | None) -> None:
             """Forget the connection."""
+            table.remove(self)
             self._stop_clock()
             super().connection_lost(exc)
 
@@ -60,6 +78,14 @@ def bounded_protocol(most: int, stalled_seconds: float) -> type[H11Protocol]:
             """Close an idle connection; one whose client never takes the rest of its answer is cut."""
             super().timeout_keep_alive_handler()
             self._head = self.loop.call_later(stalled_seconds, self.transport.abort)
+
+        def _tell_table(self) -> None:
+            """A request counts as being answered from the end of its body to the end of its answer."""
+            cycle = self.cycle
+            if cycle is not None and not cycle.response_complete and not cycle.more_body:
+                table.begin_answer(self)
+            elif cycle is not None and cycle.response_complete:
+                table.end_answer(self, time.monotonic())
 
         def _expect_head(self) -> None:
             self._head = self.loop.call_later(HEAD_SECONDS, self.transport.abort)

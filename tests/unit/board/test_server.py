@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,33 @@ def test_other_sites_get_nothing(tmp_path: Path, headers: dict[str, str]) -> Non
             == 200
         )
         assert client.get("/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"})[0] == 200
+
+
+def test_names_of_headers_are_compared_without_case(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "one", 3)
+    with serving(tmp_path / "runs", host="0.0.0.0", token=TOKEN) as (client, _):
+
+        def status(head: str) -> bytes:
+            with closing(socket.create_connection(("127.0.0.1", client.port), timeout=20)) as connection:
+                connection.sendall(f"GET /api/state HTTP/1.1\r\n{head}\r\n\r\n".encode())
+                return connection.recv(4096).split()[1]
+
+        known = f"host: localhost:1\r\nauthorization: bearer {TOKEN}"
+        assert status(known) == b"200"
+        assert status(f"{known}\r\norigin: http://evil.example") == b"403"
+        assert status(f"{known}\r\nSEC-FETCH-SITE: cross-site") == b"403"
+        assert status(f"{known}\r\nHost: evil.example") == b"400"
+
+
+def test_half_open_connections_lock_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 8)
+    make_run(tmp_path / "runs" / "one", 3)
+    with serving(tmp_path / "runs") as (client, _), ExitStack() as held:
+        for number in range(12):
+            connection = held.enter_context(closing(socket.create_connection(("127.0.0.1", client.port), timeout=20)))
+            connection.sendall(b"GET / HTTP/1.1\r\nHost:"[: number * 2])
+        for _ in range(3):
+            assert client.get("/api/state")[0] == 200
 
 
 def test_a_token_is_needed_and_compared_whole(tmp_path: Path) -> None:
