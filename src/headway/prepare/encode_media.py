@@ -21,7 +21,7 @@ import numpy as np
 from headway.errors import DataError
 from headway.store.media_items import MediaItem
 from headway.store.source import Flags, Ids
-from headway.tokenizer.chat import ChatTemplate, Rendered, Segment, Turn, encode_segments
+from headway.tokenizer.chat import ChatTemplate, Rendered, Segment, Turn, encode_segments, prompt_segments
 from headway.tokenizer.chat_template import ContinuedText
 from headway.tokenizer.load import Tokenizer
 
@@ -119,9 +119,10 @@ class MediaEncoder:
                 self.counts["dropped"] += 1
             yield found
 
-    def prompt(self, placed: PlacedMedia[str]) -> MediaDocument:
-        """A conversation up to where the next answer begins."""
-        pieces = self._encoded([self._pieces(self.template.prompt(placed.turns), placed)])[0]
+    def prompt(self, placed: PlacedMedia[str], *, continues: bool = False) -> MediaDocument:
+        """A conversation up to where the next answer begins; `continues`: up to the end of the words of the last one."""
+        segments = prompt_segments(placed.turns, self.template, continues=continues)
+        pieces = self._encoded([self._pieces(segments, placed)])[0]
         if isinstance(pieces, DataError):
             raise pieces
         return self._joined(pieces, placed.items)

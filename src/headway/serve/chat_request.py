@@ -34,6 +34,8 @@ class ChatCall:
     """False: the answer ends after one call."""
     schema: Any = None
     """The JSON schema that the answer follows; None: any text."""
+    continues: bool = False
+    """The last message is the beginning of the answer, which continues it."""
 
 
 def read_chat(body: bytes, max_n: int) -> ChatCall:
@@ -41,7 +43,8 @@ def read_chat(body: bytes, max_n: int) -> ChatCall:
     fields = BodyFields(read_json(body))
     model = fields.needed_text("model")
     media: list[MediaRef] = []
-    turns = _turns(fields, media)
+    continues = _continues(fields)
+    turns = _turns(fields, media, continues)
     wants = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None and not wants:
@@ -58,18 +61,36 @@ def read_chat(body: bytes, max_n: int) -> ChatCall:
     if fields.get("functions") or fields.get("function_call"):
         raise bad_field("functions", "is not supported by this server. Use tools and tool_choice.")
     fields.finish(HARMLESS)
-    return ChatCall(model, turns, generation, tuple(media), () if choice == "none" else tools, choice, parallel, schema)
+    return ChatCall(model, turns, generation, tuple(media), () if choice == "none" else tools, choice, parallel, schema, continues)
 
 
-def _turns(fields: BodyFields, media: list[MediaRef]) -> tuple[Turn, ...]:
+def _continues(fields: BodyFields) -> bool:
+    """Whether the last message is continued. The names and their meaning are vLLM's."""
+    continues = fields.flag("continue_final_message")
+    adds_prompt = fields.flag("add_generation_prompt", not continues)
+    if continues and adds_prompt:
+        raise bad_field("add_generation_prompt", "must be false with continue_final_message: true: the answer has begun already.")
+    if not continues and not adds_prompt:
+        raise bad_field("add_generation_prompt", "may be false only with continue_final_message: true. Leave it out.")
+    return continues
+
+
+def _turns(fields: BodyFields, media: list[MediaRef], continues: bool) -> tuple[Turn, ...]:
     listed = fields.objects("messages")
     if not listed:
         raise bad_field("messages", 'must be a list of messages, such as [{"role": "user", "content": "Hello"}].')
     if len(listed) > MAX_MESSAGES:
         raise bad_field("messages", f"has {len(listed)} messages; at most {MAX_MESSAGES} are read.")
     turns = tuple(_turn(BodyFields(one, f"messages[{number}]"), media) for number, one in enumerate(listed))
-    if turns[-1].role == "assistant":
-        raise bad_field("messages", "ends with the assistant's message, so nothing waits for an answer. Leave it out.")
+    last = turns[-1]
+    if continues and (last.role != "assistant" or last.calls):
+        raise bad_field("messages", "must end with a text of the assistant, because continue_final_message is true.")
+    if last.role == "assistant" and not continues:
+        raise bad_field(
+            "messages",
+            "ends with the assistant's message, so nothing waits for an answer. Leave it out, or let the answer continue it: "
+            "continue_final_message: true and add_generation_prompt: false.",
+        )
     if media and any(MARK.search(turn.content) and turn.role != "user" for turn in turns):
         raise bad_field("messages", "must have pictures, sounds, and their marks <image> and <audio>, only in messages of the user.")
     return turns

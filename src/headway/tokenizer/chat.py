@@ -8,6 +8,7 @@ are the ids of the training example.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.errors import ConfigError, DataError, HeadwayError
-from headway.tokenizer.chat_template import BUILT_IN, Call, ChatTemplate, ContinuedText, ControlToken, Role, Segment, Turn
+from headway.tokenizer.chat_template import (
+    BUILT_IN,
+    Call,
+    ChatTemplate,
+    ContinuedText,
+    ControlToken,
+    Role,
+    Segment,
+    Turn,
+    unused_private_characters,
+)
 from headway.tokenizer.load import Tokenizer
 
 __all__ = [
@@ -31,6 +42,7 @@ __all__ = [
     "encode_segments",
     "expected_bos_ids",
     "find_template",
+    "prompt_segments",
     "render",
     "render_prompt",
 ]
@@ -72,11 +84,47 @@ def render(turns: Sequence[Turn], template: ChatTemplate | str, tokenizer: Token
 
 
 def render_prompt(
-    turns: Sequence[Turn], template: ChatTemplate | str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()
+    turns: Sequence[Turn],
+    template: ChatTemplate | str,
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    continues: bool = False,
 ) -> list[int]:
-    """The ids of a conversation up to where the assistant's next answer begins."""
+    """The ids of a conversation up to where the assistant's next answer begins; `continues`: up to the end of the words of its last one."""
     found = find_template(template, tokenizer) if isinstance(template, str) else template
-    return _one(encode_segments([found.prompt(turns, tools)], found.name, tokenizer)).ids.tolist()
+    segments = prompt_segments(turns, found, tools, continues=continues)
+    return _one(encode_segments([segments], found.name, tokenizer)).ids.tolist()
+
+
+def prompt_segments(
+    turns: Sequence[Turn], template: ChatTemplate, tools: Sequence[Mapping[str, Any]] = (), *, continues: bool = False
+) -> list[Segment]:
+    """A conversation for generation. `continues`: its last turn is the beginning of the assistant's answer, and the model continues it.
+
+    The beginning stands where training puts an answer: after what the template writes before it, without what ends it. Where a template
+    does not say that (its loss mask is unclear), it stands after the generation prompt.
+    """
+    if not continues:
+        return template.prompt(turns, tools)
+    last = turns[-1]
+    if last.role != "assistant" or last.calls:
+        raise DataError("the last turn is no text of the assistant, so there is nothing to continue.")
+    if not last.content:
+        return template.prompt(turns[:-1], tools)
+    # A mark of its own at the end of the words shows where the template ends them.
+    mark = unused_private_characters(turns, tools, 1)[0]
+    marked = [*(replace(turn, learn=False) for turn in turns[:-1]), replace(last, content=last.content + mark)]
+    try:
+        whole = template.segments(marked, tools)
+    except DataError:
+        whole = []
+    segments: list[Segment] = []
+    for part, target in whole:
+        if isinstance(part, str) and mark in part:
+            return [*segments, Segment(part[: part.index(mark)], target)]
+        segments.append(Segment(part, target))
+    return [*template.prompt(turns[:-1], tools), Segment(last.content, True)]
 
 
 def answer_end(template: ChatTemplate | str, tokenizer: Tokenizer) -> tuple[int, ...]:
