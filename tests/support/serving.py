@@ -34,6 +34,8 @@ class RunningServer:
     url: str
     errors: IO[bytes]
     http: httpx.Client
+    signs: Path
+    """Files here tell stand-in engines what to do."""
 
     def client(self) -> httpx.Client:
         """Threads may share it."""
@@ -51,8 +53,8 @@ class RunningServer:
 def serving(*options: str, stand_in: bool = True, environment: dict[str, str] | None = None) -> Iterator[RunningServer]:
     """`headway serve` with these options, on a free port of loopback."""
     command = [sys.executable, "-c", STAND_IN] if stand_in else [sys.executable, "-m", "headway"]
-    variables = {**os.environ, "PYTHONPATH": searched(), **(environment or {})}
-    with tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as errors, tempfile.TemporaryDirectory() as signs:
+        variables = {**os.environ, "PYTHONPATH": searched(), "HEADWAY_TEST_ENGINES": signs, **(environment or {})}
         process = subprocess.Popen(
             [*command, "serve", "--port", "0", "--json", *options], stdout=subprocess.PIPE, stderr=errors, env=variables
         )
@@ -67,7 +69,7 @@ def serving(*options: str, stand_in: bool = True, environment: dict[str, str] | 
                 raise AssertionError(f"the server ended after {time.monotonic() - started:.1f} s: {errors.read().decode()}")
             url = json.loads(text)["url"].rstrip("/")
             with httpx.Client(base_url=url, timeout=30) as client:
-                yield RunningServer(process, url, errors, client)
+                yield RunningServer(process, url, errors, client, Path(signs))
         finally:
             if process.poll() is None:
                 process.kill()

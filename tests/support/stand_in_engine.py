@@ -3,14 +3,22 @@
 "... [[hello]] ..."     the answer is `hello`; without brackets, the prompt itself
 "[sleep]"               one token every 20 ms
 "[die]"                 the process ends at once
+"[kill]"                it is killed
+"[raise]"               the engine raises an error in a step
+"[panic]"               the engine raises what is no Exception while it takes the request
+
+A model whose path is "gone" is no folder while the file `gone` is in the folder HEADWAY_TEST_ENGINES; while `hold` is there, engines wait
+before they load.
 "[wait]"                no token ever comes
 """
 
 import os
 import re
+import signal
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
@@ -23,6 +31,10 @@ from support.chat_tokenizer import byte_tokenizer
 CONTEXT, WIDTH = 4096, 4
 NAMED = re.compile(r"\[\[(.*)\]\]", re.DOTALL)
 SLEEP_SECONDS = 0.02
+
+
+class Panic(BaseException):
+    """Like a panic of a library in Rust."""
 
 
 @dataclass
@@ -57,6 +69,8 @@ class StandInEngine:
         if request.constraint is not None and "refuse me" in request.constraint:
             raise ConfigError("the grammar is refused.")
         text = self.tokenizer.decode(request.prompt)
+        if "[panic]" in text:
+            raise Panic("an injected panic")
         said = found[1] if (found := NAMED.search(text)) else text
         answer = Answering(self.next, request, text, deque(self.tokenizer.encode((request.adapter or "") + said)))
         self.waiting.append(answer)
@@ -76,6 +90,10 @@ class StandInEngine:
         for one in list(self.running.values()):
             if "[die]" in one.text:
                 os._exit(3)
+            if "[kill]" in one.text:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if "[raise]" in one.text:
+                raise RuntimeError("an injected error")
             if "[wait]" not in one.text:
                 events.append(self.token(one))
         if any(mark in one.text for one in self.running.values() for mark in ("[sleep]", "[wait]")):
@@ -116,6 +134,11 @@ def tokenizer() -> Any:
 
 def opening(setup: EngineSetup) -> Any:
     """What `open_engine` returns for a real model."""
+    signs = Path(os.environ.get("HEADWAY_TEST_ENGINES", "nowhere"))
+    while (signs / "hold").exists():
+        time.sleep(0.01)
+    if setup.path == "gone" and (signs / "gone").exists():
+        raise ConfigError("model is 'gone', which is not a folder.")
     if setup.path == "broken":
         raise ConfigError("model is 'broken', which is not a folder.")
     found = tokenizer()

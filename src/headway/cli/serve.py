@@ -131,8 +131,12 @@ class LimitFlags:
     requests_per_minute: float | None = typer.Option(
         None, help="Requests of one client address; 0: no limit. Default: 600, and no limit on loopback.", min=0
     )
-    max_connections: int = typer.Option(1024, help="Open connections.", min=1)
+    max_connections: int = typer.Option(1024, help="Open connections; at most three quarters of them of one address.", min=1)
     drain_seconds: float = typer.Option(30.0, help="After SIGTERM: seconds that running requests have to end.", min=0)
+    decoders: int = typer.Option(2, help="Processes that decode pictures and sounds.", min=1)
+    media_megapixels: float = typer.Option(256.0, help="Million pixels of all pictures of a request.")
+    media_seconds: float = typer.Option(20.0, help="Seconds to decode the pictures and sounds of a request.")
+    media_gib: float = typer.Option(2.0, help="GiB of memory of a process that decodes.")
 
     def limits(self, *, is_loopback: bool) -> ServeLimits:
         """As the server takes them."""
@@ -148,6 +152,10 @@ class LimitFlags:
             requests_per_minute=(0.0 if is_loopback else 600.0) if rate is None else rate,
             connections=self.max_connections,
             drain_seconds=self.drain_seconds,
+            decoders=self.decoders,
+            media_pixels=int(self.media_megapixels * 1_000_000),
+            media_seconds=self.media_seconds,
+            media_bytes=int(self.media_gib * GIB),
         )
 
 

@@ -38,6 +38,7 @@ from headway.tokenizer.load import Tokenizer
 if TYPE_CHECKING:
     from headway.media.schema import AnswerSchema
     from headway.model.encoders.base import FrozenMediaEncoder
+    from headway.model.media_shape import MediaInput
 
 ENCODED_AT_ONCE = 32
 ROLES = ("role", "from")
@@ -140,27 +141,27 @@ def _tokenizer(loaded: LoadedModel) -> Tokenizer:
     return loaded.tokenizer
 
 
-def encode_media(
-    loaded: LoadedModel, refs: Mapping[str, MediaRef], opened: dict[str, FrozenMediaEncoder] | None = None
-) -> dict[str, np.ndarray]:
-    """The features [vectors, width] of media, by their names. `opened` keeps encoders for the next call."""
-    assert loaded.config.media is not None
+def encoder_of(loaded: LoadedModel, media_input: MediaInput) -> FrozenMediaEncoder:
+    """The encoder of a modality, on the model's device. It is loaded once."""
     folder = loaded.path if isinstance(loaded.path, Path) else None
+    encoder = open_encoder(media_input.encoder, media_input.modality, folder).to(loaded.device)
+    if (encoder.tokens, encoder.width) != (media_input.vectors, media_input.width):
+        raise ConfigError(
+            f"{loaded.path}: was trained on {media_input.modality} features of {media_input.vectors} x {media_input.width}; "
+            f"its encoder gives {encoder.tokens} x {encoder.width}. Put the encoder back that it was trained with."
+        )
+    return encoder
+
+
+def encode_media(loaded: LoadedModel, refs: Mapping[str, MediaRef]) -> dict[str, np.ndarray]:
+    """The features [vectors, width] of media, by their names."""
+    assert loaded.config.media is not None
     found: dict[str, np.ndarray] = {}
     for one in loaded.config.media.inputs:
         mine = [name for name, ref in refs.items() if ref.modality == one.modality]
         if not mine:
             continue
-        encoder = None if opened is None else opened.get(one.modality)
-        if encoder is None:
-            encoder = open_encoder(one.encoder, one.modality, folder).to(loaded.device)
-            if opened is not None:
-                opened[one.modality] = encoder
-        if (encoder.tokens, encoder.width) != (one.vectors, one.width):
-            raise ConfigError(
-                f"{loaded.path}: was trained on {one.modality} features of {one.vectors} x {one.width}; its encoder gives "
-                f"{encoder.tokens} x {encoder.width}. Put the encoder back that it was trained with."
-            )
+        encoder = encoder_of(loaded, one)
         for first in range(0, len(mine), ENCODED_AT_ONCE):
             some = mine[first : first + ENCODED_AT_ONCE]
             made = encoder.encode(np.stack([encoder.input.read(refs[name]) for name in some]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,6 +30,7 @@ PR_SET_PDEATHSIG = 1
 LAUNCHER_PID = "HEADWAY_LAUNCHER_PID"
 FAILURE_FILE = "HEADWAY_FAILURE_FILE"
 """Set by headway's launcher for each rank it starts: the launcher's process id, and the file in which a rank reports why it failed."""
+SECRET_NAME = re.compile("TOKEN|SECRET|PASSWORD|CREDENTIAL|KEY", re.IGNORECASE)
 SAFE_PATH = "PYTHONSAFEPATH"
 """A variable of Python: the working directory is not searched for modules."""
 KILL_AT_STEP = "HEADWAY_KILL_AT_STEP"
@@ -135,10 +137,23 @@ def headway_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "headway", *arguments]
 
 
-def start_module(module: str, variables: Mapping[str, str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Run a module of headway in a process of its own session, talking over pipes: a Ctrl-C meant for this process does not reach it."""
-    command, environment = [sys.executable, "-P", "-m", module], {**os.environ, **variables}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, start_new_session=True)
+def start_module(
+    module: str, variables: Mapping[str, str], errors: IO[bytes] | None, *, keeps_secrets: bool = True
+) -> subprocess.Popen[bytes]:
+    """Run a module of headway in a process of its own session, talking over pipes: a Ctrl-C meant for this process does not reach it.
+
+    `errors`: where its stderr goes; None: to this process's. A process that reads hostile bytes gets no variable that is named like a
+    secret (`keeps_secrets=False`).
+    """
+    environment = {name: value for name, value in os.environ.items() if keeps_secrets or not SECRET_NAME.search(name)}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env={**environment, **variables},
+        start_new_session=True,
+    )
 
 
 def safe_environment(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

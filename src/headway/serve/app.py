@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import math
+import pickle
 import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,20 +25,26 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route, Router
 
 from headway import __version__
+from headway.errors import HeadwayError
 from headway.serve.api_errors import ApiError, bad_field
-from headway.serve.chat_request import read_chat
+from headway.serve.chat_request import ChatCall
 from headway.serve.forms import AnswerForm, ChatForm, TextForm
 from headway.serve.generation_fields import GenerationFields
 from headway.serve.page_files import PAGE_HEADERS, page_files
 from headway.serve.serve_state import ServeState
 from headway.serve.served_model import PreparedPrompt, ServedModel
 from headway.serve.served_request import ClientGone
-from headway.serve.text_request import read_completion, read_embedding
+from headway.serve.text_request import EmbeddingCall, TextCall
+from headway.serve.worker_process import read_body
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics", "/api/info", "/api/live", "/")
 OPEN_PATHS = ("/health",)
 """Answered without a token: a load balancer asks for it."""
 MAX_TARGET = 8192
+INLINE_BYTES = 64 << 10
+"""Bodies up to this size are read in the HTTP process: the worst of them takes about 30 ms."""
+BODY_READ_SECONDS = 20.0
+MOST_READ_BYTES = 1 << 30
 DISCARDED_BYTES = 16 << 20
 """Of a body that is too large, so many more are read and dropped: a client that still sends would not see its answer."""
 HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin"}
@@ -135,6 +143,8 @@ def _error_response(problem: Exception, path: str) -> Response:
     if isinstance(problem, HTTPException):
         found: Any = problem
         problem = ApiError(found.status_code, "There is no such path." if found.status_code == 404 else f"{found.detail}.")
+    if isinstance(problem, HeadwayError) and not isinstance(problem, ApiError):
+        problem = ApiError(400, str(problem))
     if not isinstance(problem, ApiError):
         log.error("serve: %s failed", path[:200], exc_info=problem)
         problem = ApiError(500, "The server failed on this request; its log says why.", code="internal_error")
@@ -162,7 +172,7 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation."""
-        call = read_chat(await self._body(request), self.state.limits.max_n)
+        call: ChatCall = await self._read(request, "chat")
         model = self._model(call.model)
         prompt = await model.chat(call)
         form = ChatForm(model, call.fields.include_usage, call.fields.logprobs is not None)
@@ -170,7 +180,7 @@ class Api:
 
     async def text(self, request: Request) -> Response:
         """Continuations of prompts."""
-        call = read_completion(await self._body(request), self.state.limits.max_n)
+        call: TextCall = await self._read(request, "completion")
         model = self._model(call.model)
         prompts = await model.text(call)
         form = TextForm(model, call.fields.include_usage, call.fields.logprobs is not None)
@@ -191,6 +201,7 @@ class Api:
         served.abort = request.scope.get("state", {}).get("abort", served.abort)
         try:
             served.watch(request.receive)
+            prompts = [await served.decoded(prompt, self.state.decoders, self.state.limits) for prompt in prompts]
             served.submit(prompts, fields.stops, stream=fields.stream, reads_calls=reads_calls, one_call=one_call and reads_calls)
             await served.accepted()
             if not fields.stream:
@@ -208,7 +219,7 @@ class Api:
 
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts."""
-        call = read_embedding(await self._body(request))
+        call: EmbeddingCall = await self._read(request, "embedding")
         model = self._model(call.model)
         requests = await model.embeddings(call)
         with self.state.begin(model) as served:
@@ -217,6 +228,8 @@ class Api:
             used = served.prompt_tokens
         if any(len(one) != model.facts.hidden_size for one in vectors):
             raise ApiError(500, "The engine gave no vector.", code="engine_error")
+        if not all(math.isfinite(sum(one)) for one in vectors):
+            raise ApiError(500, "The model gave a vector with values that are not finite.", code="engine_error")
         packed: list[Any] = [list(one) for one in vectors]
         if call.encoding == "base64":
             packed = [base64.b64encode(struct.pack(f"<{len(one)}f", *one)).decode() for one in vectors]
@@ -234,8 +247,11 @@ class Api:
 
     async def health(self, request: Request) -> Response:
         """Whether requests can be answered."""
-        found = self.state.health()
-        return JSONResponse(found, 200 if found["status"] == "ok" else 503, headers=HEADERS)
+        # A load balancer asks without a token; reasons may name files.
+        is_known = self.state.access.check(request.headers.items()) is None
+        found = self.state.health(with_reasons=is_known)
+        status = 200 if found["status"] in ("ok", "degraded") else 503
+        return JSONResponse(found, status, headers=HEADERS)
 
     async def metrics(self, request: Request) -> Response:
         """Counters for Prometheus."""
@@ -268,6 +284,15 @@ class Api:
         found = {"id": model.name, "object": "model", "created": self.state.created, "owned_by": "headway"}
         found |= {"root": model.facts.name, "parent": model.facts.name if model.adapter else None}
         return {**found, "max_model_len": model.facts.context}
+
+    async def _read(self, request: Request, kind: str) -> Any:
+        """The call of a request. A large body is read in another process: its JSON may take seconds."""
+        body = await self._body(request)
+        if len(body) <= INLINE_BYTES:
+            return read_body(kind, body, self.state.limits.max_n)
+        job = ("body", kind, body, self.state.limits.max_n)
+        # Nothing but json has read these bytes in the other process, so its answer may be unpickled.
+        return pickle.loads(await self.state.body_readers.run(job, BODY_READ_SECONDS, MOST_READ_BYTES))
 
     async def _body(self, request: Request) -> bytes:
         """The body of a request, within its limits of bytes and seconds."""

@@ -6,7 +6,8 @@ cancelled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from headway.infer.engine.text import RequestText
@@ -14,6 +15,7 @@ from headway.serve.engine_client import RequestStream
 from headway.serve.tool_calls import ToolCall, ToolCallReader
 from headway.tokenizer.load import Tokenizer
 
+LEAST_LOGPROB = -9999.0
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
@@ -29,14 +31,29 @@ class Choice:
     """One answer of a request."""
 
     __slots__ = (
-        "_one_call", "_reader", "_text", "call_number", "echo", "finish", "index", "is_begun", "num_tokens", "offset", "prompt", "stream",
-        "was_cut",
+        "_one_call", "_reader", "_special_ids", "_text", "call_number", "echo", "finish", "index", "is_begun", "num_tokens", "offsets",
+        "prompt", "sample", "stream", "was_cut",
     )  # fmt: skip
 
     def __init__(
-        self, index: int, stream: RequestStream, text: RequestText, reader: ToolCallReader | None = None, *, one_call: bool = False
+        self,
+        index: int,
+        stream: RequestStream,
+        text: RequestText,
+        reader: ToolCallReader | None = None,
+        *,
+        one_call: bool = False,
+        special_ids: Collection[int] = (),
     ) -> None:
-        self.index, self.stream, self._text, self._reader, self._one_call = index, stream, text, reader, one_call
+        self.index = index
+        self.stream = stream
+        self._text = text
+        self._reader = reader
+        self._one_call = one_call
+        self._special_ids = special_ids
+        """Tokens that are no part of the text."""
+        self.sample = 0
+        """Its number among the answers to the same prompt."""
         self.finish: str | None = None
         """OpenAI's reason of its end."""
         self.was_cut = False
@@ -44,8 +61,8 @@ class Choice:
         self.num_tokens = 0
         self.is_begun = False
         self.call_number = 0
-        self.offset = 0
-        """Characters so far, for the offsets of log-probabilities."""
+        self.offsets: TokenOffsets | None = None
+        """Where tokens stand in the text, for log-probabilities."""
         self.echo = ""
         self.prompt: Sequence[int] = ()
         """The prompt's ids, where their log-probabilities are reported."""
@@ -65,8 +82,9 @@ class Choice:
         elif stream.finished is not None:
             text += self._text.finish()
             self.finish = REASONS.get(stream.finished, stream.finished) if not self._text.stopped else "stop"
-            if stream.finished in ("eos", "stop") and logprobs:
-                logprobs = logprobs[:-1]  # the end token is no part of the text
+            # A grammar ends an answer after a token of its text; an end token is no part of it.
+            if stream.finished in ("eos", "stop") and logprobs and logprobs[-1][0] in self._special_ids:
+                logprobs = logprobs[:-1]
         return self._with_calls(text, logprobs)
 
     def _with_calls(self, text: str, logprobs: list[Any]) -> ChoicePiece:
@@ -87,12 +105,42 @@ class Choice:
         return ChoicePiece(said, calls, logprobs)
 
 
+class TokenOffsets:
+    """How many characters of the text precede each token. A token inside a character has the offset of that character."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int] = ()) -> None:
+        self._text = RequestText(tokenizer, prompt_tail)
+        self._count = 0
+
+    def next(self, token: int) -> int:
+        """The offset of the next token."""
+        offset = self._count
+        self._count += len(self._text.add([token]))
+        return offset
+
+
+def _json_logprob(logprob: float) -> float:
+    """JSON has no infinity: a token that cannot follow has OpenAI's -9999."""
+    if math.isnan(logprob):
+        return LEAST_LOGPROB
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _spelled(tokenizer: Tokenizer, token: int) -> str:
+    """A token as text, or as OpenAI spells the bytes of a part of a character: two tokens never look the same."""
+    data = tokenizer.decode_bytes([token])
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
 def chat_logprobs(tokenizer: Tokenizer, found: Sequence[Any]) -> dict[str, Any]:
     """Log-probabilities as chat completions have them."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         spelled = tokenizer.decode_bytes([token])
-        return {"token": spelled.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(spelled)}
+        return {"token": spelled.decode("utf-8", "replace"), "logprob": _json_logprob(logprob), "bytes": list(spelled)}
 
     return {
         "content": [{**one(token, value), "top_logprobs": [one(*each) for each in top]} for token, value, top in found],
@@ -100,17 +148,19 @@ def chat_logprobs(tokenizer: Tokenizer, found: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def text_logprobs(tokenizer: Tokenizer, found: Sequence[Any], offset: int) -> dict[str, Any]:
+def text_logprobs(tokenizer: Tokenizer, found: Sequence[Any], offsets: TokenOffsets) -> dict[str, Any]:
     """Log-probabilities as text completions have them; the first token of a prompt has none."""
     tokens: list[str] = []
-    offsets: list[int] = []
+    starts: list[int] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     for token, value, top in found:
-        spelled = tokenizer.decode([token])
-        tokens.append(spelled)
-        offsets.append(offset)
-        offset += len(spelled)
-        values.append(None if value is None else max(value, -9999.0))
-        tops.append({tokenizer.decode([each]): max(likely, -9999.0) for each, likely in top} if value is not None else None)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        tokens.append(_spelled(tokenizer, token))
+        starts.append(offsets.next(token))
+        if value is None:
+            values.append(None)
+            tops.append(None)
+        else:
+            values.append(_json_logprob(value))
+            tops.append({_spelled(tokenizer, likely): _json_logprob(logprob) for likely, logprob in top})
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": starts}

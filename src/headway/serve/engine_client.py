@@ -5,6 +5,8 @@
 Readers are woken at most EVENTS_PER_SECOND times a second, all streams together: with many streams, tokens that arrived in between go out
 together. The first token and the end of a request wake their reader at once. A stream holds ids only, so a reader that does not read costs
 a few bytes per token, and no more than the request may generate.
+
+A process that ends fails its requests alone: `on_lost` is called, and while `is_alive` is false `submit` refuses with the reason.
 """
 
 from __future__ import annotations
@@ -16,15 +18,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headway.errors import ConfigError, HeadwayError
 from headway.infer.engine.request import EngineRequest, StopReason
-from headway.media.items import MediaRef
 from headway.runtime.process import start_module
 from headway.serve.api_errors import ApiError
-from headway.serve.engine_setup import EngineFacts, EngineSetup
+from headway.serve.engine_setup import DecodedMedia, EngineFacts, EngineSetup
 from headway.serve.frames import FrameReader, pack, widen_pipe
 
 ENGINE_MODULE = "headway.serve.engine_process"
@@ -33,6 +34,9 @@ LONGEST_WAIT_SECONDS = 0.05
 """A stream never waits longer for text that is there."""
 READ_BYTES = 1 << 20
 CLOSE_SECONDS = 5.0
+POLL_SECONDS = 0.02
+LOADING_SECONDS = 10.0
+"""Retry-After of requests to an engine that loads its model: nobody knows how long that takes."""
 log = logging.getLogger("headway")
 
 
@@ -121,12 +125,20 @@ class EngineClient:
     """One engine process."""
 
     def __init__(self, setup: EngineSetup, on_lost: Callable[[str], None]) -> None:
-        self.setup, self.on_lost = setup, on_lost
+        self.setup = setup
+        self.on_lost = on_lost
+        """Called with how the process ended, where it had loaded its model."""
         self.facts: EngineFacts | None = None
         self.stats: dict[str, Any] = {}
         self.generated_tokens = 0
         self.heard_at = time.monotonic()
         self.is_alive = False
+        self.problem = ""
+        """Why it is not alive; empty: it was not started yet."""
+        self.retry_at: float | None = None
+        """When it is started again; None: it loads its model now."""
+        self._last_words = ""
+        self._reaping: asyncio.Task[None] | None = None
         self._streams: dict[int, RequestStream] = {}
         self._numbers = itertools.count(1)
         self._late: set[RequestStream] = set()
@@ -150,9 +162,19 @@ class EngineClient:
         """The process's id."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def retry_seconds(self) -> float:
+        """When a request may find it alive again."""
+        if self.retry_at is None:
+            return LOADING_SECONDS
+        return max(1.0, self.retry_at - time.monotonic())
+
     async def start(self) -> EngineFacts:
         """Start the process and wait until its model is loaded; a model that cannot be loaded raises its HeadwayError."""
         loop = asyncio.get_running_loop()
+        self.retry_at = None
+        self._last_words = ""
+        self._commands.clear()
         self._ready = loop.create_future()
         with os.fdopen(os.dup(2), "wb") as errors:
             self._process = start_module(ENGINE_MODULE, {}, errors)
@@ -165,17 +187,37 @@ class EngineClient:
         self._reader = FrameReader()
         loop.add_reader(reading, self._read)
         self._write(pack(self.setup))
-        self.facts = await self._ready
+        try:
+            facts = await self._ready
+            if self.facts is not None and not facts.is_same_model(self.facts):
+                raise HeadwayError(f"{self.setup.path}: holds another model now. Start the server again to serve it.")
+        except HeadwayError:
+            await self.close()
+            raise
+        self.facts = facts
         self.is_alive = True
-        return self.facts
+        self.problem = ""
+        return facts
 
-    def submit(self, request: EngineRequest, mailbox: Mailbox, media: Sequence[MediaRef] = (), *, is_lazy: bool = False) -> RequestStream:
-        """Send a request."""
+    def check_alive(self) -> None:
+        """Refuse a request while the process is not running."""
         if not self.is_alive:
-            raise ApiError(503, f"The engine of model {self.setup.name!r} is not running.", code="engine_unavailable", retry_seconds=5)
+            raise ApiError(
+                503,
+                f"The engine of model {self.setup.name!r} is not running: it {self.problem or 'loads its model'}. It is started again.",
+                code="engine_unavailable",
+                retry_seconds=self.retry_seconds,
+            )
+
+    def submit(
+        self, request: EngineRequest, mailbox: Mailbox, media: Mapping[str, DecodedMedia] | None = None, *, is_lazy: bool = False
+    ) -> RequestStream:
+        """Send a request."""
+        self.check_alive()
         stream = RequestStream(next(self._numbers), mailbox, len(request.prompt), is_lazy)
         self._streams[stream.number] = stream
-        self._command(("submit", stream.number, request, tuple(media)))
+        # Samples of one prompt leave in one message, in which their common arrays are written once.
+        self._command(("submit", stream.number, request, media or {}))
         return stream
 
     def cancel(self, stream: RequestStream) -> None:
@@ -191,10 +233,18 @@ class EngineClient:
         if process is None:
             return
         self._detach()
+        await self._until_ended(process)
+
+    async def _until_ended(self, process: subprocess.Popen[bytes]) -> int:
+        """The exit code of a process that is about to end. It is killed if it takes too long; other models never wait for it."""
         deadline = time.monotonic() + CLOSE_SECONDS
         while process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        self.kill()
+            await asyncio.sleep(POLL_SECONDS)
+        if process.poll() is None:
+            process.kill()
+        while process.poll() is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return process.returncode
 
     def kill(self) -> None:
         """End the process at once."""
@@ -256,7 +306,8 @@ class EngineClient:
         except OSError:
             data = b""
         if not data:
-            self._lost()
+            self._detach()
+            self._reaping = asyncio.create_task(self._lost())
             return
         self.heard_at = time.monotonic()
         for message in self._reader.feed(data):
@@ -276,6 +327,8 @@ class EngineClient:
         elif kind == "refused":
             if (stream := self._streams.pop(message[1], None)) is not None:
                 stream.fail(ApiError(message[2], message[3], code=message[4], retry_seconds=1 if message[2] == 429 else None))
+        elif kind == "ended":
+            self._last_words = message[1]
         elif self._ready is not None and not self._ready.done():
             if kind == "ready":
                 self._ready.set_result(message[1])
@@ -330,24 +383,31 @@ class EngineClient:
         for stream in late:
             stream.mailbox.wake()
 
-    def _lost(self) -> None:
-        """The process ended by itself."""
+    async def _lost(self) -> None:
+        """The process ended by itself: fail its requests and report it."""
         process = self._process
         assert process is not None
+        was_alive = self.is_alive
         self.is_alive = False
-        self._detach()
+        self.problem = "has ended"
         self._unsent.clear()
-        try:
-            code = process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            code = process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        streams, self._streams = list(self._streams.values()), {}
+        self._commands.clear()
+        code = await self._until_ended(process)
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit code {code}"
+        if self._last_words:
+            how += f" ({self._last_words})"
+        self.problem = how
+        self.stats = {}
+        streams = list(self._streams.values())
+        self._streams = {}
         self._late.clear()
         for stream in streams:
-            stream.fail(ApiError(503, f"The engine of model {self.setup.name!r} {how} while it computed this answer.", code="engine_died"))
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(HeadwayError(f"{self.setup.path}: the engine process {how} while it loaded the model."))
-        else:
+            message = f"The engine of model {self.setup.name!r} {how} while it computed this answer."
+            stream.fail(ApiError(503, message, code="engine_died", retry_seconds=LOADING_SECONDS))
+        if was_alive:
             self.on_lost(how)
+        elif self._ready is not None and not self._ready.done():
+            self._ready.set_exception(HeadwayError(f"{self.setup.path}: the engine process {how} while it loaded the model."))

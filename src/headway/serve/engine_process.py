@@ -1,10 +1,12 @@
 """The process that owns a model and its device: `python -m headway.serve.engine_process`. Commands on stdin, events on stdout.
 
-    in     EngineSetup, then lists of ("submit", id, EngineRequest, media) and ("cancel", id)
+    in     EngineSetup, then lists of ("submit", id, EngineRequest, decoded media) and ("cancel", id)
     out    ("ready", EngineFacts) or ("failed", exit code, message); then ("accepted", id), ("refused", id, status, message, code),
-           ("events", [(id, tokens, logprobs, finished, cached, more), ...]) once per step, ("stats", {...}) about once a second
+           ("events", [(id, tokens, logprobs, finished, cached, more), ...]) once per step, ("stats", {...}) about once a second;
+           ("ended", reason) where the engine itself failed, before the process ends with exit code 1
 
-The loop receives, steps and sends; it has no other thread. The end of stdin is the end of the process. What libraries print goes to stderr.
+Whatever a request raises while it is taken refuses that request alone. The loop receives, steps and sends; it has no other thread.
+The end of stdin is the end of the process. What libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -15,26 +17,33 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headway.errors import HeadwayError, first_line
+import numpy as np
+
+from headway.errors import ConfigError, HeadwayError, first_line
 from headway.infer.engine.request import EngineEvent, EngineRequest, EngineStats, PromptMedia, QueueFull, RequestTooLarge, TokenLogprobs
-from headway.media.items import MediaRef
 from headway.runtime.stop import SIGNALS
-from headway.serve.engine_setup import EngineFacts, EngineSetup
+from headway.serve.engine_setup import DecodedMedia, EngineFacts, EngineSetup
 from headway.serve.frames import FrameReader, pack, widen_pipe
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
+    from headway.model.encoders.base import FrozenMediaEncoder
+    from headway.prepare.media_inputs import MediaInputSpec
 
 STATS_SECONDS = 0.5
 READ_BYTES = 1 << 20
 log = logging.getLogger("headway")
-Encode = Callable[[EngineRequest, Sequence[MediaRef]], EngineRequest]
-"""Puts the features of media into a request."""
+ENCODED_AT_ONCE = 8
+KEPT_FEATURE_BYTES = 256 << 20
+"""Features of pictures and sounds that are kept for the next requests."""
+Encode = Callable[[EngineRequest, Mapping[str, DecodedMedia]], EngineRequest | None]
+"""Puts the features of media into a request; None: call it again after the next step."""
 
 
 class ServableEngine(Protocol):
@@ -74,8 +83,17 @@ def main(opening: Callable[[EngineSetup], OpenedEngine] | None = None) -> int:
         channel.send([("failed", 1, f"{found.path}: {type(problem).__name__}: {first_line(problem)}.")])
         return 0
     channel.send([("ready", facts)])
-    EngineLoop(engine, channel, encode).run()
+    try:
+        EngineLoop(engine, channel, encode).run()
+    except Exception as problem:
+        log.exception("%s: the engine failed", found.name)
+        channel.send([("ended", _reason(problem))])
+        return 1
     return 0
+
+
+def _reason(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {first_line(problem)}"
 
 
 def open_engine(setup: EngineSetup) -> OpenedEngine:
@@ -94,6 +112,7 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
     if room < engine.context:
         log.warning("%s: the cache has room for %d tokens of the context of %d. Raise --cache-gib.", setup.name, room, engine.context)
     media = loaded.config.media
+    encoding = MediaEncoding(loaded)
     facts = EngineFacts(
         name=setup.name,
         tokenizer=loaded.tokenizer,
@@ -109,22 +128,59 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
         media={one.modality: one.tokens for one in media.inputs} if media is not None else {},
         media_missing=media.missing if media is not None else False,
         constraints=constraints_of(loaded) is not None,
+        fingerprint="" if loaded.tokenizer is None else loaded.tokenizer.fingerprint,
+        media_inputs=encoding.inputs,
+        media_problem=encoding.problem,
     )
-    return engine, facts, MediaEncoding(loaded)
+    return engine, facts, encoding
 
 
 class MediaEncoding:
-    """Turns the pictures and sounds of a request into features; each encoder is opened once."""
+    """Turns the decoded pictures and sounds of a request into features, a few at a time: others' tokens wait for one call only.
+
+    Features are kept for a while: samples of one prompt, and the next turns of a conversation, hold the same pictures.
+    """
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
-        self._encoders: dict[str, Any] = {}
+        from headway.infer.media import encoder_of
 
-    def __call__(self, request: EngineRequest, refs: Sequence[MediaRef]) -> EngineRequest:
-        from headway.infer.media import encode_media
+        self.encoders: dict[str, FrozenMediaEncoder] = {}
+        self.problem = ""
+        self._features: OrderedDict[str, np.ndarray] = OrderedDict()
+        shape = loaded.config.media
+        try:
+            for media_input in () if shape is None else shape.inputs:
+                self.encoders[media_input.modality] = encoder_of(loaded, media_input)
+        except HeadwayError as problem:
+            # The model still answers questions without media.
+            log.warning("%s", problem)
+            self.problem = str(problem)
 
+    @property
+    def inputs(self) -> dict[str, MediaInputSpec]:
+        """How each encoder reads an item."""
+        return {modality: encoder.input for modality, encoder in self.encoders.items()}
+
+    def __call__(self, request: EngineRequest, media: Mapping[str, DecodedMedia]) -> EngineRequest | None:
+        """The request with its features; None where another call is needed."""
+        missing = [name for name in media if name not in self._features]
+        for modality, encoder in self.encoders.items():
+            names = [name for name in missing if media[name].modality == modality][:ENCODED_AT_ONCE]
+            if names:
+                features = encoder.encode(np.stack([media[name].array for name in names]))
+                self._features |= dict(zip(names, features, strict=True))
+                break
+        else:
+            if missing:
+                raise ConfigError(self.problem or f"the model takes {', '.join(self.encoders)} only.")
+        if any(name not in self._features for name in media):
+            return None
         assert request.media is not None
-        features = encode_media(self.loaded, {ref.content_hash(): ref for ref in refs}, self._encoders)
+        features = {name: self._features[name] for name in media}
+        for name in features:
+            self._features.move_to_end(name)
+        while sum(array.nbytes for array in self._features.values()) > KEPT_FEATURE_BYTES:
+            self._features.popitem(last=False)
         return replace(request, media=PromptMedia(request.media.items, features))
 
 
@@ -172,56 +228,100 @@ class EngineLoop:
     """Receives commands, steps the engine, sends what it made."""
 
     def __init__(self, engine: ServableEngine, channel: EngineChannel, encode: Encode) -> None:
-        self.engine, self.channel, self.encode = engine, channel, encode
-        self._theirs: dict[int, int] = {}
+        self.engine = engine
+        self.channel = channel
+        self.encode = encode
+        self._clients_number: dict[int, int] = {}
         """Number in the engine -> the client's number."""
-        self._ours: dict[int, int] = {}
+        self._engines_number: dict[int, int] = {}
+        self._encoding: dict[int, tuple[EngineRequest, Mapping[str, DecodedMedia]]] = {}
+        """Requests whose media are being encoded, by the client's number, oldest first."""
+        self._next_stats = 0.0
 
     def run(self) -> None:
         """Serve until the HTTP process closes the pipe."""
-        next_stats = 0.0
         while not self.channel.is_closed:
-            is_busy = self.engine.busy
-            messages: list[Any] = []
-            for command in self.channel.receive(0.0 if is_busy else STATS_SECONDS):
-                if command[0] == "submit":
-                    messages.append(self._submit(*command[1:]))
-                elif command[1] in self._ours:
-                    self.engine.cancel(self._ours[command[1]])
-            if self.engine.busy:
-                events = [self._event(one) for one in self.engine.step()]
-                if events:
-                    messages.append(("events", events))
-            if (now := time.monotonic()) >= next_stats or (is_busy and not self.engine.busy):
-                messages.append(("stats", asdict(self.engine.stats())))
-                next_stats = now + STATS_SECONDS
+            is_waiting = not self.engine.busy and not self._encoding
+            messages = self.round(self.channel.receive(STATS_SECONDS if is_waiting else 0.0))
             if messages:
                 self.channel.send(messages)
 
-    def _submit(self, number: int, request: EngineRequest, refs: Sequence[MediaRef]) -> tuple[Any, ...]:
-        try:
-            given = self.encode(request, refs) if request.media is not None else request
-            found = self.engine.submit(given)
-        except QueueFull as problem:
-            return "refused", number, 429, str(problem), "queue_full"
-        except RequestTooLarge as problem:
-            return "refused", number, 400, str(problem), "context_length_exceeded"
-        except HeadwayError as problem:
-            return "refused", number, 400, str(problem), None
-        self._theirs[found], self._ours[number] = number, found
-        return "accepted", number
+    def round(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Take commands and compute one step; what the HTTP process must know."""
+        was_busy = self.engine.busy
+        messages: list[Any] = []
+        for command in commands:
+            if command[0] == "submit":
+                messages += self._submit(*command[1:])
+            else:
+                self._cancel(command[1])
+        if self._encoding:
+            number, (request, media) = next(iter(self._encoding.items()))
+            messages += self._submit(number, request, media)
+        if self.engine.busy:
+            events = [packed for event in self.engine.step() if (packed := self._event(event)) is not None]
+            if events:
+                messages.append(("events", events))
+        now = time.monotonic()
+        if now >= self._next_stats or (was_busy and not self.engine.busy):
+            messages.append(("stats", asdict(self.engine.stats())))
+            self._next_stats = now + STATS_SECONDS
+        return messages
 
-    def _event(self, event: EngineEvent) -> tuple[Any, ...]:
-        number = self._theirs[event.request]
+    def _submit(self, number: int, request: EngineRequest, media: Mapping[str, DecodedMedia]) -> list[tuple[Any, ...]]:
+        """Give a request to the engine: what the HTTP process must know of it. Whatever it raises is the error of this request alone."""
+        if request.media is not None and number not in self._encoding and self._encoding:
+            self._encoding[number] = request, media  # its turn comes
+            return []
+        try:
+            ready: EngineRequest | None = request
+            if request.media is not None:
+                ready = self.encode(request, media)
+            if ready is None:
+                self._encoding[number] = request, media
+                return []
+            self._encoding.pop(number, None)
+            engines_number = self.engine.submit(ready)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as problem:  # a panic in a Rust library is no Exception
+            self._encoding.pop(number, None)
+            return [("refused", number, *_refusal(problem))]
+        self._clients_number[engines_number] = number
+        self._engines_number[number] = engines_number
+        return [("accepted", number)]
+
+    def _cancel(self, number: int) -> None:
+        self._encoding.pop(number, None)
+        if number in self._engines_number:
+            self.engine.cancel(self._engines_number[number])
+
+    def _event(self, event: EngineEvent) -> tuple[Any, ...] | None:
+        """An event as it is sent; None for a request that was refused while it was taken."""
+        number = self._clients_number.get(event.request)
+        if number is None:
+            return None
         more: dict[str, Any] | None = None
         if event.finished is not None:
-            del self._theirs[event.request], self._ours[number]
+            del self._clients_number[event.request], self._engines_number[number]
         if event.embedding is not None or event.prompt_logprobs is not None or event.error is not None:
             more = {"embedding": event.embedding, "error": event.error}
             if event.prompt_logprobs is not None:
                 more["prompt_logprobs"] = [None if one is None else _plain(one) for one in event.prompt_logprobs]
         logprobs = None if event.logprobs is None else [_plain(one) for one in event.logprobs]
         return number, event.tokens, logprobs, event.finished, event.cached_tokens, more
+
+
+def _refusal(problem: BaseException) -> tuple[int, str, str | None]:
+    """Status, message and code of a request that raised this."""
+    if isinstance(problem, QueueFull):
+        return 429, str(problem), "queue_full"
+    if isinstance(problem, RequestTooLarge):
+        return 400, str(problem), "context_length_exceeded"
+    if isinstance(problem, HeadwayError):
+        return 400, str(problem), None
+    log.error("a request failed before it was computed", exc_info=problem)
+    return 500, f"The engine could not take the request: {_reason(problem)}", "engine_error"
 
 
 def _plain(one: TokenLogprobs) -> tuple[int, float, tuple[tuple[int, float], ...]]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.infer.engine.request import EngineOptions
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from headway.model.head_masks.choice import MaskChoice
+    from headway.prepare.media_inputs import MediaInputSpec
     from headway.tokenizer.load import Tokenizer
 
 
@@ -29,6 +32,13 @@ class EngineSetup:
     precision: str = "auto"
     tensor: int = 1
     """Ranks that share the layers."""
+
+
+class DecodedMedia(NamedTuple):
+    """A picture or a sound as its encoder reads it."""
+
+    modality: str
+    array: np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -53,3 +63,17 @@ class EngineFacts:
     """Every prompt has positions for each modality."""
     constraints: bool = False
     """Answers can follow a grammar."""
+    fingerprint: str = ""
+    """Of the tokenizer."""
+    media_inputs: Mapping[str, MediaInputSpec] = field(default_factory=dict)
+    """How the encoder of a modality reads an item."""
+    media_problem: str = ""
+    """Why no media are taken although the model has positions for them: its encoder cannot be opened."""
+
+    def is_same_model(self, other: EngineFacts) -> bool:
+        """Whether prompts made for one are right for the other. The context may differ: it follows the free memory."""
+        return all(getattr(self, name) == getattr(other, name) for name in IDENTITY)
+
+
+IDENTITY = ("fingerprint", "vocab", "hidden_size", "end_ids", "parameters", "adapters", "media", "media_missing", "constraints")
+"""Fields of EngineFacts that an engine must have again when it is started again."""

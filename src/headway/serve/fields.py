@@ -17,6 +17,7 @@ HARMLESS = frozenset(
 )
 """Fields that change no answer: names of the user, storage and prices of another service, hints for its speed."""
 MAX_DEPTH = 64
+MAX_VALUES = 200_000
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -36,10 +37,14 @@ def _refuse_constant(name: str) -> float:
 
 
 def check_tree(found: Any) -> None:
-    """Refuse what is nested too deep, and text that is not valid Unicode."""
+    """Refuse what is nested too deep, holds too many values, or has text that is not valid Unicode. Numbers in lists are not counted."""
     waiting: list[tuple[Any, int]] = [(found, 0)]
+    count = 0
     while waiting:
         one, depth = waiting.pop()
+        count += 1
+        if count + len(waiting) > MAX_VALUES:
+            raise ApiError(400, f"The body holds more than {MAX_VALUES} lists, objects and texts.")
         if depth > MAX_DEPTH:
             raise ApiError(400, f"The body is nested deeper than {MAX_DEPTH} levels.")
         if isinstance(one, str):

@@ -23,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 def usage(choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
     """How many tokens a request took; a prompt with several samples counts once."""
     made = sum(one.num_tokens for one in choices)
-    cached = sum(one.stream.cached for one in choices if one.index == 0) if choices else 0
+    cached = sum(one.stream.cached for one in choices if one.sample == 0)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": made,
@@ -153,9 +153,8 @@ class TextForm(AnswerForm):
             found = [(token, None, ()) if one is None else one for token, one in zip(choice.prompt, given, strict=True)] + found
         if not found:
             return None
-        made = text_logprobs(self.model.tokenizer, found, choice.offset)
-        choice.offset += sum(map(len, made["tokens"]))
-        return made
+        assert choice.offsets is not None
+        return text_logprobs(self.model.tokenizer, found, choice.offsets)
 
     def collect(self, choice: Choice, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
         """The text of an answer."""

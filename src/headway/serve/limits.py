@@ -11,6 +11,8 @@ from headway.serve.api_errors import ApiError
 
 MOST_CLIENTS = 10_000
 """Clients whose rate is remembered; the one that has been silent for longest is forgotten first."""
+LEAST_MEDIA_BYTES = 512 << 20
+"""Address space of a process that decodes a small picture."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,34 @@ class ServeLimits:
     """Of one client's address; 0: no limit."""
     connections: int = 1024
     drain_seconds: float = 30.0
+    decoders: int = 2
+    """Processes that decode pictures and sounds."""
+    media_pixels: int = 256_000_000
+    """Of all pictures of a request."""
+    media_seconds: float = 20.0
+    """To decode the pictures and sounds of a request."""
+    media_bytes: int = 2 << 30
+    """Memory of a process that decodes."""
 
     def __post_init__(self) -> None:
-        for name in ("body_bytes", "max_n", "request_seconds", "body_seconds", "stalled_seconds", "connections"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0.")
+        options = {
+            "body_bytes": "max-body-mib",
+            "max_n": "max-n",
+            "request_seconds": "request-seconds",
+            "body_seconds": "body-seconds",
+            "stalled_seconds": "stalled-seconds",
+            "connections": "max-connections",
+            "decoders": "decoders",
+            "media_pixels": "media-megapixels",
+            "media_seconds": "media-seconds",
+        }
+        for name, option in options.items():
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"--{option} is {value}; it must be above 0.")
+        if self.media_bytes < LEAST_MEDIA_BYTES:
+            given, least = self.media_bytes / 2**30, LEAST_MEDIA_BYTES / 2**30
+            raise ConfigError(f"--media-gib is {given:g}; a decoder needs at least {least:g}.")
 
 
 class RateLimit:

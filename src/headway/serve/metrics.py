@@ -59,8 +59,10 @@ class ServeMetrics:
         self.first_token = {name: Histogram(FIRST_TOKEN_BOUNDS) for name in models}
         self.seconds = {name: Histogram(SECONDS_BOUNDS) for name in models}
 
-    def text(self, engines: Mapping[str, Mapping[str, Any]], rates: Mapping[str, float], connections: int) -> str:
-        """All counters. `engines`: the newest counters of each model's engine; `rates`: its tokens per second."""
+    def text(
+        self, engines: Mapping[str, Mapping[str, Any]], rates: Mapping[str, float], connections: int, alive: Mapping[str, bool]
+    ) -> str:
+        """All counters. `engines`: the newest counters of each model's engine; `rates`: its tokens per second; `alive`: whether it runs."""
         lines: list[str] = []
 
         def begin(name: str, kind: str, meaning: str) -> str:
@@ -80,6 +82,8 @@ class ServeMetrics:
             lines += [f'{name}{{model="{_safe(model)}"}} {stats.get(key, 0)}' for model, stats in engines.items()]
         name = begin("tokens_per_second", "gauge", "Tokens generated per second over the last seconds.")
         lines += [f'{name}{{model="{_safe(model)}"}} {rate:.1f}' for model, rate in rates.items()]
+        name = begin("engine_up", "gauge", "1 if the engine of a model runs.")
+        lines += [f'{name}{{model="{_safe(model)}"}} {int(is_alive)}' for model, is_alive in alive.items()]
         name = begin("engine_restarts_total", "counter", "Engine processes that ended and were started again.")
         lines += [f'{name}{{model="{_safe(model)}"}} {self.restarts[model]}' for model in engines]
         name = begin("http_connections", "gauge", "Open connections.")

@@ -12,7 +12,10 @@ from headway.serve.limits import RateLimit, ServeLimits
 from headway.serve.metrics import ServeMetrics
 from headway.serve.served_model import ServedModel
 from headway.serve.served_request import ServedRequest
+from headway.serve.workers import WorkerPool
 
+BODY_BYTES = 4 << 30
+"""Memory of a process that reads bodies: JSON of 32 MiB can be ten million objects."""
 RATE_SECONDS = 3.0
 """Tokens per second are the mean over this time."""
 
@@ -34,6 +37,8 @@ class ServeState:
         self.is_draining = False
         self.active: set[ServedRequest] = set()
         self.connections: set[Any] = set()
+        self.body_readers = WorkerPool("read the body", 1, BODY_BYTES)
+        self.decoders = WorkerPool("decode the media", limits.decoders, limits.media_bytes)
         self._seen: dict[str, deque[tuple[float, int]]] = {one.name: deque() for one in models}
 
     def begin(self, model: ServedModel) -> ServedRequest:
@@ -41,6 +46,11 @@ class ServeState:
         request = ServedRequest(model, self.metrics, self.limits.request_seconds, self.active.discard)
         self.active.add(request)
         return request
+
+    async def close(self) -> None:
+        """End the processes of the server that are no engines."""
+        await self.body_readers.close()
+        await self.decoders.close()
 
     def look(self) -> None:
         """Called once a second: count tokens, and cut the connections of clients that take no bytes."""
@@ -63,11 +73,29 @@ class ServeState:
             return 0.0
         return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
 
-    def health(self) -> dict[str, Any]:
-        """ok, stopping, or which engine is missing."""
-        engines = {one.name: "ok" if one.client.is_alive else "engine not running" for one in self.bases}
-        is_ok = all(state == "ok" for state in engines.values())
-        return {"status": "stopping" if self.is_draining else "ok" if is_ok else "failed", "models": engines}
+    def health(self, *, with_reasons: bool) -> dict[str, Any]:
+        """ok; degraded: some models answer; failed: none does; stopping. `down` says of each model that does not answer when it is
+        started again and, for those who may see it, why."""
+        down: dict[str, dict[str, Any]] = {}
+        for model in self.bases:
+            client = model.client
+            if client.is_alive:
+                continue
+            down[model.name] = {"retry_seconds": round(client.retry_seconds, 1)}
+            if with_reasons:
+                down[model.name]["reason"] = client.problem
+        status = "ok"
+        if self.is_draining:
+            status = "stopping"
+        elif len(down) == len(self.bases):
+            status = "failed"
+        elif down:
+            status = "degraded"
+        models = {model.name: "engine not running" if model.name in down else "ok" for model in self.bases}
+        found: dict[str, Any] = {"status": status, "models": models}
+        if down:
+            found["down"] = down
+        return found
 
     def live(self) -> dict[str, Any]:
         """What the server does now, all models together and each."""
@@ -110,4 +138,5 @@ class ServeState:
         # counted here: the engine's own counter is up to half a second old, and begins anew with its process
         stats = {one.name: {**one.client.stats, "generated_tokens": one.client.generated_tokens} for one in self.bases}
         rates = {one.name: self.tokens_per_second(one.name) for one in self.bases}
-        return self.metrics.text(stats, rates, len(self.connections))
+        alive = {one.name: one.client.is_alive for one in self.bases}
+        return self.metrics.text(stats, rates, len(self.connections), alive)

@@ -9,19 +9,20 @@ Prompts are made in one thread per model, because a template and its budget serv
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError, HeadwayError, first_line
 from headway.infer.engine.request import EngineRequest, PromptMedia
 from headway.media.items import MediaRef
 from headway.serve.api_errors import ApiError, bad_field
 from headway.serve.chat_request import ChatCall, needs_template
 from headway.serve.constraints import call_grammar, schema_grammar
 from headway.serve.engine_client import EngineClient
-from headway.serve.engine_setup import EngineFacts
+from headway.serve.engine_setup import DecodedMedia, EngineFacts
 from headway.serve.generation_fields import GenerationFields
 from headway.serve.limits import ServeLimits
 from headway.serve.text_request import EmbeddingCall, PromptInput, TextCall
@@ -32,6 +33,7 @@ from headway.tokenizer.load import Tokenizer
 if TYPE_CHECKING:
     from headway.tokenizer.chat import ChatTemplate
 
+log = logging.getLogger("headway")
 C = TypeVar("C")
 R = TypeVar("R")
 TAIL = 16
@@ -44,7 +46,9 @@ class PreparedPrompt:
 
     requests: tuple[EngineRequest, ...]
     """One per sample."""
-    media: tuple[MediaRef, ...] = ()
+    media: Mapping[str, MediaRef] = field(default_factory=dict)
+    """As the client sent them, by content hash: the same picture twice is decoded once."""
+    decoded: Mapping[str, DecodedMedia] = field(default_factory=dict)
     echo: str = ""
     """The text of the prompt, where the answer repeats it."""
 
@@ -69,6 +73,7 @@ class ServedModel:
         self.name = facts.name
         self.adapter: str | None = None
         self.tokenizer: Tokenizer = facts.tokenizer
+        self.special_ids = frozenset(self.tokenizer.special_tokens.values())
         has_own = self.tokenizer.chat_template is not None
         named = template or (TOKENIZER_TEMPLATE if has_own else "chatml" if facts.media else None)
         self.template: ChatTemplate | None = None if named is None else find_template(named, self.tokenizer)
@@ -103,6 +108,10 @@ class ServedModel:
             raise
         except HeadwayError as problem:
             raise ApiError(400, str(problem)) from None
+        except Exception as problem:
+            log.error("serve: a prompt for model %r could not be made", self.name, exc_info=problem)
+            message = f"The prompt could not be made: {type(problem).__name__}: {first_line(problem)}"
+            raise ApiError(500, message, code="internal_error") from None
 
     def _chat(self, call: ChatCall) -> PreparedPrompt:
         if self.template is None:
@@ -112,22 +121,26 @@ class ServedModel:
             return self._media_chat(call, grammar)
         if call.media:
             raise bad_field("messages", f"hold pictures or sounds; model {self.name!r} takes text alone.")
-        ids = render_prompt(call.turns, self.template, self.tokenizer, call.tools)
+        ids = render_prompt(call.turns, self.template, self.tokenizer, call.tools, continues=call.continues)
         return self._prepared(ids, call.fields, "messages", grammar, is_chat=True)
 
     def _media_chat(self, call: ChatCall, grammar: str | None) -> PreparedPrompt:
         from headway.prepare.encode_media import MediaEncoder, MediaPositions, place_media
 
         assert self.template is not None
+        if call.media and self.facts.media_problem:
+            raise bad_field("messages", f"hold pictures or sounds, which model {self.name!r} cannot take: {self.facts.media_problem}")
         if call.tools:
             raise bad_field("tools", f"cannot be used with model {self.name!r}, which takes pictures and sounds. Leave it out.")
         positions = MediaPositions(self.facts.media, self.facts.media_missing)
-        hashed = [(str(ref.modality), ref.content_hash()) for ref in call.media]
+        names = [ref.content_hash() for ref in call.media]
+        hashed = [(str(ref.modality), name) for ref, name in zip(call.media, names, strict=True)]
         placed = place_media(call.turns, hashed, positions)
-        document = MediaEncoder(self.tokenizer, self.template, positions).prompt(placed)
+        document = MediaEncoder(self.tokenizer, self.template, positions).prompt(placed, continues=call.continues)
         found = self._prepared(document.ids.tolist(), call.fields, "messages", grammar, is_chat=True)
         media = PromptMedia(document.items, {})
-        return replace(found, requests=tuple(replace(one, media=media) for one in found.requests), media=call.media)
+        requests = tuple(replace(request, media=media) for request in found.requests)
+        return replace(found, requests=requests, media=dict(zip(names, call.media, strict=True)))
 
     def _grammar(self, call: ChatCall) -> str | None:
         if call.schema is None and call.tool_choice in ("auto", "none"):
@@ -169,8 +182,10 @@ class ServedModel:
 
     def _ids(self, given: PromptInput, field: str) -> list[int]:
         if isinstance(given, tuple):
-            if max(given) >= self.facts.vocab:
-                raise bad_field(field, f"has the id {max(given)}; the vocabulary of {self.name!r} has {self.facts.vocab} ids.")
+            # A model may have more embeddings than its tokenizer has ids; they stand for no text.
+            vocab = min(self.facts.vocab, self.tokenizer.vocab_size)
+            if max(given) >= vocab:
+                raise bad_field(field, f"has the id {max(given)}; the vocabulary of {self.name!r} has {vocab} ids.")
             return list(given)
         ids = [*bos_ids(self.tokenizer), *self.tokenizer.encode(given)]
         if not ids:

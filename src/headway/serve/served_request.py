@@ -8,19 +8,26 @@ However it ends (answer, error, time limit, a client that is gone or does not re
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from headway.infer.engine.request import EngineRequest
 from headway.infer.engine.text import RequestText
 from headway.serve.api_errors import ApiError
-from headway.serve.choice import Choice, ChoicePiece
+from headway.serve.choice import Choice, ChoicePiece, TokenOffsets
 from headway.serve.engine_client import Mailbox, RequestStream
+from headway.serve.engine_setup import DecodedMedia
 from headway.serve.forms import DONE, ENCODE, AnswerForm, usage
+from headway.serve.limits import ServeLimits
 from headway.serve.metrics import ServeMetrics
 from headway.serve.served_model import PreparedPrompt, ServedModel
 from headway.serve.tool_calls import ToolCallReader
+from headway.serve.workers import WorkerPool
 
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -84,6 +91,37 @@ class ServedRequest:
 
         self._watch = asyncio.create_task(wait())
 
+    async def decoded(self, prompt: PreparedPrompt, decoders: WorkerPool, limits: ServeLimits) -> PreparedPrompt:
+        """A prompt with its media as arrays; another process decodes them. Ends early where nobody waits or the time is over."""
+        if not prompt.media:
+            return prompt
+        self.model.client.check_alive()
+        inputs = self.model.facts.media_inputs
+        items = [(ref, inputs[ref.modality]) for ref in prompt.media.values()]
+        sizes = [math.prod(source.shape) * np.dtype(source.dtype).itemsize for _, source in items]
+        job = ("media", items, limits.media_pixels)
+        decoding = asyncio.create_task(decoders.run(job, limits.media_seconds, sum(sizes)))
+        decoding.add_done_callback(self._decoding_ended)
+        try:
+            while not decoding.done():
+                await self.mailbox.wait()
+                self._check()
+            data = decoding.result()
+        finally:
+            decoding.cancel()
+        arrays: dict[str, DecodedMedia] = {}
+        offset = 0
+        for name, (ref, source), size in zip(prompt.media, items, sizes, strict=True):
+            array = np.frombuffer(data, source.dtype, math.prod(source.shape), offset).reshape(source.shape)
+            arrays[name] = DecodedMedia(ref.modality, array)
+            offset += size
+        return replace(prompt, media={}, decoded=arrays)
+
+    def _decoding_ended(self, decoding: asyncio.Task[bytes]) -> None:
+        if not decoding.cancelled():
+            decoding.exception()  # known now, also where the request has ended for another reason
+        self.mailbox.wake()
+
     def submit(
         self, prompts: Sequence[PreparedPrompt], stops: Sequence[str], *, stream: bool, reads_calls: bool = False, one_call: bool = False
     ) -> None:
@@ -91,14 +129,28 @@ class ServedRequest:
         form = self.model.tool_format if reads_calls else None
         for prompt in prompts:
             self.prompt_tokens += prompt.num_tokens
-            for request in prompt.requests:
+            for sample, request in enumerate(prompt.requests):
                 is_lazy = not stream and not stops and not one_call
-                found = self.model.client.submit(request, self.mailbox, prompt.media, is_lazy=is_lazy)
+                found = self.model.client.submit(request, self.mailbox, prompt.decoded, is_lazy=is_lazy)
                 self.streams.append(found)
                 text = RequestText(self.model.tokenizer, prompt.tail, stops)
                 reader = None if form is None else ToolCallReader(form)
-                choice = Choice(len(self.choices), found, text, reader, one_call=one_call)
-                choice.echo, choice.prompt = prompt.echo, request.prompt if request.prompt_logprobs else ()
+                choice = Choice(
+                    len(self.choices),
+                    found,
+                    text,
+                    reader,
+                    one_call=one_call,
+                    special_ids=self.model.special_ids,
+                )
+                choice.sample = sample
+                choice.echo = prompt.echo
+                if request.prompt_logprobs:
+                    choice.prompt = request.prompt
+                if request.logprobs is not None:
+                    # With the prompt's log-probabilities the text begins with the prompt.
+                    before = () if request.prompt_logprobs else prompt.tail
+                    choice.offsets = TokenOffsets(self.model.tokenizer, before)
                 self.choices.append(choice)
 
     async def accepted(self) -> None:

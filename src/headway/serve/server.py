@@ -2,7 +2,8 @@
 
     bind the port -> start one engine process per model -> listen -> SIGTERM or Ctrl-C: new requests get 503, running ones end -> exit 0
 
-A second signal ends everything at once. An engine process that dies is started again once in RESTART_SECONDS; dying again ends the server.
+A second signal ends everything at once. An engine process that dies, or whose model cannot be loaded again, is started again and again:
+after FIRST_RESTART_SECONDS, then after twice as long each time, up to LAST_RESTART_SECONDS. The other models keep answering.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from headway.serve.served_model import ServedModel
 if TYPE_CHECKING:
     import uvicorn
 
-RESTART_SECONDS = 600.0
+FIRST_RESTART_SECONDS = 0.5
+LAST_RESTART_SECONDS = 60.0
+STEADY_SECONDS = 600.0
+"""An engine that ran for so long had recovered: its next restart waits as shortly as the first."""
 LOOK_SECONDS = 1.0
 LAST_BYTES_SECONDS = 2.0
 """For the errors of requests that are cut off at the end."""
@@ -103,8 +107,7 @@ class ModelServer:
         self.clients = [EngineClient(setup, partial(self._engine_lost, number)) for number, setup in enumerate(options.models)]
         self.state: ServeState | None = None
         self.http: uvicorn.Server | None = None
-        self.problem: str | None = None
-        self._restarted = [float("-inf")] * len(self.clients)
+        self._waits = [RestartWaits() for _ in self.clients]
         self._tasks: set[asyncio.Task[Any]] = set()
         self._signals = 0
         self._last_signal = signal.SIGTERM
@@ -128,6 +131,8 @@ class ModelServer:
             if self._now.is_set():
                 for client in self.clients:
                     client.kill()
+            if self.state is not None:
+                await self.state.close()
             await asyncio.gather(*(client.close() for client in self.clients))
 
     async def _load(self) -> bool:
@@ -185,17 +190,15 @@ class ModelServer:
         assert self.state is not None and self.http is not None
         await self._stop.wait()
         self.state.is_draining = True
-        if self.problem is None and self.state.active and not self._now.is_set():
+        if self.state.active and not self._now.is_set():
             log.info("stopping: %d running requests may end within %g s", len(self.state.active), self.options.limits.drain_seconds)
-        deadline = time.monotonic() + (self.options.limits.drain_seconds if self.problem is None else 0)
+        deadline = time.monotonic() + self.options.limits.drain_seconds
         while self.state.active and not self._now.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self.state.active and not self._now.is_set():
             await self._cut_off()
         self.http.force_exit = bool(self.state.active) or self._now.is_set()
         self.http.should_exit = True
-        if self.problem is not None:
-            raise HeadwayError(self.problem)
         if self._now.is_set():
             log.info("stopped at once")
             return 128 + self._last_signal
@@ -231,31 +234,51 @@ class ModelServer:
         self._stop.set()
 
     def _engine_lost(self, number: int, how: str) -> None:
-        """An engine process ended: start it again, or end the server if that did not help."""
-        name = self.clients[number].setup.name
-        if self._stop.is_set():
-            return
-        if time.monotonic() - self._restarted[number] < RESTART_SECONDS:
-            self._give_up(f"the engine of model {name!r} {how} again. See its log above; where it was killed, lower --cache-gib.")
-            return
-        self._restarted[number] = time.monotonic()
-        log.error("the engine of model %r %s; its requests got an error. It is started again.", name, how)
-        self._spawn(self._restart(number))
+        """An engine process ended: start it again."""
+        if not self._stop.is_set():
+            self._spawn(self._restart(number, how))
 
-    async def _restart(self, number: int) -> None:
-        client = self.clients[number]
+    async def _restart(self, number: int, how: str) -> None:
+        """Start an engine until it runs. Each start waits longer, so that a model that cannot be loaded costs next to nothing."""
         assert self.state is not None
-        try:
-            await client.start()
-        except HeadwayError as problem:
-            self._give_up(f"the engine of model {client.setup.name!r} cannot be started again: {problem}")
+        client = self.clients[number]
+        name = client.setup.name
+        while True:
+            wait = self._waits[number].next(time.monotonic())
+            client.problem = how
+            client.retry_at = time.monotonic() + wait
+            log.error("the engine of model %r %s; its requests get 503. It is started again in %g s.", name, how, wait)
+            await asyncio.sleep(wait)
+            try:
+                await client.start()
+            except (HeadwayError, OSError) as problem:
+                how = f"cannot be started: {str(problem).rstrip('.')}"
+                continue
+            self._waits[number].started(time.monotonic())
+            self.state.metrics.restarts[name] += 1
+            log.info("the engine of model %r runs again", name)
             return
-        self.state.metrics.restarts[client.setup.name] += 1
-        log.info("the engine of model %r runs again", client.setup.name)
 
-    def _give_up(self, problem: str) -> None:
-        self.problem = problem
-        self._stop.set()
+
+class RestartWaits:
+    """How long each restart of an engine waits: twice as long as the last one, until the engine has run for a while."""
+
+    def __init__(self) -> None:
+        self._wait = FIRST_RESTART_SECONDS
+        self._started = float("inf")
+
+    def started(self, now: float) -> None:
+        """The engine runs."""
+        self._started = now
+
+    def next(self, now: float) -> float:
+        """Seconds before the next start."""
+        if now - self._started >= STEADY_SECONDS:
+            self._wait = FIRST_RESTART_SECONDS
+        self._started = float("inf")
+        wait = self._wait
+        self._wait = min(LAST_RESTART_SECONDS, wait * 2)
+        return wait
 
 
 def _url(host: str, port: int) -> str:

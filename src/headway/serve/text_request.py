@@ -12,6 +12,8 @@ from headway.serve.generation_fields import GenerationFields, read_generation
 MAX_LOGPROBS = 5
 MAX_PROMPTS = 256
 MAX_INPUTS = 2048
+MAX_IDS = 4 << 20
+"""Of all prompts of a request."""
 DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions, as OpenAI documents it."""
 PromptInput = str | tuple[int, ...]
@@ -82,6 +84,8 @@ def _inputs(fields: BodyFields, field: str, most: int) -> tuple[PromptInput, ...
         raise fields.wrong(field, expected)
     listed = cast(list[Any], given)
     if _is_ids(listed):
+        if len(listed) > MAX_IDS:
+            raise bad_field(field, f"has {len(listed)} token ids; at most {MAX_IDS} are read.")
         return (tuple(cast(list[int], listed)),)
     if len(listed) > most:
         raise bad_field(field, f"is a list of {len(listed)}; at most {most} are answered at once.")
@@ -93,6 +97,9 @@ def _inputs(fields: BodyFields, field: str, most: int) -> tuple[PromptInput, ...
             found.append(tuple(cast(list[int], one)))
         else:
             raise fields.wrong(field, expected)
+    num_ids = sum(len(one) for one in found if isinstance(one, tuple))
+    if num_ids > MAX_IDS:
+        raise bad_field(field, f"has {num_ids} token ids; at most {MAX_IDS} are read.")
     return tuple(found)
 
 

@@ -287,6 +287,45 @@ def test_other_sites_and_other_names_are_refused(server: RunningServer) -> None:
     assert "access-control-allow-origin" not in client.get("/v1/models").headers
 
 
+def until_ok(server: RunningServer) -> None:
+    """Wait until every model answers."""
+    deadline = time.monotonic() + 60
+    while (health := server.client().get("/health").json())["status"] != "ok":
+        assert time.monotonic() < deadline, health
+        time.sleep(0.05)
+
+
+def test_an_engine_that_dies_again_and_again_fails_its_requests_alone(server: RunningServer) -> None:
+    for how, reason in (
+        ("[kill]", "was killed by SIGKILL"),
+        ("[raise]", "ended with exit code 1 (RuntimeError: an injected error)"),
+        ("[die]", "ended with exit code 3"),
+    ):
+        (server.signs / "hold").touch()
+        died = complete(server, how, model="plain")
+        assert reason in refused(died, 503) and died.headers["Retry-After"] and died.json()["error"]["code"] == "engine_died"
+        waiting = complete(server, "[[a]]", model="plain")
+        # The other model and its adapter never notice.
+        assert complete(server, "[[other]]").json()["choices"][0]["text"] == "other"
+        assert reason in refused(waiting, 503) and int(waiting.headers["Retry-After"]) >= 1
+        answer = server.client().get("/health")
+        health = answer.json()
+        assert (answer.status_code, health["status"]) == (200, "degraded")
+        assert health["models"] == {"m": "ok", "plain": "engine not running"} and reason in health["down"]["plain"]["reason"]
+        (server.signs / "hold").unlink()
+        until_ok(server)
+        assert complete(server, "[[again]]", model="plain").json()["choices"][0]["text"] == "again"
+    metrics = server.client().get("/metrics").text
+    assert 'headway_engine_restarts_total{model="plain"} 3' in metrics and 'headway_engine_up{model="plain"} 1' in metrics
+    assert server.process.poll() is None
+
+
+def test_whatever_a_request_raises_while_it_is_taken_fails_that_request_alone(server: RunningServer) -> None:
+    assert "Panic: an injected panic" in refused(complete(server, "[panic]"), 500)
+    assert complete(server, "[[after]]").json()["choices"][0]["text"] == "after"
+    assert server.client().get("/health").json()["status"] == "ok"
+
+
 def test_health_counters_and_what_the_page_asks(server: RunningServer) -> None:
     client = server.client()
     ask(server)

@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from headway.serve.constraints import call_grammar, constraint_factory, schema_g
 from headway.serve.frames import FrameReader, pack
 from headway.serve.limits import RateLimit
 from headway.serve.metrics import Histogram
-from headway.serve.server import _http_server
+from headway.serve.server import RestartWaits, _http_server
 from headway.serve.tool_calls import ToolCallReader, tool_format
 from headway.tokenizer.chat_template import BUILT_IN
 
@@ -138,6 +140,15 @@ def test_frames_survive_any_cut() -> None:
         assert [one for at in range(0, len(data), size) for one in reader.feed(data[at : at + size])] == messages
 
 
+def test_restarts_wait_longer_each_time_until_the_engine_has_run_for_a_while() -> None:
+    waits = RestartWaits()
+    assert [waits.next(0.0) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
+    waits.started(100.0)
+    assert waits.next(101.0) == 60
+    waits.started(200.0)
+    assert waits.next(900.0) == 0.5
+
+
 def test_a_histogram_counts_what_is_below_each_bound() -> None:
     found = Histogram((0.1, 1.0))
     for value in (0.05, 0.1, 0.5, 9.0):
@@ -163,20 +174,82 @@ def test_masks_of_all_models_or_of_one() -> None:
     assert [choice.window for choice in chosen._masks(["a", "b"]).values()] == [None, 64]
 
 
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    """Answers when the whole body has arrived."""
+    while (await receive()).get("more_body"):
+        continue
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@asynccontextmanager
+async def listening_with(most: int) -> AsyncIterator[tuple[str, int]]:
+    """The address of a server with at most so many connections."""
+    protocol = connections.bounded_protocol(most, 1.0)
+    http = _http_server(uvicorn.Config(answer, http=protocol, lifespan="off", log_config=None, ws="none"))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = asyncio.create_task(http.serve(sockets=[listening]))
+        yield listening.getsockname()
+        http.force_exit = http.should_exit = True
+        await serving
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"", b"GET / HTTP/1.1\r\nHost:", b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf"],
+    ids=["silent", "half a head", "half a body"],
+)
+def test_half_open_connections_lock_nobody_out(begun: bytes) -> None:
+    async def run() -> None:
+        async with listening_with(8) as address:
+            held = []
+            for _ in range(20):
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(begun)
+                await writer.drain()
+                held.append(writer)
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nbody")
+                assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] == b"200"
+                held.append(writer)
+            for writer in held:
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_many_honest_clients_share_the_connections() -> None:
+    """64 clients of one address with a half-open flood beside them; every answer arrives."""
+
+    async def ask(address: tuple[str, int]) -> int:
+        answered = 0
+        reader, writer = await asyncio.open_connection(*address)
+        for _ in range(3):
+            writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nbody")
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            answered += head.split()[1] == b"200"
+        writer.close()
+        return answered
+
+    async def run() -> None:
+        async with listening_with(128) as address:
+            flood = [await asyncio.open_connection(*address) for _ in range(150)]
+            answered = await asyncio.gather(*(ask(address) for _ in range(64)))
+            assert answered == [3] * 64
+            for _, writer in flood:
+                writer.close()
+
+    asyncio.run(run())
+
+
 def test_a_head_that_never_ends_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
 
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
-
     async def run() -> None:
-        protocol = connections.bounded_protocol(10, 1.0)
-        http = _http_server(uvicorn.Config(answer, http=protocol, lifespan="off", log_config=None, ws="none"))
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            serving = asyncio.create_task(http.serve(sockets=[listening]))
+        async with listening_with(10) as address:
             for begun in (b"", b"GET / HTTP/1.1\r\nHost:"):
-                reader, writer = await asyncio.open_connection(*listening.getsockname())
+                reader, writer = await asyncio.open_connection(*address)
                 writer.write(begun)
                 try:
                     found = await asyncio.wait_for(reader.read(), 10)
@@ -184,7 +257,5 @@ def test_a_head_that_never_ends_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
                     found = b""
                 assert found == b""
                 writer.close()
-            http.should_exit = True
-            await serving
 
     asyncio.run(run())
