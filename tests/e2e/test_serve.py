@@ -1,11 +1,17 @@
 """A real server with a tiny model, asked by OpenAI's own client: the same answers as `headway generate`, alone and together."""
 
 import json
-from collections.abc import Iterator
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -158,3 +164,54 @@ def test_mistakes_arrive_as_openais_errors(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="leaves no room"):
         client.completions.create(model="tiny", prompt="x" * 1100)
     assert [one.id for one in client.models.list()] == ["tiny", "law"]
+
+
+def engines_of(server: RunningServer) -> list[int]:
+    """The process ids of its engines, oldest first."""
+    listed = subprocess.run(
+        ["pgrep", "-P", str(server.process.pid), "-f", "headway.serve.engine_process"], capture_output=True, text=True, check=False
+    )
+    return sorted(map(int, listed.stdout.split()))
+
+
+@pytest.mark.slow
+def test_killed_engines_come_back_and_a_folder_that_is_gone_is_a_visible_reason(folder: Path, tmp_path: Path) -> None:
+    moving = tmp_path / "moving"
+    shutil.copytree(folder, moving)
+    options = ("--device", "cpu", "--cache-gib", "0.05", "--max-running", "4")
+    models = ("--model", f"steady={folder}", "--model", f"moving={moving}")
+
+    def ask(model: str) -> httpx.Response:
+        return server.client().post("/v1/completions", json={"model": model, "prompt": "Once", "max_tokens": 4, "temperature": 0})
+
+    def health() -> Any:
+        return server.client().get("/health").json()
+
+    def until(is_there: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not is_there():
+            assert time.monotonic() < deadline, server.log()
+            time.sleep(0.05)
+
+    with serving(*models, *options, stand_in=False) as server:
+        expected = ask("moving").json()["choices"][0]["text"]
+        first, second = engines_of(server)
+        os.kill(second, signal.SIGKILL)
+        until(lambda: health()["status"] != "ok")
+        (down,) = health()["down"]
+        steady = "moving" if down == "steady" else "steady"
+        assert "SIGKILL" in ask(down).json()["error"]["message"] and ask(steady).status_code == 200
+        until(lambda: health()["status"] == "ok")
+        assert ask(down).json()["choices"][0]["text"] == expected
+        # Again, and this time the folder is gone when it is started.
+        moving.rename(tmp_path / "away")
+        for engine in engines_of(server):
+            os.kill(engine, signal.SIGKILL)
+        until(lambda: "cannot be started" in health().get("down", {}).get("moving", {}).get("reason", ""))
+        until(lambda: health()["models"]["steady"] == "ok")
+        assert ask("steady").json()["choices"][0]["text"] == expected
+        refused = ask("moving")
+        assert refused.status_code == 503 and "moving" in refused.json()["error"]["message"] and refused.headers["Retry-After"]
+        (tmp_path / "away").rename(moving)
+        until(lambda: health()["status"] == "ok")
+        assert ask("moving").json()["choices"][0]["text"] == expected and first not in engines_of(server)

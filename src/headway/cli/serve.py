@@ -135,7 +135,7 @@ class LimitFlags:
     drain_seconds: float = typer.Option(30.0, help="After SIGTERM: seconds that running requests have to end.", min=0)
     decoders: int = typer.Option(2, help="Processes that decode pictures and sounds.", min=1)
     media_megapixels: float = typer.Option(256.0, help="Million pixels of all pictures of a request.")
-    media_seconds: float = typer.Option(20.0, help="Seconds to decode the pictures and sounds of a request.")
+    media_seconds: float = typer.Option(30.0, help="Seconds to decode the pictures and sounds of a request.")
     media_gib: float = typer.Option(2.0, help="GiB of memory of a process that decodes.")
 
     def limits(self, *, is_loopback: bool) -> ServeLimits:

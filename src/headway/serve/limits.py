@@ -36,7 +36,7 @@ class ServeLimits:
     """Processes that decode pictures and sounds."""
     media_pixels: int = 256_000_000
     """Of all pictures of a request."""
-    media_seconds: float = 20.0
+    media_seconds: float = 30.0
     """To decode the pictures and sounds of a request."""
     media_bytes: int = 2 << 30
     """Memory of a process that decodes."""
