@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, HeadwayError
 from headway.infer.decode import COMPILE_FROM_STEPS, RECORD_FROM_STEPS
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.ranks import build_engine
@@ -248,7 +248,9 @@ class _Sequence:
         if at_stop:
             self.stopped_by = "stop"
         elif event.finished is not None:
-            assert event.finished not in ("cancelled", "error")
+            if event.error is not None:
+                raise HeadwayError(f"a text cannot be continued after {len(self.new)} tokens: {event.error}")
+            assert event.finished not in ("cancelled", "error", "grammar")
             self.stopped_by = event.finished
         if self.say is not None:
             piece = piece if self.stopped_by is None else self.result().text[self._shown :]

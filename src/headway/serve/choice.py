@@ -16,7 +16,7 @@ from headway.serve.tool_calls import ToolCall, ToolCallReader
 from headway.tokenizer.load import Tokenizer
 
 LEAST_LOGPROB = -9999.0
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+REASONS = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length", "context": "length"}
 
 
 class ChoicePiece(NamedTuple):

@@ -208,7 +208,7 @@ def test_a_constraint_decides_which_tokens_follow(loaded: LoadedModel, lag: bool
     alone = run(engine, [free])[0]
     events = collect(engine, [EngineRequest((1, 2, 3), 20, constraint="5 99 200 31 32", ignore_eos=True), free])
     assert [token for event in events[0] for token in event.tokens] == [5, 99, 200, 31, 32]
-    assert events[0][-1].finished == "stop"
+    assert events[0][-1].finished == "grammar"
     assert [token for event in events[1] for token in event.tokens] == alone
 
 

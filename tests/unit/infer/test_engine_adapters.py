@@ -1,38 +1,15 @@
 """Adapters chosen per request: each text is that of the model with this adapter merged, in one batch with others."""
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from support.byte_model import CONFIG, write_model
+from support.peft_folder import write_adapter
 
 from headway.errors import ConfigError
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.request import EngineOptions, EngineRequest, Speculation
 from headway.infer.load import load_model
-
-SHAPES = {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (16, 32), "mlp.down_proj": (32, 48), "mlp.up_proj": (48, 32)}
-
-
-def write_adapter(folder: Path, base: Path, seed: int, rank: int, names: tuple[str, ...], **more: object) -> Path:
-    """A PEFT folder with random updates of some linears."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": [name.split(".")[1] for name in names]}
-    (folder / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(base), **more}))
-    tensors: dict[str, torch.Tensor] = {}
-    for layer in range(2):
-        for name in names:
-            outputs, inputs = SHAPES[name]
-            path = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.3
-            tensors[f"{path}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * 0.3
-            if more.get("use_dora"):
-                tensors[f"{path}.lora_magnitude_vector"] = torch.ones(outputs)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return folder
 
 
 def run(engine: InferenceEngine, requests: list[EngineRequest]) -> list[list[int]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway.cli import main
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, HeadwayError
 from headway.export.huggingface import export_huggingface
 from headway.infer.generate import GenerateOptions, generate, prompt_ids, read_prompts
 from headway.infer.load import LoadedModel, find_model, load_model
@@ -187,3 +187,8 @@ def test_a_folder_that_is_no_model_says_what_is_missing(tmp_path: Path, folder: 
         find_model(tmp_path)
     (tmp_path / "final").symlink_to(folder)
     assert find_model(tmp_path).config.vocab_size == 320
+
+
+def test_a_text_that_cannot_be_continued_ends_in_one_line(loaded: LoadedModel) -> None:
+    with pytest.raises(HeadwayError, match="cannot be continued after 0 tokens: no token can follow"):
+        generate(loaded, ["a"], GenerateOptions(4, sampling=Sampling(0.9, repetition_penalty=1e-300)))

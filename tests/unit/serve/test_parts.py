@@ -15,9 +15,12 @@ from support.chat_tokenizer import byte_tokenizer
 
 from headway.cli.serve import ServedModels, split_adapter, split_model
 from headway.errors import ConfigError
+from headway.infer.engine.text import RequestText
 from headway.serve import connections
 from headway.serve.api_errors import ApiError
+from headway.serve.choice import Choice
 from headway.serve.constraints import call_grammar, constraint_factory, schema_grammar
+from headway.serve.engine_client import Mailbox, RequestStream
 from headway.serve.frames import FrameReader, pack
 from headway.serve.limits import RateLimit
 from headway.serve.metrics import Histogram
@@ -118,6 +121,24 @@ def test_a_schema_that_cannot_be_used_is_refused(schema: dict[str, object]) -> N
     with pytest.raises(ApiError, match="response_format") as caught:
         schema_grammar(schema)
     assert caught.value.status == 400 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("reason", "reported"), [("grammar", 2), ("eos", 1), ("stop", 1), ("length", 2)])
+def test_a_text_that_its_grammar_completes_keeps_the_log_probability_of_its_last_token(reason: Any, reported: int) -> None:
+    """An end id is no part of the text, and its log-probability is left out; the last token of a grammar's text is."""
+    tokenizer = byte_tokenizer()
+    assert tokenizer.eos_id is not None
+    last = tokenizer.encode("b")[0] if reported == 2 else tokenizer.eos_id
+    stream = RequestStream(1, Mailbox(), 3, False)
+    stream.tokens = [tokenizer.encode("a")[0], last]
+    stream.logprobs = [(stream.tokens[0], -1.0, ()), (last, -2.0, ())]
+    stream.finished = reason
+    choice = Choice(0, stream, RequestText(tokenizer, []))
+    piece = choice.take()
+    assert piece is not None
+    assert piece.text == "ab"[:reported]
+    assert [logprob for _, logprob, _ in piece.logprobs] == [-1.0, -2.0][:reported]
+    assert choice.finish == ("length" if reason == "length" else "stop")
 
 
 def test_a_client_above_its_rate_waits() -> None:

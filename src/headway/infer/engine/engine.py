@@ -7,20 +7,25 @@
               that turns out to have ended has then taken part in one step too many, whose token is dropped.
     memory    fixed at the start. A request waits until its prompt fits. Where decoding runs out of pages, the youngest sequence gives
               its pages back and is computed again later, with the same result.
+    failures  what the grammar, the sampling or the media of a request raise ends this request alone, with the reason in its last event
 
-No threads: the caller calls `step` as long as `busy`.
+The caller calls `step` as long as `busy`. Everything is done there, except that grammars are compiled in one thread: a large one takes a
+second, and requests that run do not wait for it.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 import torch
 
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError
 from headway.infer.engine.device import EngineDevice
 from headway.infer.engine.memory import EngineMemory, build_cache
 from headway.infer.engine.request import (
@@ -32,9 +37,11 @@ from headway.infer.engine.request import (
     QueueFull,
     RequestTooLarge,
     StopReason,
+    TokenConstraint,
+    failure_line,
 )
 from headway.infer.engine.results import PendingPrefill, PendingTokens, choose_tokens
-from headway.infer.engine.rounds import packed_media, plan_pieces
+from headway.infer.engine.rounds import check_media, packed_media, plan_pieces
 from headway.infer.engine.sampler import Sampler, has_penalties
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.engine.speculate import (
@@ -51,6 +58,9 @@ from headway.model.adapter.rows import load_adapters
 
 FIRST_TOKENS = 65_536
 """Times to first tokens that are remembered until `stats` is called."""
+COMPILE_SECONDS = 0.02
+"""A round that has nothing but grammars to wait for ends after this time, so that its caller can submit and cancel."""
+log = logging.getLogger("headway")
 
 
 class InferenceEngine:
@@ -86,6 +96,9 @@ class InferenceEngine:
         self._lag = loaded.device.type == "cuda" if options.lag == "auto" else options.lag
         self._lag = self._lag and guess is None  # guesses are made from tokens that were read
         self._waiting: deque[EngineSequence] = deque()
+        self._compiling: dict[EngineSequence, Future[TokenConstraint]] = {}
+        """Requests whose grammar is not ready."""
+        self._compiler: ThreadPoolExecutor | None = None
         self._running: list[EngineSequence] = []
         """Oldest first."""
         self._sequences: dict[int, EngineSequence] = {}
@@ -107,8 +120,8 @@ class InferenceEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for one."""
-        return len(self._waiting)
+        """Requests that wait for one, or for their grammar."""
+        return len(self._waiting) + len(self._compiling)
 
     def warm_up(self) -> None:
         """Compile and record now; otherwise the first requests wait for it."""
@@ -133,29 +146,67 @@ class InferenceEngine:
             raise ConfigError(f"adapter is {request.adapter!r}; loaded are: {', '.join(self._adapters) or 'none'}.")
         if any(token >= self.vocab for token, _ in request.sampling.logit_bias):
             raise ConfigError(f"logit_bias has an id outside the vocabulary of {self.vocab}.")
-        if len(self._waiting) >= self.options.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting; no more are taken now. Try again later.")
-        one = EngineSequence(self._next, request, self.context - len(request.prompt), self.loaded.end_ids)
+        if request.media is not None:
+            check_media(self.loaded.config.media, request)
+        if self.num_waiting >= self.options.max_waiting:
+            raise QueueFull(f"{self.num_waiting} requests are waiting; no more are taken now. Try again later.")
+        sequence = EngineSequence(self._next, request, self.context - len(request.prompt), self.loaded.end_ids)
         if request.constraint is not None:
-            if self._constraints is None:
-                raise ConfigError("constraint is set; this engine has no constraint factory.")
-            one.constraint = self._constraints(request.constraint)
+            self._compile(sequence, request.constraint)
+        else:
+            self._waiting.append(sequence)
         self._next += 1
-        self._waiting.append(one)
-        self._sequences[one.number] = one
-        return one.number
+        self._sequences[sequence.number] = sequence
+        return sequence.number
+
+    def _compile(self, sequence: EngineSequence, grammar: str) -> None:
+        """Make its constraint; it waits for a slot once that is ready."""
+        if self._constraints is None:
+            raise ConfigError("constraint is set; this engine has no constraint factory.")
+        if self.loaded.part is not None:
+            # Ranks that share the layers admit requests in the same round, however long each of them compiles.
+            try:
+                sequence.constraint = self._constraints(grammar)
+            except Exception as problem:
+                raise ConfigError(failure_line(problem)) from problem
+            self._waiting.append(sequence)
+            return
+        if self._compiler is None:
+            self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compiling[sequence] = self._compiler.submit(self._constraints, grammar)
+
+    def _take_compiled(self) -> None:
+        """Requests whose grammar is ready wait for a slot; those whose grammar cannot be used have failed."""
+        if not self._compiling:
+            return
+        if len(self._compiling) == len(self._sequences) and not self._events:
+            wait_for(self._compiling.values(), COMPILE_SECONDS, FIRST_COMPLETED)
+        for sequence, constraint in list(self._compiling.items()):
+            if not constraint.done():
+                continue
+            del self._compiling[sequence]
+            try:
+                sequence.constraint = constraint.result()
+            except Exception as problem:
+                self._fail(sequence, failure_line(problem))
+            else:
+                self._waiting.append(sequence)
 
     def cancel(self, request: int) -> None:
         """End a request; its last event says so. One that has ended is left alone."""
         one = self._sequences.get(request)
-        if one is not None:
-            if one.slot < 0:
-                self._waiting.remove(one)
-            self._end(one, "cancelled")
+        if one is None:
+            return
+        if one in self._compiling:
+            self._compiling.pop(one).cancel()
+        elif one.slot < 0:
+            self._waiting.remove(one)
+        self._end(one, "cancelled")
 
     @torch.inference_mode()
     def step(self) -> list[EngineEvent]:
         """One round. What is ready comes out; nothing while the first tokens are on their way."""
+        self._take_compiled()
         self._admit()
         launched = [one for one in (self._launch_decode(), self._launch_prefill()) if one is not None]
         self._steps += bool(launched)
@@ -176,11 +227,18 @@ class InferenceEngine:
                 assert not idle, "submit refuses what does not fit"
                 return
             one = self._waiting.popleft()
-            if has_penalties(one.request.sampling):
-                self._sampler.occurrences.start(one.slot, one.request.prompt, one.tokens[len(one.request.prompt) :])
             self._running.append(one)
             self._running.sort(key=lambda other: other.number)
-            self._cached_tokens += one.cached_tokens
+            if not one.was_admitted:
+                one.was_admitted = True
+                # Pages that a preempted sequence finds when it comes back are its own work.
+                one.cached_tokens = one.computed
+                self._cached_tokens += one.cached_tokens
+            if has_penalties(one.request.sampling):
+                try:
+                    self._sampler.occurrences.start(one.slot, one.request.prompt, one.tokens[len(one.request.prompt) :])
+                except Exception as problem:  # the counts of a large vocabulary may find no memory
+                    self._fail(one, failure_line(problem))
 
     def _launch_decode(self) -> PendingTokens | PendingGuesses | None:
         rows = [one for one in self._running if one.is_ready]
@@ -206,17 +264,21 @@ class InferenceEngine:
     def _make_room(self, one: EngineSequence) -> None:
         """A page for one more token; the youngest sequences are preempted where none is left."""
         while one.is_ready and not self._memory.grow(one, one.computed + 1):
-            pending, self._pending = self._pending, []
-            for some in pending:
-                self._read(some)
+            self._read_pending()
             if not one.ended and not self._memory.grow(one, one.computed + 1):
                 self._preempt(self._running[-1])
 
+    def _read_pending(self) -> None:
+        """Wait for everything that was launched."""
+        pending, self._pending = self._pending, []
+        for some in pending:
+            self._read(some)
+
     def _preempt(self, one: EngineSequence) -> None:
-        """Give its memory back; it waits as the first and is computed again."""
+        """Give its memory back; it waits as the first and is computed again. Nothing of it may be on its way (`_read_pending`)."""
         self._memory.release(one)
         self._running.remove(one)
-        one.target, one.keep_at = len(one.tokens), 0
+        one.restart()
         self._waiting.appendleft(one)
         self._preempted += 1
 
@@ -245,15 +307,18 @@ class InferenceEngine:
     def _read(self, pending: PendingTokens | PendingGuesses | PendingPrefill) -> None:
         for result in pending.read():
             one = result.sequence
-            one.in_flight -= result.token is not None
+            one.in_flight -= result.was_chosen
             if one.ended:
+                continue
+            if result.error is not None:
+                self._fail(one, result.error)
                 continue
             reason: StopReason | None = None
             if result.token is not None:
                 try:
                     reason = one.add(result.token)
-                except HeadwayError as problem:  # a constraint that cannot take its own token
-                    self._end(one, "error", error=str(problem))
+                except Exception as problem:  # a constraint that cannot take its own token
+                    self._fail(one, failure_line(problem))
                     continue
                 self._generated += 1
             elif one.most == 0:
@@ -278,6 +343,11 @@ class InferenceEngine:
             if reason is not None:
                 self._forget(one)
 
+    def _fail(self, one: EngineSequence, error: str) -> None:
+        """End a request that cannot be answered, for a reason of its own."""
+        log.warning("request %d failed alone: %s", one.number, error)
+        self._end(one, "error", error)
+
     def _end(self, one: EngineSequence, reason: StopReason, error: str | None = None) -> None:
         self._events.append(EngineEvent(one.number, (), finished=reason, error=error))
         self._forget(one)
@@ -296,7 +366,7 @@ class InferenceEngine:
         self._first.clear()
         return EngineStats(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=self.num_waiting,
             cache_bytes_used=self._memory.bytes_used(),
             cache_bytes_budget=self.cache.num_bytes,
             prompt_tokens=self._prompt_tokens,

@@ -110,7 +110,7 @@ class EngineMemory:
             return False
         one.slot = self._free_slots.pop()
         one.pages = list(found.pages)
-        one.computed = one.cached_tokens = len(found.pages) * self._page_tokens
+        one.computed = len(found.pages) * self._page_tokens
         # Another sequence has the same beginning: where it ends, a copy of the rings will be of use.
         one.keep_at = found.known * self._page_tokens if found.known > len(found.pages) else 0
         self._entries += [(one.slot, index, page) for index, page in enumerate(found.pages)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError, HeadwayError, first_line
 from headway.infer.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     from headway.store.media_items import MediaItem
 
-StopReason = Literal["eos", "stop", "length", "context", "cancelled", "error"]
-"""eos: an end id; stop: one of stop_ids or a stop text; length: max_new_tokens; context: the model's max_seq_len."""
+StopReason = Literal["eos", "stop", "grammar", "length", "context", "cancelled", "error"]
+"""eos: an end id; stop: one of stop_ids or a stop text; grammar: the text of its grammar is complete, and the last token belongs to it;
+length: max_new_tokens; context: the model's max_seq_len; error: its own grammar, sampling or media failed (`EngineEvent.error`)."""
 
 
 class RequestTooLarge(ConfigError):
@@ -28,6 +29,13 @@ class RequestTooLarge(ConfigError):
 
 class QueueFull(HeadwayError):
     """As many requests wait as may wait; the same request may succeed later."""
+
+
+def failure_line(problem: BaseException) -> str:
+    """An exception that ended a request, as one line for its client."""
+    if isinstance(problem, HeadwayError):
+        return str(problem)
+    return f"{type(problem).__name__}: {first_line(problem)}."
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,8 @@ class EngineRequest:
             raise ConfigError("prompt is empty; it must have at least one token.")
         if self.max_new_tokens < 1 and not (self.embed or self.prompt_logprobs):
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more.")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ConfigError(f"logprobs is {self.logprobs}; it must be 0 (the chosen token alone) or more.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +125,12 @@ class TokenConstraint(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """Nothing may follow: the text is complete. The request then ends with "stop"."""
+        """Nothing may follow: the text is complete. The request then ends with "grammar"."""
         ...
 
 
 ConstraintFactory = Callable[[str], TokenConstraint]
-"""`EngineRequest.constraint` -> a fresh constraint; raises ConfigError where it cannot be read."""
+"""`EngineRequest.constraint` -> a fresh constraint; raises where it cannot be read. Called in a thread of its own."""
 
 
 MAX_SPECULATED = 32

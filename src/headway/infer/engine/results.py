@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from headway.infer.engine.device import EngineDevice
-from headway.infer.engine.request import TokenLogprobs
+from headway.infer.engine.request import TokenLogprobs, failure_line
 from headway.infer.engine.rounds import PieceOf
-from headway.infer.engine.sampler import Sampler
+from headway.infer.engine.sampler import NO_TOKEN, RowChoice, Sampler
 from headway.infer.engine.sequence import EngineSequence
+from headway.infer.sampling import Sampling
 from headway.model.paged_cache import to_device
 
 LOGPROB_TOKENS = 512
 """Prompt tokens whose log-probabilities exist at one time."""
+NOTHING_FOLLOWS = "no token can follow: under its penalties, biases and grammar, no score is a finite number."
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,17 @@ class SequenceResult:
     token: int | None
     logprobs: TokenLogprobs | None = None
     embedding: tuple[float, ...] | None = None
+    error: str | None = None
+    """Why it cannot be continued."""
+    was_chosen: bool = True
+    """A token was in flight for it."""
+
+
+def chosen_token(sequence: EngineSequence, token: int, logprobs: TokenLogprobs | None = None) -> SequenceResult:
+    """A token as the sampler gives it."""
+    if token == NO_TOKEN:
+        return SequenceResult(sequence, None, error=NOTHING_FOLLOWS)
+    return SequenceResult(sequence, token, logprobs)
 
 
 class HostTensors:
@@ -51,24 +64,38 @@ class HostTensors:
 class PendingTokens:
     """One new token of each of some sequences."""
 
-    def __init__(self, rows: Sequence[EngineSequence], tokens: torch.Tensor, scored: list[int], scores: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[EngineSequence],
+        tokens: torch.Tensor,
+        scored: list[int],
+        scores: list[torch.Tensor],
+        failures: Mapping[int, str] = {},
+    ) -> None:
+        """`scored`: the rows whose log-probabilities are in `scores`; `failures`: why some rows have no token."""
         self.rows = list(rows)
         self._scored = scored
+        self._failures = failures
         self._copy = HostTensors([tokens, *scores])
 
     def read(self) -> list[SequenceResult]:
         """Of every sequence."""
         tokens, *scores = self._copy.read()
         values: list[int] = tokens.tolist()
-        if not self._scored:
-            return [SequenceResult(one, token) for one, token in zip(self.rows, values, strict=True)]
-        chosen, ids, tops = (one.tolist() for one in scores)
-        made: list[TokenLogprobs | None] = [None] * len(values)
-        for place, row in enumerate(self._scored):
-            count = self.rows[row].request.logprobs or 0
-            top = tuple(zip(ids[place][:count], tops[place][:count], strict=True))
-            made[row] = TokenLogprobs(values[row], chosen[place], top)
-        return [SequenceResult(one, token, logprobs) for one, token, logprobs in zip(self.rows, values, made, strict=True)]
+        logprobs: list[TokenLogprobs | None] = [None] * len(values)
+        if self._scored:
+            chosen, ids, tops = (one.tolist() for one in scores)
+            for place, row in enumerate(self._scored):
+                count = self.rows[row].request.logprobs or 0
+                top = tuple(zip(ids[place][:count], tops[place][:count], strict=True))
+                logprobs[row] = TokenLogprobs(values[row], chosen[place], top)
+        results: list[SequenceResult] = []
+        for row, sequence in enumerate(self.rows):
+            if row in self._failures:
+                results.append(SequenceResult(sequence, None, error=self._failures[row]))
+            else:
+                results.append(chosen_token(sequence, values[row], logprobs[row]))
+        return results
 
 
 def choose_tokens(
@@ -80,21 +107,53 @@ def choose_tokens(
         for one in rows:
             one.in_flight += 1
         return PendingTokens(rows, last[to_device(torch.tensor([one.slot for one in rows]), on)], [], [])
-    choices = [one.choice(_mask(one, logits.shape[-1])) for one in rows]
+    failures: dict[int, str] = {}
+    choices: list[RowChoice] = []
+    for row, sequence in enumerate(rows):
+        try:
+            choice = sequence.choice(_mask(sequence, logits.shape[-1]))
+        except Exception as problem:  # its grammar or its draw; the others of the batch have theirs
+            failures[row] = failure_line(problem)
+            choice = RowChoice(sequence.slot, Sampling(), 0.0)
+        choices.append(choice)
     scored = [row for row, one in enumerate(rows) if one.request.logprobs is not None]
     raw = logits[to_device(torch.tensor(scored), on)] if scored else logits
     others = [row for row, choice in enumerate(choices) if not choice.is_greedy]
     slots = to_device(torch.tensor([one.slot for one in rows]), on)
     if not chosen:
         last[slots] = logits.argmax(-1)
-    if others:
-        at = to_device(torch.tensor(others), on)
-        last[slots[at]] = device.agree(sampler.choose(logits[at], [choices[row] for row in others]))
     tokens = last[slots]
-    scores = _logprobs(raw, tokens, scored, max((rows[row].request.logprobs or 0 for row in scored), default=0)) if scored else []
+    if others:
+        drawn, problems = draw_rows(sampler, logits, others, [choices[row] for row in others])
+        failures = {**problems, **failures}
+        tokens[to_device(torch.tensor(others), on)] = device.agree(drawn)
+        # A row without a token ends when it is read; a step may be launched before, and needs an id that exists.
+        last[slots] = tokens.clamp(min=0)
+    scores = []
+    if scored:
+        scores = _logprobs(raw, tokens.clamp(min=0), scored, max(rows[row].request.logprobs or 0 for row in scored))
     for one in rows:
         one.in_flight += 1
-    return PendingTokens(rows, tokens, scored, scores)
+    return PendingTokens(rows, tokens, scored, scores, failures)
+
+
+def draw_rows(
+    sampler: Sampler, logits: torch.Tensor, rows: Sequence[int], choices: Sequence[RowChoice]
+) -> tuple[torch.Tensor, dict[int, str]]:
+    """The sampler's tokens [n] of some rows of logits [N,V], and the rows that it cannot choose for, with the reason."""
+    try:
+        return sampler.choose(logits[to_device(torch.tensor(rows), logits.device)], choices), {}
+    except Exception as problem:
+        if len(rows) == 1:
+            return torch.full((1,), NO_TOKEN, device=logits.device), {rows[0]: failure_line(problem)}
+    # One of the rows is to blame, or all of them together take more memory than there is.
+    tokens: list[torch.Tensor] = []
+    problems: dict[int, str] = {}
+    for row, choice in zip(rows, choices, strict=True):
+        token, problem = draw_rows(sampler, logits, [row], [choice])
+        tokens.append(token)
+        problems |= problem
+    return torch.cat(tokens), problems
 
 
 def _mask(one: EngineSequence, vocab: int) -> np.ndarray | None:
@@ -120,6 +179,7 @@ class PendingPrefill:
         self._tokens, self._embedded, self._only = tokens, embedded, only
         self._sums = HostTensors([one.hidden_sum for one in embedded if one.hidden_sum is not None])
         self._scores: list[tuple[EngineSequence, int, HostTensors]] = []
+        self._failures: list[SequenceResult] = []
 
     @staticmethod
     def of(device: EngineDevice, sampler: Sampler, hidden: torch.Tensor, work: Sequence[PieceOf]) -> PendingPrefill:
@@ -127,6 +187,7 @@ class PendingPrefill:
         begin = 0
         last: list[int] = []
         scores: list[tuple[EngineSequence, int, HostTensors]] = []
+        failures: list[SequenceResult] = []
         for one, piece in work:
             part = hidden[begin : begin + piece.count]
             begin += piece.count
@@ -134,7 +195,10 @@ class PendingPrefill:
                 total = part.float().sum(0)
                 one.hidden_sum = total if one.hidden_sum is None else one.hidden_sum + total
             if one.request.prompt_logprobs and piece.start < len(one.request.prompt) - 1 and not one.sent_any:
-                scores += _prompt_scores(device, part, one, piece.start)
+                try:
+                    scores += _prompt_scores(device, part, one, piece.start)
+                except Exception as problem:  # scores of the whole vocabulary may find no memory
+                    failures.append(SequenceResult(one, None, error=failure_line(problem), was_chosen=False))
             if not one.is_reading and one.most > 0:
                 last.append(begin - 1)
         ended = [one for one, _ in work if not one.is_reading]
@@ -145,20 +209,21 @@ class PendingPrefill:
             tokens = choose_tokens(device, sampler, device.logits(hidden[at]), rows)
         found = PendingPrefill(tokens, [one for one in ended if one.request.embed], [one for one in ended if one.most == 0])
         found._scores = scores
+        found._failures = failures
         return found
 
     def read(self) -> list[SequenceResult]:
-        """Of every sequence whose prompt is complete."""
+        """Of every sequence whose prompt is complete or cannot be read."""
         for one, start, copy in self._scores:
             chosen, ids, tops = (part.tolist() for part in copy.read())
             for place, value in enumerate(chosen):
                 top = tuple(zip(ids[place], tops[place], strict=True))
                 one.prompt_logprobs.append(TokenLogprobs(one.request.prompt[start + place + 1], value, top))
         sums = dict(zip([one.number for one in self._embedded], self._sums.read(), strict=True))
-        found: list[SequenceResult] = []
+        found = list(self._failures)
         for one in self._only:
             mean = None if one.number not in sums else tuple((sums[one.number] / len(one.request.prompt)).tolist())
-            found.append(SequenceResult(one, None, embedding=mean))
+            found.append(SequenceResult(one, None, embedding=mean, was_chosen=False))
         return found + ([] if self._tokens is None else self._tokens.read())
 
 

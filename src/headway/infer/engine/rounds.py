@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from headway.errors import ConfigError
+from headway.infer.engine.request import EngineRequest
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.load import LoadedModel
+from headway.model.media_shape import MediaShape
 from headway.model.paged_layer import PrefillPiece
 from headway.model.projector import MediaTensors
 
@@ -28,6 +32,35 @@ def plan_pieces(reading: Sequence[EngineSequence], most: int, page_tokens: int) 
         found.append((one, PrefillPiece(one.slot, one.computed, count, pages)))
         most -= count
     return found
+
+
+def check_media(shape: MediaShape | None, request: EngineRequest) -> None:
+    """Refuse media that the model cannot read, before they are packed with those of other requests."""
+    media = request.media
+    assert media is not None
+    if shape is None:
+        raise ConfigError("the request has media; the model takes text alone.")
+    for item in media.items:
+        if item.modality not in shape.modalities:
+            raise ConfigError(f"the request has an item of {item.modality!r}; the model takes {', '.join(shape.modalities)}.")
+        kind = shape.of(item.modality)
+        if not 0 <= item.offset <= len(request.prompt) - kind.tokens:
+            raise ConfigError(
+                f"an item of {item.modality!r} stands at token {item.offset} and takes {kind.tokens}; the prompt has {len(request.prompt)}."
+            )
+        features = None
+        if item.content_hash is not None:
+            features = media.features.get(item.content_hash)
+        if features is None:
+            continue
+        expected = (kind.vectors, kind.width)
+        if tuple(features.shape) != expected or features.dtype.kind not in "fiu":
+            raise ConfigError(
+                f"features of {item.modality!r} are {features.dtype} of shape {tuple(features.shape)}; "
+                f"the model takes numbers of shape {expected}."
+            )
+        if not np.isfinite(features).all():
+            raise ConfigError(f"features of {item.modality!r} hold numbers that are not finite.")
 
 
 def packed_media(loaded: LoadedModel, work: Sequence[PieceOf]) -> MediaTensors | None:

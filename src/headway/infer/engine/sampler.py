@@ -19,6 +19,8 @@ from headway.runtime.device import wide
 
 MOST_LISTED = 1024
 """Up to this top-k the largest scores are selected; above, the vocabulary is sorted."""
+NO_TOKEN = -1
+"""Stands for the token of a row whose largest score is no finite number: nothing is allowed, or its penalties made infinities."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Sampler:
         self._bit = torch.arange(vocab, device=device)
 
     def choose(self, scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor:
-        """int64 [n] of scores [n,V], which may be changed."""
+        """int64 [n] of scores [n,V], which may be changed; NO_TOKEN where there is none."""
         device = self._device
         slots = to_device(torch.tensor([row.slot for row in rows]), device)
         penalised = [i for i, row in enumerate(rows) if has_penalties(row.sampling)]
@@ -103,7 +105,8 @@ class Sampler:
             scores[at] = scores[at].masked_fill(allowed == 0, -torch.inf)
         tokens = choose_rows(scores, rows)
         if penalised:
-            self.occurrences.add(slots[at := to_device(torch.tensor(penalised), device)], tokens[at])
+            at = to_device(torch.tensor(penalised), device)
+            self.occurrences.add(slots[at], tokens[at].clamp(min=0))
         return tokens
 
 
@@ -117,9 +120,10 @@ def _penalties(sampling: Sampling) -> tuple[float, float, float]:
 
 
 def choose_rows(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor:
-    """The token of each row, int64 [n]."""
+    """The token of each row, int64 [n]; NO_TOKEN where there is none."""
     vocab = scores.shape[-1]
-    greedy = scores.argmax(-1)
+    largest = scores.amax(-1)
+    greedy = scores.argmax(-1).where(largest > -torch.inf, NO_TOKEN)  # NaN is not above either
     if all(row.sampling.temperature == 0 for row in rows):
         return greedy
     limits = [1 if row.sampling.temperature == 0 else min(row.sampling.top_k or vocab, vocab) for row in rows]
@@ -146,8 +150,10 @@ def choose_rows(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor
     likely = likely.masked_fill((reached - likely >= top_p) | (rank >= top_k) | (likely < min_p * likely[:, :1]), 0.0)
     reached = likely.cumsum(-1)
     choice = torch.searchsorted(reached, draw * reached[:, -1:], right=True)
-    last = (likely > 0).sum(-1, keepdim=True) - 1
+    # A row without a token has no likely one, and -1 is no place to gather from.
+    last = ((likely > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
     chosen = token.gather(-1, torch.minimum(choice, last)).squeeze(-1).to(scores.device)
+    chosen = chosen.where(largest.isfinite(), NO_TOKEN)
     is_greedy = to_device(torch.tensor([row.sampling.temperature == 0 for row in rows]), scores.device)
     return torch.where(is_greedy, greedy, chosen)
 

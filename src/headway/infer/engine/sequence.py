@@ -25,7 +25,9 @@ class EngineSequence:
         self._prompt_length = len(request.prompt)
         """The prompt and every token that was read from the device."""
         self.most = 0 if request.embed else min(request.max_new_tokens, room)
-        self._ends = frozenset[int]() if request.ignore_eos else ends
+        # A grammar says where the text ends; an end id that it allows is such a place.
+        ignores_ends = request.ignore_eos and request.constraint is None
+        self._ends = frozenset[int]() if ignores_ends else ends
         self.constraint: TokenConstraint | None = None
         sampling = request.sampling
         self.is_plain = (
@@ -43,6 +45,8 @@ class EngineSequence:
         self.keep_at = 0
         """Where a copy of the rings is wanted while the prompt is read."""
         self.cached_tokens = 0
+        """Tokens of the prompt that the prefix cache had when the request was first admitted."""
+        self.was_admitted = False
         self.ended = False
         self.submitted = time.monotonic()
         self.sent_any = False
@@ -53,6 +57,16 @@ class EngineSequence:
         self.proposed = self.accepted = 0
         """Guesses so far, and those that were right."""
         self._names: list[bytes] = []
+
+    def restart(self) -> None:
+        """Its memory was given back, and everything launched was read: all tokens will be computed again.
+
+        What was summed up or collected of the prompt belongs to pieces that will come again."""
+        assert self.slot < 0 and self.in_flight == 0
+        self.target = len(self.tokens)
+        self.keep_at = 0
+        self.hidden_sum = None
+        self.prompt_logprobs = [None]
 
     @property
     def num_generated(self) -> int:
@@ -98,8 +112,10 @@ class EngineSequence:
             self.constraint.accept(token)
         if token in self._ends:
             return "eos"
-        if token in self.request.stop_ids or (self.constraint is not None and self.constraint.is_finished):
+        if token in self.request.stop_ids:
             return "stop"
+        if self.constraint is not None and self.constraint.is_finished:
+            return "grammar"
         if len(self.tokens) - self._prompt_length < self.most:
             return None
         return "length" if self.most == self.request.max_new_tokens else "context"

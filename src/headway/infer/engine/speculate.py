@@ -25,7 +25,7 @@ from headway.errors import ConfigError
 from headway.infer.engine.device import EngineDevice
 from headway.infer.engine.memory import EngineMemory, build_cache
 from headway.infer.engine.request import EngineOptions
-from headway.infer.engine.results import PendingTokens, SequenceResult, choose_tokens
+from headway.infer.engine.results import PendingTokens, SequenceResult, choose_tokens, chosen_token, draw_rows
 from headway.infer.engine.sampler import RowChoice, Sampler, has_penalties
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.load import LoadedModel, load_model
@@ -161,7 +161,8 @@ class DraftProposer:
 
     def _choose(self, logits: torch.Tensor, work: Sequence[tuple[EngineSequence, EngineSequence]], step: int) -> list[int]:
         choices = [_choice(one, step, shadow.slot) for one, shadow in work]
-        tokens = self._sampler.choose(logits.clone(), choices)
+        tokens, _ = draw_rows(self._sampler, logits, range(len(choices)), choices)
+        tokens = tokens.clamp(min=0)  # a row without a token has any guess
         self._device.last_token[torch.tensor([shadow.slot for _, shadow in work], device=tokens.device)] = tokens
         return tokens.tolist()
 
@@ -227,8 +228,8 @@ class PendingGuesses:
             self._speculator.checked(one, len(guesses), right)
             one.computed += len(new)
             one.in_flight += len(new)
-            found += [SequenceResult(one, token) for token in new]
-            ends.append((one.slot, new[-1], one.computed))
+            found += [chosen_token(one, token) for token in new]
+            ends.append((one.slot, max(new[-1], 0), one.computed))
         if ends:
             slots, last, lengths = zip(*ends, strict=True)
             device = self._device.cache.device
@@ -254,8 +255,8 @@ def check_guesses(
     guessed = [(one, guesses) for one, guesses in work if guesses]
     places = [begin + step for begin, (_, guesses) in zip(begins, work, strict=True) if guesses for step in range(len(guesses) + 1)]
     choices = [_choice(one, step, one.slot) for one, guesses in guessed for step in range(len(guesses) + 1)]
-    at = torch.tensor(places, device=logits.device)
-    pending = PendingGuesses(speculator, device, guessed, device.agree(sampler.choose(logits[at], choices)))
+    drawn, _ = draw_rows(sampler, logits, places, choices)
+    pending = PendingGuesses(speculator, device, guessed, device.agree(drawn))
     others = [(one, begin) for begin, (one, guesses) in zip(begins, work, strict=True) if not guesses]
     if others:
         plain = [one for one, _ in others]

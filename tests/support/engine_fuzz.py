@@ -1,0 +1,579 @@
+"""Random requests with every feature, random schedules in little memory, and a plain loop that says what each request must become.
+
+    plain loop    one request, no batch, no engine: every token after a forward over all tokens before it, with `sampling.choose`
+    schedule      an engine with a few pages and slots; requests are submitted, cancelled and preempted at random moments
+
+A difference is a text, a reason, a log-probability or an embedding that is not the plain loop's, or memory that was not given back.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headway.infer.engine.engine import InferenceEngine
+from headway.infer.engine.memory import build_cache
+from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest, PromptMedia, Speculation
+from headway.infer.load import LoadedModel, build_frozen_model
+from headway.infer.prefill import chunks
+from headway.infer.sampling import Sampling, choose
+from headway.model.head_masks.masks import HeadMasks
+from headway.model.init import initial_value
+from headway.model.layout import param_specs
+from headway.model.media_shape import MediaInput, MediaShape
+from headway.model.projector import MediaTensors
+from headway.store.media_items import MediaItem
+from support.byte_model import CONFIG, byte_tokenizer, write_model
+from support.peft_folder import merged_updates, write_adapter
+
+MEDIA = MediaShape((MediaInput("image", 6, 3), MediaInput("audio", 4, 2)), hidden=8)
+CONTEXT = 96
+MODEL = CONFIG.with_(max_seq_len=CONTEXT, media=MEDIA)
+MASKS = {
+    "dense": None,
+    "masks": HeadMasks(((True, False), (False, False)), window=6, sinks=2),
+    "nothing full": HeadMasks(((False, False), (False, False)), window=10, sinks=3),
+}
+FORBIDDEN_STEPS = 4000
+"""A schedule of a dozen small requests never takes so many rounds."""
+TIE = 2e-3
+"""Scores or draws that are this close may be ordered differently by a sum in another order."""
+
+
+class TokenRule:
+    """A constraint without a library: at each step about a third of the tokens, chosen by a seed; complete after some of them.
+
+    "7 5": seed 7, five tokens. "7 5 mask 2": raises when the mask of the third token is asked for; likewise accept, empty; "make": at once.
+    """
+
+    def __init__(self, text: str) -> None:
+        seed, length, *fault = text.split()
+        self.seed = int(seed)
+        self.length = int(length)
+        self.fault = fault[0] if fault else ""
+        self.fault_step = int(fault[1]) if len(fault) > 1 else -1
+        self.step = 0
+        if self.fault == "make":
+            raise ValueError("the rule cannot be made")
+
+    def allowed(self) -> list[int]:
+        if self.fault == "empty" and self.step == self.fault_step:
+            return []
+        rng = random.Random(self.seed * 1000 + self.step)
+        return [token for token in range(256) if rng.random() < 0.3]
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        if self.fault == "mask" and self.step == self.fault_step:
+            raise RuntimeError("no mask")
+        bits = mask.view(np.uint32)
+        for token in self.allowed():
+            bits[token // 32] |= np.uint32(1 << token % 32)
+
+    def accept(self, token: int) -> None:
+        if self.fault == "accept" and self.step == self.fault_step:
+            raise KeyError("not this token")
+        assert token in self.allowed()
+        self.step += 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step >= self.length
+
+
+class Exploding(Sampling):
+    """A sampling that raises inside the sampler, once it is armed."""
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "min_p" and "armed" in object.__getattribute__(self, "__dict__"):
+            raise ZeroDivisionError("no choice")
+        return object.__getattribute__(self, name)
+
+    @staticmethod
+    def armed_now() -> "Exploding":
+        sampling = Exploding(0.7)
+        object.__setattr__(sampling, "armed", True)
+        return sampling
+
+
+@dataclass
+class PlainAnswer:
+    """What a request must become."""
+
+    tokens: list[int] = field(default_factory=list)
+    finished: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[list[float]] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    embedding: torch.Tensor | None = None
+    near: dict[int, set[int]] = field(default_factory=dict)
+    """By step: other tokens that a sum in another order might have given."""
+
+
+class FuzzModels:
+    """A tiny model with media inputs and adapters, under several head masks; and a draft model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.weights = {spec.name: initial_value(spec.name, spec.shape, MODEL, 4) for spec in param_specs(MODEL)}
+        self.tokenizer = byte_tokenizer()
+        self.folder = folder
+        self.draft = write_model(folder, CONFIG.with_(max_seq_len=CONTEXT, num_layers=1))
+        self.adapters = {
+            "one": write_adapter(folder / "one", folder, 1, 4, ("self_attn.q_proj", "mlp.down_proj")),
+            "two": write_adapter(folder / "two", folder, 2, 2, ("self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")),
+        }
+        self.base = self.load()
+        self._merged = {name: self.load(merged_updates(path)) for name, path in self.adapters.items()}
+
+    def load(self, updates: dict[str, torch.Tensor] | None = None) -> LoadedModel:
+        """The model, with something added to its weights; adapters of an engine change the model that they are given."""
+        added = updates or {}
+        weights = [(name, value + added[name] if name in added else value) for name, value in self.weights.items()]
+        model = build_frozen_model(MODEL, weights, torch.device("cpu"), torch.float32)
+        end = self.tokenizer.eos_id
+        assert end is not None
+        return LoadedModel(model, MODEL, self.tokenizer, self.folder, frozenset([end]))
+
+    def of(self, request: EngineRequest, kind: str) -> LoadedModel:
+        """The model that a request asks, with its adapter merged."""
+        loaded = self.base if request.adapter is None else self._merged[request.adapter]
+        return loaded.with_masks(MASKS[kind])
+
+
+def media_of(request: EngineRequest, length: int) -> MediaTensors | None:
+    """The media of a prompt for a forward over `length` tokens."""
+    media = request.media
+    if media is None:
+        return None
+    slot = torch.full((1, length), -1, dtype=torch.int32)
+    features: dict[str, torch.Tensor] = {}
+    present: dict[str, torch.Tensor] = {}
+    first = 0
+    for kind in MEDIA.inputs:
+        items = [item for item in media.items if item.modality == kind.modality]
+        rows = torch.zeros(1, max(1, len(items)), kind.vectors, kind.width)
+        known = torch.zeros(1, max(1, len(items)), dtype=torch.bool)
+        for number, item in enumerate(items):
+            begin = first + number * kind.tokens
+            slot[0, item.offset : item.offset + kind.tokens] = torch.arange(begin, begin + kind.tokens, dtype=torch.int32)
+            if item.content_hash is not None and item.content_hash in media.features:
+                rows[0, number] = torch.from_numpy(media.features[item.content_hash])
+                known[0, number] = True
+        features[kind.modality] = rows
+        present[kind.modality] = known
+        first += max(1, len(items)) * kind.tokens
+    return MediaTensors(slot, features, present)
+
+
+@torch.inference_mode()
+def plain_answer(loaded: LoadedModel, request: EngineRequest) -> PlainAnswer:
+    """One request alone, every token after a forward over all tokens before it."""
+    answer = PlainAnswer()
+    prompt = list(request.prompt)
+    tokens = list(prompt)
+
+    def hidden_of(some: list[int]) -> torch.Tensor:
+        cache = loaded.new_cache(1, len(some), [len(some)])
+        media = media_of(request, len(some))
+        return torch.cat([part[0] for part in chunks(loaded.model, torch.tensor([some]), cache, CONTEXT, media)])
+
+    def scores_of(hidden: torch.Tensor) -> torch.Tensor:
+        scores = loaded.model.logits(hidden).float()
+        scores[:, loaded.tokenizer.vocab_size :] = -torch.inf  # pyright: ignore[reportOptionalMemberAccess]
+        return scores
+
+    hidden = hidden_of(tokens)
+    if request.embed:
+        answer.embedding = hidden.mean(0)
+        answer.finished = "length"
+        return answer
+    if request.prompt_logprobs:
+        known = scores_of(hidden[:-1]).log_softmax(-1)
+        answer.prompt_logprobs = [float(known[at, token]) for at, token in enumerate(prompt[1:])]
+    if request.max_new_tokens == 0:
+        answer.finished = "length"
+        return answer
+    try:
+        rule = None if request.constraint is None else TokenRule(request.constraint)
+    except ValueError:
+        answer.finished = "error"
+        return answer
+    most = min(request.max_new_tokens, loaded.config.max_seq_len - len(prompt))
+    while not answer.finished:
+        raw = scores_of(hidden[-1:])[0]
+        scores = raw.clone()
+        sampling = request.sampling
+        for token in set(tokens):
+            if sampling.repetition_penalty != 1.0:
+                scores[token] = (
+                    scores[token] / sampling.repetition_penalty if scores[token] > 0 else scores[token] * sampling.repetition_penalty
+                )
+        for token, count in Counter(tokens[len(prompt) :]).items():
+            scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * count
+        for token, bias in sampling.logit_bias:
+            scores[token] += bias
+        if rule is not None:
+            if rule.fault in ("mask", "empty") and rule.step == rule.fault_step:
+                answer.finished = "error"
+                break
+            hidden_tokens = torch.ones(len(scores), dtype=torch.bool)
+            hidden_tokens[rule.allowed()] = False
+            scores[hidden_tokens] = -torch.inf
+        if isinstance(sampling, Exploding):
+            answer.finished = "error"
+            break
+        draw = sampling.draw(request.key, len(tokens))
+        token = int(choose(scores[None], sampling, [draw])[0])
+        answer.near[len(answer.tokens)] = near_tokens(scores, sampling, draw, token)
+        if rule is not None and rule.fault == "accept" and rule.step == rule.fault_step:
+            answer.finished = "error"
+            break
+        tokens.append(token)
+        answer.tokens.append(token)
+        if request.logprobs is not None:
+            known = raw.log_softmax(-1)
+            answer.logprobs.append(float(known[token]))
+            answer.tops.append(known.topk(request.logprobs).values.tolist())
+        is_end = token in loaded.end_ids and not (request.ignore_eos and rule is None)
+        if rule is not None and not is_end:
+            rule.accept(token)
+        if is_end:
+            answer.finished = "eos"
+        elif token in request.stop_ids:
+            answer.finished = "stop"
+        elif rule is not None and rule.is_finished:
+            answer.finished = "grammar"
+        elif len(answer.tokens) == most:
+            answer.finished = "length" if most == request.max_new_tokens else "context"
+        else:
+            hidden = hidden_of(tokens)
+    return answer
+
+
+def near_tokens(scores: torch.Tensor, sampling: Sampling, draw: float, token: int) -> set[int]:
+    """Tokens that stand so close to the chosen one that rounding decides."""
+    if sampling.temperature == 0:
+        close = (scores - scores[token]).abs() < TIE
+        return set(close.nonzero()[:, 0].tolist()) - {token}
+    others = {int(choose(scores[None], sampling, [min(max(draw + step, 0.0), 1 - 2**-53)])[0]) for step in (-TIE, TIE)}
+    return others - {token}
+
+
+def random_media(rng: random.Random, prompt: list[int]) -> PromptMedia | None:
+    """Pictures and sounds at the beginning of a prompt, some of them absent; the tokens below them are the same in every prompt."""
+    items: list[MediaItem] = []
+    features: dict[str, np.ndarray] = {}
+    offset = 1
+    for kind in rng.sample(MEDIA.inputs, rng.choice([1, 1, 2])):
+        name: str | None = f"{kind.modality}-{rng.randrange(3)}"
+        if offset + kind.tokens > len(prompt):
+            break
+        prompt[offset : offset + kind.tokens] = [0] * kind.tokens
+        if rng.random() < 0.2:
+            name = None
+        elif rng.random() < 0.9:
+            noise = np.random.default_rng(sum(name.encode()))
+            features[name] = noise.normal(size=(kind.vectors, kind.width)).astype(np.float32) * 2
+        items.append(MediaItem(offset, kind.modality, name))
+        offset += kind.tokens
+    return PromptMedia(tuple(items), features) if items else None
+
+
+def random_sampling(rng: random.Random) -> Sampling:
+    """Greedy or drawn, with and without penalties and biases."""
+    numbers: dict[str, object] = {}
+    if rng.random() < 0.6:
+        numbers["temperature"] = rng.choice([0.5, 0.9, 1.3])
+        numbers["seed"] = rng.randrange(4)
+        if rng.random() < 0.4:
+            numbers["top_k"] = rng.choice([3, 20])
+        if rng.random() < 0.4:
+            numbers["top_p"] = rng.choice([0.5, 0.9])
+        if rng.random() < 0.2:
+            numbers["min_p"] = 0.05
+    if rng.random() < 0.4:
+        numbers["repetition_penalty"] = rng.choice([1.0, 1.3, 2.0])
+        numbers["presence_penalty"] = rng.choice([0.0, 1.5])
+        numbers["frequency_penalty"] = rng.choice([0.0, 0.8])
+    if rng.random() < 0.3:
+        # Few tokens, so that texts repeat themselves: speculation guesses right, and penalties decide.
+        numbers["logit_bias"] = tuple((token, 12.0) for token in (64, 65, 66))
+    if rng.random() < 0.02:
+        return Exploding.armed_now()
+    return Sampling(**numbers)  # pyright: ignore[reportArgumentType]
+
+
+def random_request(rng: random.Random, number: int, begins: Sequence[list[int]]) -> EngineRequest:
+    """A request with a random set of features."""
+    prompt = rng.choice(begins) + [rng.randrange(256) for _ in range(rng.choice([1, 2, 5, 8, 13]))]
+    media = random_media(rng, prompt) if rng.random() < 0.3 else None
+    adapter = rng.choice([None, None, "one", "two"])
+    if rng.random() < 0.15:
+        return EngineRequest(tuple(prompt), 1, adapter=adapter, media=media, embed=True)
+    sampling = random_sampling(rng)
+    constraint = None
+    if rng.random() < 0.25:
+        constraint = f"{rng.randrange(9)} {rng.choice([2, 5, 40])}"
+        if rng.random() < 0.3:
+            constraint += rng.choice([" make", " mask 1", " accept 1", " empty 2", " mask 0"])
+    prompt_logprobs = rng.random() < 0.2
+    return EngineRequest(
+        tuple(prompt),
+        rng.choice([1, 3, 8, 14, 60]) if not prompt_logprobs or rng.random() < 0.7 else 0,
+        sampling,
+        key=str(number),
+        stop_ids=frozenset(rng.sample(range(256), 30)) if rng.random() < 0.2 else frozenset(),
+        ignore_eos=rng.random() < 0.3,
+        adapter=adapter,
+        logprobs=rng.choice([0, 1, 4]) if prompt_logprobs or rng.random() < 0.2 else None,
+        prompt_logprobs=prompt_logprobs,
+        constraint=constraint,
+        media=media,
+    )
+
+
+def features_of(request: EngineRequest) -> list[str]:
+    """What a request uses, in words."""
+    sampling = request.sampling
+    used = {
+        "sampled": sampling.temperature > 0,
+        "penalties": sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0,
+        "logit_bias": bool(sampling.logit_bias),
+        "failing sampler": isinstance(sampling, Exploding),
+        "logprobs": request.logprobs is not None,
+        "prompt logprobs": request.prompt_logprobs,
+        "grammar": request.constraint is not None,
+        "failing grammar": request.constraint is not None and len(request.constraint.split()) > 2,
+        "media": request.media is not None,
+        "adapter": request.adapter is not None,
+        "embedding": request.embed,
+        "stop": bool(request.stop_ids),
+        "ignore_eos": request.ignore_eos,
+    }
+    return [name for name, is_used in used.items() if is_used]
+
+
+class RequestPool:
+    """Requests of one seed, and what each must become under each of the masks; computed when it is first asked for."""
+
+    def __init__(self, models: FuzzModels, seed: int, size: int) -> None:
+        rng = random.Random(seed)
+        begins = [[], [0] * 5 + [rng.randrange(256) for _ in range(6)], [rng.randrange(256) for _ in range(33)]]
+        self.models = models
+        self.requests = [random_request(rng, number, begins) for number in range(size)]
+        # Rare in the draws, and to be in every pool.
+        self.requests[0] = EngineRequest((5, 6, 7), 6, Exploding.armed_now(), key="fails", ignore_eos=True)
+        self.requests[1] = EngineRequest(tuple(begins[2]), 1, adapter="one", embed=True)
+        # The samples of one prompt, as `n` makes them.
+        for _ in range(size // 6):
+            like = rng.choice(self.requests)
+            self.requests.append(replace(like, key=like.key + "n"))
+        self._answers: dict[tuple[int, str], PlainAnswer] = {}
+
+    def answer(self, index: int, kind: str) -> PlainAnswer:
+        """The plain loop's."""
+        if (index, kind) not in self._answers:
+            request = self.requests[index]
+            self._answers[index, kind] = plain_answer(self.models.of(request, kind), request)
+        return self._answers[index, kind]
+
+
+@dataclass
+class FuzzReport:
+    """What some schedules covered and found."""
+
+    schedules: int = 0
+    requests: int = 0
+    compared: int = 0
+    cancelled: int = 0
+    preempted: int = 0
+    preempted_reading: int = 0
+    ties: int = 0
+    cached_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    features: Counter[str] = field(default_factory=Counter)
+    settings: Counter[str] = field(default_factory=Counter)
+    differences: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        return [
+            f"schedules {self.schedules}, requests {self.requests}, compared to their end {self.compared}, cancelled {self.cancelled}",
+            f"preempted {self.preempted}, of them while the prompt was read {self.preempted_reading}",
+            f"tokens from kept pages {self.cached_tokens}, guessed {self.proposed_tokens}, right {self.accepted_tokens}",
+            "features: " + ", ".join(f"{name} {count}" for name, count in sorted(self.features.items())),
+            "engines: " + ", ".join(f"{name} {count}" for name, count in sorted(self.settings.items())),
+            f"differences {len(self.differences)}, near ties {self.ties}",
+            *self.differences[:20],
+        ]
+
+
+def random_options(rng: random.Random, models: FuzzModels, kind: str, report: FuzzReport) -> EngineOptions:
+    """Little memory, small pieces, any combination of what an engine can do."""
+    page_tokens = rng.choice([4, 8])
+    running = rng.choice([2, 3, 5])
+    speculation = rng.choice([None, None, Speculation(None, rng.choice([2, 4])), Speculation(str(models.draft), 3)])
+    options = EngineOptions(
+        max_running=running,
+        page_tokens=page_tokens,
+        prefill_tokens=rng.choice([3, 7, 16, 64]),
+        lag=rng.random() < 0.5,
+        prefix_reuse=rng.random() < 0.7,
+        speculation=speculation,
+    )
+    spare = 0 if speculation is None else page_tokens + speculation.tokens
+    shape = build_cache(models.base.with_masks(MASKS[kind]), options, CONTEXT, spare).shape
+    longest = -(-CONTEXT // page_tokens)
+    pages = longest + rng.choice([0, 1, 3, longest])
+    slots = running + (max(4, running // 2) if options.prefix_reuse else 0)
+    budget = slots * shape.ring_bytes + pages * shape.page_bytes
+    draft = "none"
+    if speculation is not None:
+        draft = "ngram" if speculation.draft is None else "draft"
+        # A draft model has a share of the budget.
+        budget = int(budget * 1.8) if speculation.draft is not None else budget
+    report.settings[f"masks {kind}"] += 1
+    report.settings[f"speculation {draft}"] += 1
+    report.settings["lag" if options.lag and speculation is None else "no lag"] += 1
+    report.settings["prefix reuse" if options.prefix_reuse else "no prefix reuse"] += 1
+    return replace(options, cache_bytes=budget)
+
+
+def compare(request: EngineRequest, answer: PlainAnswer, events: Sequence[EngineEvent], report: FuzzReport, *, was_cancelled: bool) -> str:
+    """What differs from the plain loop; empty where nothing does."""
+    tokens = [token for event in events for token in event.tokens]
+    for step, token in enumerate(tokens):
+        expected = answer.tokens[step] if step < len(answer.tokens) else None
+        if token != expected:
+            if token in answer.near.get(step, ()):
+                report.ties += 1
+                return ""
+            return f"token {step} is {token}, not {expected}"
+    first = events[0] if events else None
+    if request.prompt_logprobs and first is not None and first.finished not in ("cancelled", "error"):
+        given = first.prompt_logprobs
+        if given is None or len(given) != len(request.prompt):
+            return f"{None if given is None else len(given)} log-probabilities of {len(request.prompt)} prompt tokens"
+        values = [one.logprob for one in given if one is not None]
+        if [one.token for one in given if one is not None] != list(request.prompt[1:]):
+            return "log-probabilities of other prompt tokens"
+        if max((abs(a - b) for a, b in zip(values, answer.prompt_logprobs, strict=True)), default=0.0) > TIE:
+            return "log-probabilities of the prompt"
+    if request.logprobs is not None:
+        scored = [one for event in events for one in event.logprobs or ()]
+        if [one.token for one in scored] != tokens:
+            return "log-probabilities of other tokens"
+        for one, value, top in zip(scored, answer.logprobs, answer.tops, strict=False):
+            if abs(one.logprob - value) > TIE or len(one.top) != len(top):
+                return f"a log-probability is {one.logprob}, not {value}"
+            if max((abs(a[1] - b) for a, b in zip(one.top, top, strict=True)), default=0.0) > TIE:
+                return "log-probabilities of the likeliest tokens"
+    if was_cancelled and (not events or events[-1].finished == "cancelled"):
+        report.cancelled += 1
+        return ""
+    report.compared += 1
+    if not events or events[-1].finished != answer.finished:
+        return f"ended with {events[-1].finished if events else None} ({events[-1].error if events else None}), not {answer.finished}"
+    if tokens != answer.tokens:
+        return f"{len(tokens)} tokens, not {len(answer.tokens)}"
+    if (events[-1].error is None) != (answer.finished != "error"):
+        return f"the error is {events[-1].error}"
+    if request.embed:
+        given = events[-1].embedding
+        assert answer.embedding is not None
+        if given is None or (torch.tensor(given) - answer.embedding).abs().max() > 1e-3:
+            return "the embedding"
+    if first is not None and first.cached_tokens >= len(request.prompt):
+        return f"{first.cached_tokens} of {len(request.prompt)} prompt tokens were cached"
+    return ""
+
+
+def run_schedule(seed: int, models: FuzzModels, pool: RequestPool, report: FuzzReport, kinds: Sequence[str] = tuple(MASKS)) -> None:
+    """One engine, some requests of the pool in a random schedule; what differs goes into the report."""
+    rng = random.Random(seed)
+    kind = rng.choice(kinds)
+    engine = InferenceEngine(
+        models.load().with_masks(MASKS[kind]),
+        random_options(rng, models, kind, report),
+        models.adapters,
+        constraints=TokenRule,
+    )
+    left = rng.sample(range(len(pool.requests)), rng.choice([5, 9, 14]))
+    index_of: dict[int, int] = {}
+    events: dict[int, list[EngineEvent]] = {}
+    cancelled: set[int] = set()
+    pressure = rng.choice([0.0, 0.05, 0.3])
+
+    def fault(message: str) -> None:
+        report.differences.append(f"schedule {seed} ({kind}, {engine.options}): {message}")
+
+    rounds = 0
+    while left or engine.busy:
+        for _ in range(rng.randrange(3)):
+            if left:
+                index = left.pop()
+                number = engine.submit(pool.requests[index])
+                index_of[number] = index
+                events[number] = []
+        if index_of and rng.random() < 0.04:
+            victim = rng.choice(list(index_of))
+            cancelled.add(victim)
+            engine.cancel(victim)
+        if rng.random() < pressure:
+            report.preempted_reading += preempt(engine, rng)
+        for event in engine.step():
+            events[event.request].append(event)
+        if engine.stats().cache_bytes_used > (engine.options.cache_bytes or 0):
+            fault("more memory than its budget")
+        rounds += 1
+        if rounds > FORBIDDEN_STEPS:
+            fault("it does not come to an end")
+            return
+    stats = engine.stats()
+    report.schedules += 1
+    report.requests += len(index_of)
+    report.preempted += stats.preempted
+    report.cached_tokens += stats.cached_tokens
+    report.proposed_tokens += stats.proposed_tokens
+    report.accepted_tokens += stats.accepted_tokens
+    for number, index in index_of.items():
+        request = pool.requests[index]
+        report.features.update(features_of(request))
+        report.features["n"] += request.key.endswith("n")
+        problem = compare(request, pool.answer(index, kind), events[number], report, was_cancelled=number in cancelled)
+        if problem:
+            fault(f"request {index} ({', '.join(features_of(request))}): {problem}")
+    engine.cache.pool.forget_all()
+    if engine.cache.pool.num_available != engine.cache.pool.num_pages or stats.running or stats.waiting:
+        fault("pages or slots were not given back")
+
+
+def preempt(engine: InferenceEngine, rng: random.Random) -> int:
+    """Preempt a random running request, as a lack of pages does it to the youngest; 1 where its prompt was being read."""
+    engine._read_pending()  # pyright: ignore[reportPrivateUsage]
+    running = engine._running  # pyright: ignore[reportPrivateUsage]
+    if not running:
+        return 0
+    victim = rng.choice(running)
+    was_reading = 0 < victim.computed < victim.target
+    engine._preempt(victim)  # pyright: ignore[reportPrivateUsage]
+    return int(was_reading)
+
+
+def fuzz(
+    models: FuzzModels, seeds: Sequence[int], pool_size: int, schedules_of_pool: int, say: Callable[[str], object] = print
+) -> FuzzReport:
+    """Several schedules, those of one pool after another."""
+    report = FuzzReport()
+    for first in range(0, len(seeds), schedules_of_pool):
+        pool = RequestPool(models, seeds[first], pool_size)
+        for seed in seeds[first : first + schedules_of_pool]:
+            before = len(report.differences)
+            run_schedule(seed, models, pool, report)
+            for line in report.differences[before:]:
+                say(line)
+    return report
