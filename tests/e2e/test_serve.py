@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from support.byte_model import CONFIG, write_model
 from support.chat_tokenizer import byte_tokenizer
+from support.odd_schemas import SCHEMAS
 from support.serving import RunningServer, serving
 
 from headway.infer.generate import GenerateOptions, answer, generate
@@ -215,3 +216,42 @@ def test_killed_engines_come_back_and_a_folder_that_is_gone_is_a_visible_reason(
         (tmp_path / "away").rename(moving)
         until(lambda: health()["status"] == "ok")
         assert ask("moving").json()["choices"][0]["text"] == expected and first not in engines_of(server)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"$ref": "#"}}}}, 400),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMAS["3000 properties"]}}}, 400),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMAS["array of itself, never empty"]}}},
+            400,
+        ),
+        ({"repetition_penalty": 1e-300, "temperature": 1}, 500),
+    ],
+    ids=["schema of itself", "3000 properties", "array of itself", "a penalty that divides by nothing"],
+)
+def test_what_one_request_breaks_is_its_own_answer(client: Any, server: RunningServer, fields: dict[str, Any], status: int) -> None:
+    """Others that run at the same time, and those after it, are answered as before."""
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60, "temperature": 0}
+    expected = client.chat.completions.create(**asked).choices[0].message.content
+    with ThreadPoolExecutor(4) as pool:
+        neighbours = [pool.submit(client.chat.completions.create, **asked) for _ in range(3)]
+        refused = server.client().post("/v1/chat/completions", json={**asked, **fields})
+        assert [one.result().choices[0].message.content for one in neighbours] == [expected] * 3
+    assert refused.status_code == status, refused.text
+    assert refused.json()["error"]["message"]
+    assert client.chat.completions.create(**asked).choices[0].message.content == expected
+
+
+def test_every_token_of_a_text_that_its_grammar_completes_has_a_log_probability(client: Any) -> None:
+    found = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=40,
+        logprobs=True,
+        response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": {"const": "yes"}}},
+    ).choices[0]
+    assert found.message.content == '"yes"'
+    assert [score.token for score in found.logprobs.content] == list('"yes"')
+    assert found.finish_reason == "stop"

@@ -1,15 +1,19 @@
 """Answers that follow a JSON schema or are a tool call: a schema comes in, a grammar goes out; and a grammar becomes a `TokenConstraint`.
 
-    HTTP process      schema_grammar, call_grammar -> text, checked by llguidance before anything is computed
-    engine process    constraint_factory(tokenizer) -> text -> which tokens may follow, at each step
+    HTTP process       schema_grammar, call_grammar -> text, of a bounded size
+    grammar process    grammar_check.py: whether the text can be used, by computing its first mask within bounds of time and memory
+    engine process     constraint_factory(tokenizer) -> text -> which tokens may follow, at each step
 
-llguidance (extra `serve`) does both. Its limits bound what a hostile schema can cost.
+llguidance (extra `serve`) does all of it. Its limits bound the steps of a mask, but not the time that a grammar takes to compile: that is
+why another process tries it first. What a grammar raises later ends its own request.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
@@ -19,32 +23,43 @@ from headway.serve.tool_calls import CLOSE, OPEN, ToolFormat
 
 if TYPE_CHECKING:
     import numpy as np
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
-    from headway.infer.engine.request import ConstraintFactory
     from headway.infer.load import LoadedModel
     from headway.tokenizer.load import Tokenizer
 
 MAX_GRAMMAR = 256 << 10
 """Characters of a grammar."""
+CHECKED_TOKENS = 8
+MAX_FORCED_BYTES = 4096
+"""A check follows one answer through the text with which every answer begins, up to this length, and a few tokens more."""
+MASK_SECONDS = 1.0
+MASK_SECONDS_PER_TOKEN = 0.005
+"""CPU time that the masks of one answer may take: so much, and for each of its tokens so much more. Masks of usual grammars take 0.1 ms."""
 
 
 def schema_grammar(schema: Any) -> str:
-    """The grammar of the JSON texts that follow a schema."""
-    if len(json.dumps(schema)) > MAX_GRAMMAR:
+    """The grammar of the JSON texts that follow a schema; `GrammarChecker` says whether it can be used."""
+    if len(_json_text(schema, "response_format")) > MAX_GRAMMAR:
         raise bad_field("response_format", f"has a schema of more than {MAX_GRAMMAR >> 10} Ki characters.")
     _need("response_format")
     from llguidance import LLMatcher
 
     try:
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
     except (ValueError, RecursionError) as error:
         raise bad_field("response_format", f"has a schema that cannot be used: {_line(error)}.") from None
-    return _checked(grammar, "response_format")
+
+
+def _json_text(value: Any, field: str) -> str:
+    try:
+        return json.dumps(value)
+    except (ValueError, RecursionError) as error:
+        raise bad_field(field, f"has a schema that cannot be used: {_line(error)}.") from None
 
 
 def call_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], name: str | None) -> str:
-    """The grammar of one call of a tool: of `name`, or of any."""
+    """The grammar of one call of a tool: of `name`, or of any; `GrammarChecker` says whether it can be used."""
     _need("tool_choice")
     from llguidance import LLMatcher
 
@@ -59,11 +74,12 @@ def call_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], name: str
         }
         for one in functions
     ]
-    schema = json.dumps({**(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}), "x-guidance": {"whitespace_flexible": False}})
+    joined = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    schema = _json_text({**joined, "x-guidance": {"whitespace_flexible": False}}, "tools")
     if len(schema) > MAX_GRAMMAR:
         raise bad_field("tools", f"have schemas of more than {MAX_GRAMMAR >> 10} Ki characters, too many for tool_choice.")
     around = (f'"{OPEN}\\n" ', f' "\\n{CLOSE}"') if form == "tags" else ("", "")
-    return _checked(LLMatcher.grammar_from_lark(f"start: {around[0]}call{around[1]}\ncall: %json {schema}\n"), "tool_choice")
+    return LLMatcher.grammar_from_lark(f"start: {around[0]}call{around[1]}\ncall: %json {schema}\n")
 
 
 def _need(field: str) -> None:
@@ -71,36 +87,79 @@ def _need(field: str) -> None:
         raise ApiError(400, f"{field} needs llguidance, which this server does not have. Install headway[serve] there.", field)
 
 
-def _checked(grammar: str, field: str) -> str:
-    from llguidance import LLMatcher
-
-    problem = LLMatcher.validate_grammar(grammar)
-    if problem:
-        raise bad_field(field, f"cannot be used as a grammar: {' '.join(problem.split())[:300]}.")
-    return grammar
-
-
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300].rstrip(".")
 
 
-def constraint_factory(tokenizer: Tokenizer | None, vocab: int, end_ids: frozenset[int]) -> ConstraintFactory | None:
-    """Makes constraints for a model; None where llguidance or a tokenizer is missing, or no id ends a text."""
-    if tokenizer is None or not end_ids or not is_installed("llguidance"):
+class GrammarFault(ConfigError):
+    """A grammar that cannot be followed, or no further."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"the grammar of the answer cannot be followed: {problem}.")
+        self.problem = problem
+
+
+class GrammarFactory:
+    """Makes the constraints of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: frozenset[int], *, is_timed: bool = True) -> None:
+        """`is_timed`: an answer whose masks take too long fails. Ranks that share the layers must agree, and their clocks do not."""
+        self.tokenizer = tokenizer
+        self.vocab = vocab
+        self.end_ids = end_ids
+        self.is_timed = is_timed
+
+    @cached_property
+    def guidance_tokenizer(self) -> LLTokenizer:
+        """The tokenizer as llguidance has it; takes about a second for a large vocabulary."""
+        return _guidance_tokenizer(self.tokenizer, self.vocab, self.end_ids)
+
+    def __call__(self, grammar: str) -> GrammarConstraint:
+        """A fresh constraint."""
+        return GrammarConstraint(self.guidance_tokenizer, grammar, self.end_ids, is_timed=self.is_timed)
+
+    def warm_up(self) -> None:
+        """Do now what the first request would wait for."""
+        self.check(schema_grammar({"type": "object"}))
+
+    def check(self, grammar: str) -> None:
+        """Compute the first mask of a grammar, and some masks of one answer; what that raises says why the grammar cannot be used."""
+        import numpy as np
+
+        constraint = self(grammar)
+        for step in range(CHECKED_TOKENS):
+            mask = np.zeros(-(-self.vocab // 32), dtype=np.int32)
+            constraint.fill_mask(mask)
+            if step == 0:
+                # Faults often stand behind the text with which every answer begins, as that of a tool call.
+                constraint.accept_forced_text(self.guidance_tokenizer)
+            else:
+                allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+                texts = [token for token in allowed if token not in self.end_ids]
+                if texts:
+                    constraint.accept(texts[-1])
+            if constraint.is_finished:
+                return
+
+
+def can_constrain(tokenizer: Tokenizer | None, end_ids: frozenset[int]) -> bool:
+    """Grammars need llguidance, a tokenizer, and an id that ends a text."""
+    return tokenizer is not None and bool(end_ids) and is_installed("llguidance")
+
+
+def constraint_factory(tokenizer: Tokenizer | None, vocab: int, end_ids: frozenset[int], *, is_timed: bool = True) -> GrammarFactory | None:
+    """Makes constraints for a model; None where it cannot have any."""
+    if tokenizer is None or not can_constrain(tokenizer, end_ids):
         return None
-    found: list[LLTokenizer] = []
-
-    def make(grammar: str) -> GrammarConstraint:
-        if not found:  # takes about a second for a large vocabulary
-            found.append(_guidance_tokenizer(tokenizer, vocab, end_ids))
-        return GrammarConstraint(found[0], grammar, end_ids)
-
-    return make
+    return GrammarFactory(tokenizer, vocab, end_ids, is_timed=is_timed)
 
 
-def constraints_of(loaded: LoadedModel) -> ConstraintFactory | None:
-    """Of a loaded model; every rank that shares its layers makes its own."""
-    return constraint_factory(loaded.tokenizer, loaded.config.vocab, loaded.end_ids)
+def constraints_of(loaded: LoadedModel) -> GrammarFactory | None:
+    """Of a loaded model, ready for the first grammar; every rank that shares its layers makes its own."""
+    factory = constraint_factory(loaded.tokenizer, loaded.config.vocab, loaded.end_ids, is_timed=loaded.part is None)
+    if factory is not None:
+        factory.warm_up()
+    return factory
 
 
 class _Vocabulary:
@@ -138,17 +197,24 @@ def _guidance_tokenizer(tokenizer: Tokenizer, vocab: int, end_ids: frozenset[int
 class GrammarConstraint:
     """Which tokens may follow in one answer."""
 
-    def __init__(self, tokenizer: LLTokenizer, grammar: str, end_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: LLTokenizer, grammar: str, end_ids: frozenset[int], *, is_timed: bool = True) -> None:
         from llguidance import LLMatcher
 
-        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        self._matcher: LLMatcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._end_ids = end_ids
+        self._allowance = MASK_SECONDS if is_timed else None
+        """CPU seconds that its masks may still take."""
         self._check()
 
     def fill_mask(self, mask: np.ndarray) -> None:
         """Set the bits of the tokens that may follow."""
+        began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
+        if self._allowance is not None:
+            self._allowance += MASK_SECONDS_PER_TOKEN - (time.thread_time() - began)
+            if self._allowance < 0:
+                raise GrammarFault("its masks take too long; simplify its patterns, or leave some out")
 
     def accept(self, token: int) -> None:
         """The next token of the answer."""
@@ -157,11 +223,23 @@ class GrammarConstraint:
         self._matcher.consume_token(token)
         self._check()
 
+    def accept_forced_text(self, tokenizer: LLTokenizer) -> None:
+        """Go to the end of what must follow, unless that is much."""
+        forced = self._matcher.compute_ff_bytes()
+        if len(forced) <= MAX_FORCED_BYTES:
+            self._matcher.consume_tokens(tokenizer.greedy_tokenize(forced.decode("utf-8", "ignore")))
+        self._check()
+
     @property
     def is_finished(self) -> bool:
         """The text is complete and nothing may follow."""
         return self._matcher.is_stopped()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise ConfigError(f"the grammar of an answer cannot be followed: {' '.join(self._matcher.get_error().split())[:300]}.")
+        if not self._matcher.is_error():
+            return
+        # The first part says what happened; a dump of the parser's state follows.
+        problem = " ".join(self._matcher.get_error().split("<state>")[0].split())[:300].rstrip(" .;")
+        if problem.startswith("NoExtension"):
+            problem = "it describes no text that ends"
+        raise GrammarFault(problem)

@@ -100,7 +100,7 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
     """Load a model. Returns its engine, what clients may know of it, and what puts media into a request."""
     from headway.infer.engine.ranks import build_engine, load_on_ranks
     from headway.model.layout import num_parameters
-    from headway.serve.constraints import constraints_of
+    from headway.serve.constraints import can_constrain, constraints_of
 
     loaded = load_on_ranks(setup.path, setup.tensor, setup.device, setup.precision)
     if setup.masks is not None:
@@ -127,7 +127,7 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
         masks=None if (masks := loaded.describe_masks()) is None else {**masks, "from": Path(str(masks["from"])).name},
         media={one.modality: one.tokens for one in media.inputs} if media is not None else {},
         media_missing=media.missing if media is not None else False,
-        constraints=constraints_of(loaded) is not None,
+        constraints=can_constrain(loaded.tokenizer, loaded.end_ids),
         fingerprint="" if loaded.tokenizer is None else loaded.tokenizer.fingerprint,
         media_inputs=encoding.inputs,
         media_problem=encoding.problem,

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from headway.errors import ConfigError, HeadwayError, first_line
@@ -24,6 +25,7 @@ from headway.serve.constraints import call_grammar, schema_grammar
 from headway.serve.engine_client import EngineClient
 from headway.serve.engine_setup import DecodedMedia, EngineFacts
 from headway.serve.generation_fields import GenerationFields
+from headway.serve.grammar_check import GrammarChecker
 from headway.serve.limits import ServeLimits
 from headway.serve.text_request import EmbeddingCall, PromptInput, TextCall
 from headway.serve.tool_calls import ToolFormat, tool_format
@@ -81,6 +83,7 @@ class ServedModel:
         self.tool_format: ToolFormat | None = tool_format(source)
         self.answer_ends = frozenset(() if self.template is None else answer_end(self.template, self.tokenizer))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"prompts-{self.name}")
+        self._checker = GrammarChecker(self.tokenizer, facts.vocab, facts.end_ids)
 
     def with_adapter(self, name: str) -> ServedModel:
         """The same model with an adapter, under the adapter's name."""
@@ -91,7 +94,12 @@ class ServedModel:
 
     async def chat(self, call: ChatCall) -> PreparedPrompt:
         """The prompt of a conversation."""
-        return await self._prepare(self._chat, call)
+        if self.template is None:
+            raise needs_template(self.name)
+        grammar = await self._prepare(self._grammar, call)
+        if grammar is not None:
+            await self._checker.check(grammar, _grammar_field(call))
+        return await self._prepare(partial(self._chat, grammar=grammar), call)
 
     async def text(self, call: TextCall) -> list[PreparedPrompt]:
         """The prompts of a completion."""
@@ -113,10 +121,8 @@ class ServedModel:
             message = f"The prompt could not be made: {type(problem).__name__}: {first_line(problem)}"
             raise ApiError(500, message, code="internal_error") from None
 
-    def _chat(self, call: ChatCall) -> PreparedPrompt:
-        if self.template is None:
-            raise needs_template(self.name)
-        grammar = self._grammar(call)
+    def _chat(self, call: ChatCall, grammar: str | None = None) -> PreparedPrompt:
+        assert self.template is not None
         if self.facts.media:
             return self._media_chat(call, grammar)
         if call.media:
@@ -145,9 +151,10 @@ class ServedModel:
     def _grammar(self, call: ChatCall) -> str | None:
         if call.schema is None and call.tool_choice in ("auto", "none"):
             return None
-        field = "tool_choice" if call.schema is None else "response_format"
         if not self.facts.constraints:
-            raise bad_field(field, f"cannot be followed by model {self.name!r}: llguidance, or an id that ends a text, is missing.")
+            raise bad_field(
+                _grammar_field(call), f"cannot be followed by model {self.name!r}: llguidance, or an id that ends a text, is missing."
+            )
         if call.schema is not None:
             return schema_grammar(call.schema)
         if self.tool_format is None:
@@ -223,3 +230,8 @@ class ServedModel:
             constraint=grammar,
         )
         return PreparedPrompt(tuple(replace(request, key=str(number)) for number in range(fields.n)))
+
+
+def _grammar_field(call: ChatCall) -> str:
+    """The field of a body that asks for a grammar."""
+    return "tool_choice" if call.schema is None else "response_format"

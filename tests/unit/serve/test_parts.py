@@ -113,16 +113,6 @@ def test_random_tokens_under_a_schema_are_a_valid_object() -> None:
     assert len(calls) == 1 and calls[0].name in ("weather", "now")
 
 
-@pytest.mark.parametrize(
-    "schema", [{"type": "nope"}, {"$ref": "#/x"}, {"type": "string", "pattern": "((("}, {"$ref": "http://a.b/c"}, {"x": "y" * 300_000}]
-)
-def test_a_schema_that_cannot_be_used_is_refused(schema: dict[str, object]) -> None:
-    pytest.importorskip("llguidance")
-    with pytest.raises(ApiError, match="response_format") as caught:
-        schema_grammar(schema)
-    assert caught.value.status == 400 and "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(("reason", "reported"), [("grammar", 2), ("eos", 1), ("stop", 1), ("length", 2)])
 def test_a_text_that_its_grammar_completes_keeps_the_log_probability_of_its_last_token(reason: Any, reported: int) -> None:
     """An end id is no part of the text, and its log-probability is left out; the last token of a grammar's text is."""
