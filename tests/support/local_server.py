@@ -98,4 +98,8 @@ def local_server(*setups: EngineSetup, limits: ServeLimits | None = None) -> Ite
         assert engine.facts is not None
         models.append(ServedModel(engine, engine.facts, None, chosen))
     state = ServeState(models, Access("127.0.0.1", None, what="server", verb="serve"), chosen)
-    yield LocalServer(build_app(state), engines, state)
+    try:
+        yield LocalServer(build_app(state), engines, state)
+    finally:
+        for model in models:
+            model.close()

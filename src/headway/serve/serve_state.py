@@ -51,6 +51,8 @@ class ServeState:
         """End the processes of the server that are no engines."""
         await self.body_readers.close()
         await self.decoders.close()
+        for model in self.bases:
+            model.close()
 
     def look(self) -> None:
         """Called once a second: count tokens, and cut the connections of clients that take no bytes."""

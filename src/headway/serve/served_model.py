@@ -85,6 +85,11 @@ class ServedModel:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"prompts-{self.name}")
         self._checker = GrammarChecker(self.tokenizer, facts.vocab, facts.end_ids)
 
+    def close(self) -> None:
+        """End the process that checks grammars, and the thread that makes prompts."""
+        self._checker.close()
+        self._thread.shutdown(wait=False)
+
     def with_adapter(self, name: str) -> ServedModel:
         """The same model with an adapter, under the adapter's name."""
         found = object.__new__(ServedModel)

@@ -123,7 +123,7 @@ def test_a_text_that_its_grammar_completes_keeps_the_log_probability_of_its_last
     stream.tokens = [tokenizer.encode("a")[0], last]
     stream.logprobs = [(stream.tokens[0], -1.0, ()), (last, -2.0, ())]
     stream.finished = reason
-    choice = Choice(0, stream, RequestText(tokenizer, []))
+    choice = Choice(0, stream, RequestText(tokenizer, []), special_ids=[tokenizer.eos_id])
     piece = choice.take()
     assert piece is not None
     assert piece.text == "ab"[:reported]
