@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headway.model.config import ModelConfig
-from headway.model.rope import Rotation, document_lengths
+from headway.model.rope import Rotation, document_lengths, inverse_frequencies
 
 THETA, HEAD = 100.0, 4
 SHORT, LONG = (1.0, 2.0), (3.0, 5.0)
@@ -15,10 +15,13 @@ PLANE = (1.0, 1 / 10)
 """Frequencies of the two planes: 100^0 and 100^(-1/2)."""
 
 
-def longrope(original: int, **changes: Any) -> Rotation:
-    scaling = {"kind": "longrope", "factor": 1.0, "original_max_seq_len": original, "short_factor": SHORT, "long_factor": LONG}
+def model_of(**scaling: Any) -> ModelConfig:
     shape = {"hidden_size": 2 * HEAD, "num_layers": 1, "num_heads": 2, "ffn_size": 8, "vocab_size": 8, "max_seq_len": 64}
-    return Rotation(ModelConfig.model_validate({**shape, "rope_theta": THETA, "rope_scaling": scaling | changes}))
+    return ModelConfig.model_validate({**shape, "rope_theta": THETA, "rope_scaling": scaling})
+
+
+def longrope(original: int) -> Rotation:
+    return Rotation(model_of(kind="longrope", factor=1.0, original_max_seq_len=original, short_factor=SHORT, long_factor=LONG))
 
 
 def cosines(positions: list[int], factors: tuple[float, float]) -> list[list[float]]:
@@ -49,3 +52,10 @@ def test_a_cache_of_exactly_the_original_length_is_short() -> None:
 def test_documents_of_one_token_have_a_length_of_their_own() -> None:
     position = torch.tensor([[0, 0, 0, 1, 0, 0, 1, 2]])
     assert document_lengths(position).tolist() == [[1, 1, 2, 2, 1, 3, 3, 3]]
+
+
+def test_a_ramp_of_yarn_may_end_behind_the_last_plane() -> None:
+    # a plane turns once over 2048 tokens at 2 ln(2048 / 2 pi) / ln(100) = 2.5, rounded up to 3, and 200 times at 0.2, rounded down to 0:
+    # the second of two planes is a third of the way from its own frequency to a quarter of it
+    model = model_of(kind="yarn", factor=4.0, original_max_seq_len=2048, beta_fast=200.0, beta_slow=1.0)
+    assert inverse_frequencies(model).tolist() == pytest.approx([1.0, 0.1 * (2 / 3 + 1 / 3 / 4)], rel=1e-6)
