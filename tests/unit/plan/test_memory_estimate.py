@@ -110,6 +110,7 @@ def test_a_compiled_block_keeps_what_the_estimate_says(selective: bool) -> None:
     assert out.requires_grad
 
 
+@pytest.mark.slow
 def test_a_compiled_block_with_latents_keeps_what_the_estimate_says() -> None:
     model = latent_model(192)
     torch.compiler.reset()
