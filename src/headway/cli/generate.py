@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, MODEL, MaskOptions, SpeculateOptions, refuse_flags, with_masks
 from headway.cli._output import exit_with, print_json
 from headway.errors import ConfigError
+from headway.runtime.optional import need
 
 if TYPE_CHECKING:
-    from headway.infer.generate import GenerateOptions
+    from headway.infer.generate import AnswerGrammar, GenerateOptions
     from headway.infer.load import LoadedModel
+    from headway.media.schema import AnswerSchema
     from headway.prepare.parse_chat import Conversation
 
 MAX_NEW_TOKENS_HELP = "Stop after this many tokens."
@@ -55,7 +57,11 @@ class AskOptions:
         None, metavar="FILE", help="Answers to --input: one line of JSON each, in order. The same command continues after a stop."
     )
     n: int = typer.Option(1, "--n", min=1, help="With --input: answers to each line.")
-    schema: str | None = typer.Option(None, metavar="FILE", help="JSON schema that answers are checked against, or purrsight_v3.")
+    schema: str | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="JSON schema that answers follow (needs headway[serve]), or purrsight_v3; an invalid answer: exit code 1.",
+    )
 
     @property
     def has_media(self) -> bool:
@@ -81,8 +87,6 @@ class AskOptions:
             raise ConfigError("--n is given without --input. Repeat --prompt for several samples of a prompt.")
         if self.messages is not None and self.has_media:
             raise ConfigError("--messages with --image, --audio or --video: put the files into the records and use --input.")
-        if self.schema is not None and not self.has_media:
-            raise ConfigError("--schema checks answers about pictures and sounds; give --image, --audio, --video or --input.")
         found = [*self.prompt, *(read_prompts(self.prompts_file) if self.prompts_file is not None else [])]
         if self.messages is not None:
             if found:
@@ -144,11 +148,47 @@ def generate(
     choose_compute(device, "auto")
     if ask.input is not None and not ask.input.is_file():
         raise ConfigError(f"--input is {str(ask.input)!r}; there is no such file.")
+    schema = None
+    if ask.schema is not None:
+        from headway.media.schema import load_schema
+
+        schema = load_schema(ask.schema)
+        options = replace(options, grammar=_answer_grammar(schema))
     loaded = load_on_ranks(model, tensor, device)
     try:
-        _generate(with_masks(loaded, choice), ask, asked, options, stream=shows, json=json)
+        _generate(with_masks(loaded, choice), ask, asked, options, schema, stream=shows, json=json)
     finally:
         close_ranks(loaded)
+
+
+def _answer_grammar(schema: AnswerSchema) -> AnswerGrammar:
+    """The grammar of the answers that a schema allows; keys that it does not name are forbidden."""
+    from headway.infer.generate import AnswerGrammar
+    from headway.media.schema_branches import closed_schema
+    from headway.serve.api_errors import ApiError
+    from headway.serve.constraints import constraints_of, schema_grammar
+
+    need("llguidance", "--schema")
+    try:
+        return AnswerGrammar(schema_grammar(closed_schema(schema.rules)), constraints_of)
+    except ApiError as problem:
+        raise ConfigError(f"--schema {schema.name}: {problem}") from None
+
+
+def _checked(schema: AnswerSchema | None, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """What a schema says of every answer; nothing without a schema."""
+    if schema is None:
+        return [{} for _ in texts]
+    return [{"valid": schema.is_valid(text), "problems": schema.problems(text)} for text in texts]
+
+
+def _end_checked(checks: Sequence[dict[str, Any]]) -> None:
+    """Exit with 1 where an answer is not valid: it was cut, or the model cannot be constrained."""
+    wrong = [check for check in checks if not check.get("valid", True)]
+    for check in wrong:
+        typer.echo("not valid by the schema: " + "; ".join(check["problems"]), err=True)
+    if wrong:
+        exit_with(1)
 
 
 def _generate(
@@ -156,6 +196,7 @@ def _generate(
     ask: AskOptions,
     asked: tuple[list[str], list[Conversation]],
     options: GenerateOptions,
+    schema: AnswerSchema | None,
     *,
     stream: bool,
     json: bool,
@@ -171,7 +212,7 @@ def _generate(
         _answer_file(loaded, ask, options, json=json)
         return
     if ask.input is not None or ask.has_media or (loaded.config.media is not None and template is not None and not conversations):
-        _answer_media(loaded, ask, prompts, options, on_text, json=json)
+        _answer_media(loaded, ask, prompts, options, schema, on_text, json=json)
         return
     if template is None:
         results = infer.generate(loaded, prompts, options, on_text)
@@ -179,14 +220,17 @@ def _generate(
         results = infer.answer_conversations(loaded, conversations, template, options, on_text)
     else:
         results = infer.answer(loaded, prompts, template, options, system=ask.system, on_text=on_text)
+    checks = _checked(schema, [result.text for result in results])
     if json:
-        found = asdict(results[0]) if len(results) == 1 else {"generations": [asdict(result) for result in results]}
+        listed = [{**asdict(result), **check} for result, check in zip(results, checks, strict=True)]
+        found = listed[0] if len(listed) == 1 else {"generations": listed}
         print_json({**found, "masks": loaded.describe_masks()})
     elif stream:
         shown.end()
     else:
         for head, result in zip(heads, results, strict=True):
             typer.echo(head + result.text)
+    _end_checked(checks)
 
 
 def _answer_file(loaded: LoadedModel, ask: AskOptions, options: GenerateOptions, *, json: bool) -> None:
@@ -194,7 +238,7 @@ def _answer_file(loaded: LoadedModel, ask: AskOptions, options: GenerateOptions,
 
     assert ask.input is not None and ask.output is not None
     if ask.schema is not None:
-        raise ConfigError("--schema checks answers about pictures and sounds, and the model takes text alone. Leave it out.")
+        raise ConfigError("--schema with --input is for models that take pictures and sounds. Use --prompts-file FILE instead of --input.")
     report = answer_file(loaded, ask.input, ask.output, BatchOptions(options, ask.template, ask.system, ask.n))
     if json:
         print_json(asdict(report))
@@ -207,30 +251,37 @@ def _answer_file(loaded: LoadedModel, ask: AskOptions, options: GenerateOptions,
 
 
 def _answer_media(
-    loaded: LoadedModel, ask: AskOptions, prompts: list[str], options: GenerateOptions, on_text: StreamedTexts | None, *, json: bool
+    loaded: LoadedModel,
+    ask: AskOptions,
+    prompts: list[str],
+    options: GenerateOptions,
+    schema: AnswerSchema | None,
+    on_text: StreamedTexts | None,
+    *,
+    json: bool,
 ) -> None:
     from headway.infer.media import answer_media, answer_records, question_about, template_of
     from headway.media.items import MODALITIES, MediaRef
-    from headway.media.schema import load_schema
 
     template = template_of(loaded, ask.chat_template)
-    schema = None if ask.schema is None else load_schema(ask.schema)
     if ask.n != 1:
         raise ConfigError(f"--n is {ask.n}; a model that takes pictures and sounds gives one answer to each record. Leave --n out.")
     if ask.input is not None and ask.output is not None:
         report = answer_records(loaded, ask.input, ask.output, template, options, schema)
         if json:
             print_json(asdict(report))
-            return
-        noted = [f"{report.failed} could not be read"] if report.failed else []
-        noted += [] if report.exact is None else [f"{report.exact:.1%} equal to the data's answers"]
-        noted += [] if report.valid is None else [f"{report.valid:.1%} valid by the schema"]
-        typer.echo("; ".join([f"{report.output}: {report.records} answers, {report.answered} of them new", *noted]))
+        else:
+            noted = [f"{report.failed} could not be read"] if report.failed else []
+            noted += [] if report.exact is None else [f"{report.exact:.1%} equal to the data's answers"]
+            noted += [] if report.valid is None else [f"{report.valid:.1%} valid by the schema"]
+            typer.echo("; ".join([f"{report.output}: {report.records} answers, {report.answered} of them new", *noted]))
+        if report.valid is not None and report.valid < 1:
+            exit_with(1)
         return
     media = [MediaRef(modality, path) for modality in MODALITIES for path in ask.files[modality]]
     asked = [question_about(prompt, media, ask.system) for prompt in prompts]
     results = answer_media(loaded, asked, template, options, on_text)
-    checks = [{} if schema is None else {"valid": schema.is_valid(one.text), "problems": schema.problems(one.text)} for one in results]
+    checks = _checked(schema, [result.text for result in results])
     if json:
         found = [{**asdict(result), **check} for result, check in zip(results, checks, strict=True)]
         files = {f"{modality}s": [str(path) for path in paths] for modality, paths in ask.files.items()}
@@ -238,10 +289,9 @@ def _answer_media(
     elif on_text is not None:
         on_text.end()
     else:
-        for prompt, result, check in zip(prompts, results, checks, strict=True):
+        for prompt, result in zip(prompts, results, strict=True):
             typer.echo(f"{prompt}\n{result.text}")
-            if check and not check["valid"]:
-                typer.echo("not valid by the schema: " + "; ".join(check["problems"]), err=True)
+    _end_checked(checks)
 
 
 class StreamedTexts:

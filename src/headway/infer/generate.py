@@ -17,7 +17,7 @@ from typing import Literal
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.infer.decode import COMPILE_FROM_STEPS, RECORD_FROM_STEPS
 from headway.infer.engine.engine import InferenceEngine
-from headway.infer.engine.ranks import build_engine
+from headway.infer.engine.ranks import MakeConstraints, build_engine
 from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest, PromptMedia, Speculation
 from headway.infer.engine.text import RequestText
 from headway.infer.load import LoadedModel
@@ -37,7 +37,16 @@ MAX_PROMPTS_BYTES = 64 << 20
 """Of a prompts file."""
 OnText = Callable[[int, str], object]
 """Receives the number of a prompt and the next piece of its text."""
-StoppedBy = Literal["eos", "stop", "length", "context"]
+StoppedBy = Literal["eos", "stop", "grammar", "length", "context"]
+
+
+@dataclass(frozen=True)
+class AnswerGrammar:
+    """What every answer must follow."""
+
+    text: str
+    make_constraints: MakeConstraints
+    """Of a loaded model: what reads the text."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,8 @@ class GenerateOptions:
 
     speculation: Speculation | None = None
     """Guess and check several tokens at a time; the text is the same."""
+    grammar: AnswerGrammar | None = None
+    """Only tokens that it allows are chosen."""
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -80,7 +91,7 @@ class Generation:
     token_ids: list[int]
     """Every generated id, the end id included."""
     stopped_by: StoppedBy
-    """eos: an end id; stop: a stop text or id; length: max_new_tokens; context: the model's max_seq_len."""
+    """eos: an end id; stop: a stop text or id; grammar: its text is complete; length: max_new_tokens; context: the model's max_seq_len."""
     prompt_tokens: int
 
 
@@ -186,14 +197,15 @@ def generate_from_ids(
         # The same prompt twice gives two samples: the key counts the repetitions.
         request = EngineRequest(
             tuple(ids), options.max_new_tokens, options.sampling, f"{seen[prompt]}:{prompt}", frozenset(options.stop_ids),
-            media=None if media is None else media[number],
+            media=None if media is None else media[number], constraint=None if options.grammar is None else options.grammar.text,
         )  # fmt: skip
         rows.append(_Sequence(tokenizer, request, options.stop, None if on_text is None else partial(on_text, number)))
         seen[prompt] += 1
     if not rows:
         return []
     _report_room(rows, options, limit)
-    engine = build_engine(loaded, _engine_options(rows, options, loaded))
+    make_constraints = None if options.grammar is None else options.grammar.make_constraints
+    engine = build_engine(loaded, _engine_options(rows, options, loaded), make_constraints=make_constraints)
     with progress("generate", total=len(rows), unit="prompts") as advance:
         # Pieces of two texts at a time would be mixed on a screen.
         for some in [rows] if on_text is None else [[row] for row in rows]:
@@ -250,7 +262,7 @@ class _Sequence:
         elif event.finished is not None:
             if event.error is not None:
                 raise HeadwayError(f"a text cannot be continued after {len(self.new)} tokens: {event.error}")
-            assert event.finished not in ("cancelled", "error", "grammar")
+            assert event.finished not in ("cancelled", "error")
             self.stopped_by = event.finished
         if self.say is not None:
             piece = piece if self.stopped_by is None else self.result().text[self._shown :]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from headway.media.items import MediaRef
+from headway.media.schema import SHIPPED, load_schema
+from headway.media.schema_branches import closed_schema
 from headway.serve.api_errors import ApiError, bad_field
 from headway.serve.content_parts import MARK, read_content
 from headway.serve.fields import HARMLESS, BodyFields, read_json
@@ -185,11 +187,15 @@ def _schema(fields: BodyFields) -> Any:
     form.finish()
     if inner is None:
         raise bad_field("response_format.json_schema", 'is missing; it must be {"name": "...", "schema": {...}}.')
-    inner.text("name")
+    name = inner.text("name")
     inner.text("description")
-    inner.flag("strict")
+    is_strict = inner.flag("strict")
     schema = inner.get("schema")
     inner.finish()
+    if schema is None and name in SHIPPED:
+        return closed_schema(load_schema(name).rules)
+    if isinstance(schema, dict) and is_strict:
+        return closed_schema(schema)
     if not isinstance(schema, dict):
         raise bad_field("response_format.json_schema.schema", "must be a JSON schema, which is an object.")
     return cast(dict[str, Any], schema)

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
+from headway.media.schema_branches import without_conditions
 from headway.runtime.optional import is_installed
 from headway.serve.api_errors import ApiError, bad_field
 from headway.serve.tool_calls import CLOSE, OPEN, ToolFormat
@@ -46,8 +47,8 @@ def schema_grammar(schema: Any) -> str:
     from llguidance import LLMatcher
 
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-    except (ValueError, RecursionError) as error:
+        return LLMatcher.grammar_from_json_schema(without_conditions(schema), overrides={"whitespace_flexible": False})
+    except (ValueError, RecursionError, ConfigError) as error:
         raise bad_field("response_format", f"has a schema that cannot be used: {_line(error)}.") from None
 
 
