@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Self
 
 from headway.data.batch import Batch, StepBatch
@@ -27,13 +28,24 @@ from headway.data.teacher import CachedTeacher, TeacherColumns
 from headway.data.unpaired import UnpairedSource
 from headway.errors import CheckpointError, ConfigError
 
-__all__ = ["Loader", "LoaderState"]
+__all__ = ["DataAmount", "Loader", "LoaderState"]
 
 BLOCK_TOKENS = 1 << 22
 MIN_BLOCK_WINDOWS = 8
 MAX_VALID_TOKENS = 1 << 30
 SumOverRanks = Callable[[list[float]], list[float]]
 Filled = tuple[Batch, float]
+
+
+@dataclass(frozen=True)
+class DataAmount:
+    """What is read in one pass over the data, and in a number of batches. Padding counts nowhere."""
+
+    documents: int
+    tokens: int
+    tokens_read: float
+    epochs: float | None
+    """None: sources with weights have no common passes."""
 
 
 class Loader:
@@ -102,6 +114,33 @@ class Loader:
             middle = (low + high) // 2
             low, high = (low, middle) if self._shape.rows_before(middle) >= rows else (middle + 1, high)
         return low
+
+    def amount(self, batches: int, epochs: float | None = None) -> DataAmount:
+        """What `batches` from the beginning read; `epochs`: the passes at which they end, which the last batch may not fill."""
+        counts = [stream.windows.selection.counts() for stream in self._streams]
+        documents = sum(number for number, _ in counts)
+        tokens = sum(number for _, number in counts)
+        per_row = [stream.tokens_per_row() for stream in self._streams]
+        rows_drawn = self._shape.rows_before(batches)
+        if self._mixture.weighted:
+            weights = [source.weight or 0.0 for source in self._sources]
+            mean = sum(weight * size for weight, size in zip(weights, per_row, strict=True)) / sum(weights)
+            return DataAmount(documents, tokens, self._bounded(rows_drawn * mean, batches), None)
+        tokens_of_pass = sum(number * source.repeat for (_, number), source in zip(counts, self._sources, strict=True))
+        if epochs is not None:
+            return DataAmount(documents, tokens, epochs * tokens_of_pass, epochs)
+        rows_of_pass = sum(
+            number * source.repeat / size for (_, number), source, size in zip(counts, self._sources, per_row, strict=True) if size
+        )
+        mean = tokens_of_pass / max(1.0, rows_of_pass)
+        tokens_read = self._bounded(rows_drawn * mean, batches)
+        return DataAmount(documents, tokens, tokens_read, tokens_read / max(1, tokens_of_pass))
+
+    def _bounded(self, tokens: float, batches: int) -> float:
+        """Tokens of batches that data.max_tokens limits."""
+        if self._config.max_tokens is None:
+            return tokens
+        return min(tokens, float(batches * self._config.max_tokens))
 
     def documents_of(self, state: LoaderState, first: int, last: int) -> dict[str, list[int]]:
         """The documents of batches `first` to `last` by source, from a state before them; reads no tokens."""

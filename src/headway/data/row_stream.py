@@ -30,6 +30,7 @@ from headway.store.source import Longs, TokenSource
 
 CACHED_BLOCKS = 2
 CACHED_FROM_WINDOWS = 64
+SAMPLED_WINDOWS = 16
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,18 @@ class RowStream:
     def num_rows(self) -> int:
         """Rows of one epoch."""
         return int(self.rows_of_windows.sum())
+
+    def tokens_per_row(self) -> float:
+        """The mean tokens of a row, padding not counted: of all windows, or of a sample of many."""
+        count = self.windows.num_windows
+        step = max(1, count // SAMPLED_WINDOWS)
+        tokens = 0
+        rows = 0
+        for window in range(0, count, step):
+            plan = self._plan_window(0, window)
+            tokens += int(plan.length.sum())
+            rows += plan.num_rows
+        return tokens / max(1, rows)
 
     def _plan(self, epoch: int, number: int) -> PackedBlock:
         plan = join([self._plan_window(epoch, window) for window in self.windows.of_block(number, self._window_key(epoch))])

@@ -21,6 +21,8 @@ from headway.store.source import Flags, Longs, TokenRange, TokenSource
 log = logging.getLogger("headway")
 
 SCAN_DOCUMENTS = 1 << 20
+COUNTED_DOCUMENTS = 1 << 24
+"""Lengths that a start looks at to say how much is read: a second or two."""
 SPLIT_KEY = 0x5D1B7A2C94E3F061
 MIN_SPLIT_TOKENS = 2
 """A token and the next one, which is its target."""
@@ -56,6 +58,26 @@ class Selection:
         if self.num_documents == self.source.num_documents:
             return self.source.num_tokens
         return max(1, round(self.source.num_tokens * self.num_documents / self.source.num_documents))
+
+    def counts(self) -> tuple[int, int]:
+        """Documents that are read, and their tokens: exact up to COUNTED_DOCUMENTS, beyond them the share among those counts for all."""
+        is_whole = (
+            self.side is None and self.max_length is None and self.min_length <= 1 and self.num_documents == self.source.num_documents
+        )
+        if is_whole:
+            return self.num_documents, self.num_tokens
+        documents = 0
+        tokens = 0
+        scanned = min(self.num_documents, COUNTED_DOCUMENTS)
+        for first in range(0, scanned, SCAN_DOCUMENTS):
+            picked, lengths = self.pick(first, min(first + SCAN_DOCUMENTS, scanned))
+            documents += len(picked)
+            tokens += int(lengths.sum())
+        if scanned < self.num_documents:
+            factor = self.num_documents / scanned
+            documents = round(documents * factor)
+            tokens = round(tokens * factor)
+        return documents, tokens
 
     @property
     def key(self) -> str:

@@ -70,7 +70,7 @@ def prepare_data(recipe: Recipe, workers: int | None = None) -> list[PreparedSou
         raise ConfigError("data.train is null: the data is generated while training, there is nothing to prepare. Set data.train.")
     data = open_run_data(resolve(recipe), choose_compute(recipe.device, recipe.precision).device, workers)
     return [
-        PreparedSource(name, one.selection.source.name, one.selection.num_documents, one.selection.num_tokens)
+        PreparedSource(name, one.selection.source.name, *one.selection.counts())
         for name, many in {"train": data.train, **data.valid}.items()
         for one in many
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from math import prod
 
 from headway.kernels.packed_layout import form_of, plain_name
@@ -20,13 +21,50 @@ log = logging.getLogger("headway")
 def announce(run: Run) -> None:
     """Say what begins: lines in the log; a terminal with a progress bar shows the header above it."""
     has_header = run.console.bar is not None
-    for line in [*describe(run), tokens_line(run)]:
+    reading = DataLine.of(run)
+    for line in [*describe(run), reading.line(run)]:
         log.info("%s", line, extra=FILE_ONLY if has_header else None)
-    for label, text in header(run) if has_header else ():
+    for label, text in header(run, reading) if has_header else ():
         log.info("  %-8s %s", label, text, extra=SCREEN_ONLY)
 
 
-def header(run: Run) -> list[tuple[str, str]]:
+@dataclass(frozen=True)
+class DataLine:
+    """How much data there is and how much of it a run reads, in words."""
+
+    there: str
+    """The documents that are read, without those that are too short or for validation, and their tokens without padding."""
+    read: str
+    """The tokens that the steps read, without padding."""
+    epochs: str
+    """`, 1 epoch`; empty if there are no common passes over the data."""
+
+    @staticmethod
+    def of(run: Run) -> DataLine:
+        """Count the documents and rows of a run."""
+        if run.recipe.data.train is None:
+            return DataLine("as many as the steps need", quantity(run.total_steps * run.batch.tokens), "")
+        passes = run.recipe.epochs
+        if passes is not None and not float(passes).is_integer():
+            passes = None  # the last step is full, so that a little more is read
+        amount = run.loader.amount(run.total_steps, passes)
+        there = f"{quantity(amount.documents)} documents, {quantity(amount.tokens)} tokens"
+        if run.model.aligner is not None:
+            there = f"{quantity(amount.documents)} samples"
+        about = "about " if passes is None else ""
+        epochs = ""
+        if amount.epochs is not None:
+            number = f"{amount.epochs:,.0f}" if amount.epochs >= 100 else f"{amount.epochs:.2g}"
+            epochs = f", {about}{number} {'epoch' if number == '1' else 'epochs'}"
+        return DataLine(there, about + quantity(round(amount.tokens_read)), epochs)
+
+    def line(self, run: Run) -> str:
+        """One line of the log."""
+        what = "tokens" if run.model.aligner is None else "samples"
+        return f"{what}: {self.there.removesuffix(' samples')}; {run.total_steps} steps read {self.read}{self.epochs}"
+
+
+def header(run: Run, reading: DataLine) -> list[tuple[str, str]]:
     """Model, data, length, layout, memory and place, each in one short line."""
     trained, frozen = _sizes(run)
     began = "" if run.start.checkpoint is None else f" (resumes at step {run.state.step})"
@@ -37,8 +75,8 @@ def header(run: Run) -> list[tuple[str, str]]:
         ("run", f"{run.start.folder}{began}"),
         ("model", f"{run.model.title}{f' from {source}' if source else ''}: {quantity(trained + frozen)} parameters, {what}"),
         *[("adapter", line.removeprefix("adapter ")) for line in _match_lines(run) if line.startswith("adapter ")],
-        ("data", f"{_source(run)}: {_amount(run)}"),
-        ("length", f"{run.total_steps:,} steps of {_row_size(run)}{_epochs(run)}"),
+        ("data", f"{_source(run)}: {reading.there}"),
+        ("length", f"{run.total_steps:,} steps of {_row_size(run)}{reading.epochs}"),
         ("layout", f"{layout[0]}, {run.compute.precision} on {run.compute.name}"),
         *([("memory", f"about {amount(_memory(run).total)} per rank")] if run.model.aligner is None else []),
         ("results", "metrics.jsonl, train.log, checkpoints/" + (", final/" if run.recipe.checkpoint.at_end else "")),
@@ -47,32 +85,6 @@ def header(run: Run) -> list[tuple[str, str]]:
 
 def _row_size(run: Run) -> str:
     return f"{run.batch.rows} samples" if run.model.aligner is not None else f"{run.batch.rows} rows x {run.recipe.data.seq_len} tokens"
-
-
-def tokens_line(run: Run) -> str:
-    """How much data there is and how much of it the run reads."""
-    if run.model.aligner is not None:
-        samples = sum(one.selection.num_documents for one in run.data.train)
-        return f"samples: {quantity(samples)}; {run.total_steps} steps read up to {quantity(run.total_steps * run.batch.rows)}"
-    return f"tokens: {_amount(run)}; {run.total_steps} steps read up to {quantity(run.total_steps * run.batch.tokens)}{_epochs(run)}"
-
-
-def _amount(run: Run) -> str:
-    if run.recipe.data.train is None:
-        return "as many as the steps need"
-    chosen = [one.selection for one in run.data.train]
-    if run.model.aligner is not None:
-        return f"{quantity(sum(one.num_documents for one in chosen))} samples"
-    return f"{quantity(sum(one.num_documents for one in chosen))} documents, {quantity(sum(one.num_tokens for one in chosen))} tokens"
-
-
-def _epochs(run: Run) -> str:
-    tokens = sum(one.selection.num_tokens * one.repeat for one in run.data.train)
-    if run.model.aligner is not None:
-        tokens *= run.recipe.data.seq_len  # a sample is one token of a row
-    if run.recipe.data.train is None or not tokens or any(one.weight is not None for one in run.data.train):
-        return ""
-    return f", about {run.total_steps * run.batch.tokens / tokens:.2g} epochs"
 
 
 def _source(run: Run) -> str:

@@ -383,3 +383,51 @@ def test_the_numbers_of_a_step_are_those_of_its_rows(tmp_path: Path) -> None:
     with loader_of(config_of(seq_len=8, packing="best_fit"), store, rows=3, micro_rows=1, epochs=1) as loader:
         stats = next(loader)[0].stats
     assert (stats.documents, stats.largest_batch, stats.smallest_batch) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("packing", "selected"),
+    [
+        ("best_fit", {}),
+        ("concat", {"min_length": 10}),
+        ("pad", {"limit": 30}),
+        ("best_fit", {"side": "train", "fraction": 0.3, "min_length": 5}),
+    ],
+)
+def test_the_amount_that_is_announced_is_what_is_read(tmp_path: Path, packing: str, selected: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+    store = make_store(tmp_path / "s", [int(length) for length in rng.integers(3, 30, 60)])
+    source = MixtureSource(Selection(store, **selected), repeat=2)
+    with loader_of(config_of(packing=packing), source, epochs=1) as loader:
+        batches = loader.batches_in(1)
+        amount = loader.amount(batches, 1)
+        steps = [step for step, _ in loader]
+    assert sum(step.stats.tokens for step in steps) == amount.tokens_read == 2 * amount.tokens
+    assert amount.epochs == 1
+    documents, lengths = source.selection.pick(0, store.num_documents)
+    assert (amount.documents, amount.tokens) == (len(documents), int(lengths.sum()))
+    # Steps instead of epochs: the share of the rows, not of the room in them.
+    with loader_of(config_of(packing=packing), source) as loader:
+        about = loader.amount(batches - 1)
+        read = sum(next(loader)[0].stats.tokens for _ in range(batches - 1))
+    assert about.tokens_read == pytest.approx(read, rel=0.1)
+    assert about.epochs == pytest.approx(read / amount.tokens_read, rel=0.1)
+
+
+def test_sources_with_weights_have_no_common_epochs(tmp_path: Path) -> None:
+    one = make_store(tmp_path / "a", [16] * 20)
+    other = make_store(tmp_path / "b", [8] * 20, first_id=10_000)
+    sources = [MixtureSource(Selection(one), weight=0.75), MixtureSource(Selection(other), weight=0.25)]
+    with loader_of(config_of(packing="pad"), *sources) as loader:
+        amount = loader.amount(4)
+        read = sum(next(loader)[0].stats.tokens for _ in range(4))
+    assert amount.epochs is None
+    assert amount.tokens_read == pytest.approx(read, rel=0.1)
+
+
+def test_long_selections_are_counted_by_their_first_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path / "s", [4, 20] * 50)
+    selection = Selection(store, min_length=10)
+    assert selection.counts() == (50, 1000)
+    monkeypatch.setattr("headway.data.selection.COUNTED_DOCUMENTS", 10)
+    assert selection.counts() == (50, 1000)
