@@ -61,9 +61,8 @@ class Selection:
 
     def counts(self) -> tuple[int, int]:
         """Documents that are read, and their tokens: exact up to COUNTED_DOCUMENTS, beyond them the share among those counts for all."""
-        is_whole = (
-            self.side is None and self.max_length is None and self.min_length <= 1 and self.num_documents == self.source.num_documents
-        )
+        has_limit = self.num_documents < self.source.num_documents
+        is_whole = self.side is None and self.max_length is None and self.min_length <= 1 and not has_limit
         if is_whole:
             return self.num_documents, self.num_tokens
         documents = 0

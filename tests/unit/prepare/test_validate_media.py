@@ -69,6 +69,7 @@ TURNS = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "cont
         ({"instruction": "a", "response": ANSWER, "image": "ok.png"}, None, None),
         ({"instruction": "a", "response": ANSWER}, None, "no picture, sound or video"),
         ({"instruction": "a", "response": ANSWER, "image": ""}, None, "no picture, sound or video"),
+        ({"instruction": "a", "response": ANSWER, "images": ["ok.png"]}, None, "no picture, sound or video"),
         ({"prompt": "a", "response": ANSWER, "image": "ok.png"}, None, "no instruction, which"),
         ({"prompt": "a", "answer": ANSWER, "image": "ok.png"}, None, "no instruction and no response, which"),
         ({"text": "a cat", "image": "ok.png"}, None, "no instruction and no response, which"),
