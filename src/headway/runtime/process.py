@@ -361,6 +361,18 @@ def process_start(pid: int) -> str | None:
     return None if fields[0] in "ZXx" else fields[19]
 
 
+def most_open_files() -> int:
+    """How many files and connections this process may have open at once."""
+    try:
+        import resource
+    except ImportError:
+        return MAX_OPEN_FILES
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_OPEN_FILES
+    return soft
+
+
 def raise_open_files() -> None:
     """Raise the soft limit of open files to the hard one; a system that refuses is left alone."""
     if sys.platform == "win32":

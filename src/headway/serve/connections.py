@@ -20,11 +20,18 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 20.0
+OTHER_FILES = 128
+"""Files that a server has open besides connections: pipes to its processes, libraries, logs."""
 REFUSAL = json.dumps(ApiError(503, "Too many connections. Try again later.", code="too_many_connections").body()).encode()
 TOO_MANY = (
     f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     f"content-length: {len(REFUSAL)}\r\n\r\n"
 ).encode() + REFUSAL
+
+
+def affordable_connections(wanted: int, open_files: int) -> int:
+    """As many connections as are wanted and can be open. Above the limit of open files no connection is accepted, not even to refuse it."""
+    return max(1, min(wanted, open_files - OTHER_FILES))
 
 
 def bounded_protocol(most: int, stalled_seconds: float) -> type[H11Protocol]:

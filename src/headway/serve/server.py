@@ -21,9 +21,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import HeadwayError, LaunchError
+from headway.runtime.process import most_open_files
 from headway.runtime.web_access import Access
 from headway.serve.api_errors import ApiError
-from headway.serve.connections import bounded_protocol
+from headway.serve.connections import affordable_connections, bounded_protocol
 from headway.serve.engine_client import EngineClient
 from headway.serve.engine_setup import EngineSetup
 from headway.serve.limits import ServeLimits
@@ -162,7 +163,7 @@ class ModelServer:
             logging.getLogger(name).setLevel(logging.CRITICAL if name.endswith("access") else logging.ERROR)
         config = uvicorn.Config(
             build_app(self.state),  # pyright: ignore[reportArgumentType]
-            http=bounded_protocol(self.options.limits.connections, self.options.limits.stalled_seconds),
+            http=bounded_protocol(self._connections(), self.options.limits.stalled_seconds),
             loop="none",
             ws="none",
             lifespan="off",
@@ -184,6 +185,14 @@ class ModelServer:
         port = self.listening.getsockname()[1]
         names = list(self.state.models)
         self.started({"url": _url(self.options.host, port), "host": self.options.host, "port": port, "models": names})
+
+    def _connections(self) -> int:
+        """How many connections may be open."""
+        wanted = self.options.limits.connections
+        affordable = affordable_connections(wanted, most_open_files())
+        if affordable < wanted:
+            log.warning("the limit of open files allows %d connections; --max-connections is %d. Raise ulimit -n.", affordable, wanted)
+        return affordable
 
     async def _until_stopped(self) -> int:
         """Wait for a signal, let running requests end, and say with which code to exit."""

@@ -224,6 +224,14 @@ def test_a_body_of_any_size_without_a_length_is_cut(server: RunningServer) -> No
     refused(server.client().post("/v1/chat/completions", content=(b" " * 65536 for _ in range(50))), 413)
 
 
+def test_a_large_body_is_read_like_a_small_one(server: RunningServer) -> None:
+    padding = {"a": "b" * 100_000}
+    assert ask(server, metadata=padding).json()["choices"][0]["message"]["content"] == "hello world"
+    assert complete(server, "[[a]]", metadata=padding).json()["choices"][0]["text"] == "a"
+    refused(ask(server, metadata=padding, temperature=3), param="temperature")
+    refused(server.client().post("/v1/embeddings", content=b'{"model": "m", "input": ' + b" " * 100_000), 400)
+
+
 def test_a_prompt_that_is_too_long_says_so(server: RunningServer) -> None:
     answer = ask(server, "x" * 5000)
     assert "4096" in refused(answer, param="messages") and answer.json()["error"]["code"] == "context_length_exceeded"

@@ -230,6 +230,11 @@ def test_half_open_connections_lock_nobody_out(begun: bytes) -> None:
     asyncio.run(run())
 
 
+def test_connections_leave_room_for_the_other_files_of_a_server() -> None:
+    found = {limit: connections.affordable_connections(1024, limit) for limit in (100, 256, 1024, 1152, 20_000)}
+    assert found == {100: 1, 256: 128, 1024: 896, 1152: 1024, 20_000: 1024}
+
+
 def test_many_honest_clients_share_the_connections() -> None:
     """64 clients of one address with a half-open flood beside them; every answer arrives."""
 
