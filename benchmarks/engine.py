@@ -9,6 +9,8 @@ JSON lines, one per case.
     python benchmarks/engine.py --part grid --context 2048     # 1, 8, 64, 256 requests, dense and sparse
     python benchmarks/engine.py --part grid --context 32768
     python benchmarks/engine.py --part sampled        # 64 x (128 in, 256 out), greedy beside sampled rows
+    python benchmarks/engine.py --part start          # the first batches after a start: 64 x (2,048 in, 128 out)
+    python benchmarks/engine.py --part start --cold   # the same without a warm-up
     python benchmarks/engine.py --part transformers   # generate and generate_batch of transformers on the first work
 """
 
@@ -174,6 +176,42 @@ def sampled(loaded: LoadedModel, options: argparse.Namespace) -> None:
         say("sampled", {"rule": name, **run(engine, requests, options.device), "cold_s": round(cold, 1)})
 
 
+def start(loaded: LoadedModel, options: argparse.Namespace) -> None:
+    """The rate of the first and the second batch right after the engine says that it is ready, each kind on a new engine.
+
+    `ratio`: the first batch's rate over the second's; 1 where the warm-up leaves nothing to the first batch. The first kind has a fresh
+    process; the later ones find kernels that it loaded."""
+    rules = {"greedy": Sampling(), "sampled": Sampling(0.8, top_p=0.9)}
+    prompt, new = options.lengths
+    rows = min(options.requests, options.max_running)
+    for sparsity in map(float, options.sparsities.split(",")):
+        for name, rule in rules.items():
+            masks = masks_at(loaded.config, sparsity, WINDOW, SINKS)
+            settings = EngineOptions(
+                max_running=rows,
+                max_context=options.context or 4096,
+                prefill_tokens=options.prefill_tokens,
+                compile_blocks=options.compile,
+            )
+            began = wait(options.device)
+            engine = InferenceEngine(loaded.with_masks(masks), settings)
+            if not options.cold:
+                engine.warm_up()
+            ready = wait(options.device) - began
+            rates: list[float] = []
+            for number in range(3):
+                made = prompts(options.requests, prompt, loaded.config.vocab, seed=number)  # none repeats an earlier batch's
+                requests = [EngineRequest(ids, new, rule, key=str(index), ignore_eos=True) for index, ids in enumerate(made)]
+                batch = run(engine, requests, options.device)
+                rates.append(batch["new_tok_s"])
+                say("start", {"sparsity": sparsity, "rule": name, "batch": number + 1, "ready_s": round(ready, 1), **batch})
+            say("start", {"sparsity": sparsity, "rule": name, "warm_up": not options.cold, "ratio": round(rates[0] / rates[1], 3)})
+            del engine
+            gc.collect()
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+
+
 def transformers_part(loaded: LoadedModel, options: argparse.Namespace) -> None:
     """generate and generate_batch of transformers on the first work."""
     try:
@@ -208,7 +246,7 @@ def transformers_part(loaded: LoadedModel, options: argparse.Namespace) -> None:
 def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["prompts", "answers", "fit", "grid", "sampled", "transformers"], required=True)
+    parser.add_argument("--part", choices=["prompts", "answers", "fit", "grid", "sampled", "start", "transformers"], required=True)
     parser.add_argument("--shape", choices=list(SHAPES), default="1b")
     parser.add_argument("--context", type=int, help="of the parts grid and fit")
     parser.add_argument("--requests", type=int, default=64)
@@ -221,6 +259,7 @@ def main() -> None:
     parser.add_argument("--fit-requests", type=int, default=128)
     parser.add_argument("--whole", action="store_true", help="part fit: run the requests to their end")
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks")
+    parser.add_argument("--cold", action="store_true", help="part start: no warm-up")
     options = parser.parse_args()
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.compile = False if options.eager else "auto"
@@ -244,6 +283,8 @@ def main() -> None:
                 measure("grid", loaded, options, count, (context - new, new), sparsity)
     elif options.part == "sampled":
         sampled(loaded, options)
+    elif options.part == "start":
+        start(loaded, options)
     else:
         transformers_part(loaded, options)
 

@@ -55,7 +55,7 @@ def pressed_engine(loaded: LoadedModel, *, lag: bool) -> tuple[InferenceEngine, 
     """An engine of few pages, and old requests that grow into them while the prompt of a younger one is read in small pieces."""
     page = build_cache(loaded, EngineOptions(page_tokens=8), 160).shape.page_bytes
     options = EngineOptions(22 * page, max_running=4, page_tokens=8, prefill_tokens=3, lag=lag)
-    old = [EngineRequest((number, 7, 9), 70, Sampling(0.7, seed=number), ignore_eos=True) for number in range(2)]
+    old = [EngineRequest((number, 7, 9), 40, Sampling(0.7, seed=number), ignore_eos=True) for number in range(2)]
     return InferenceEngine(loaded, options), old
 
 
@@ -125,28 +125,33 @@ FAULTS = {
 }
 
 
+GOOD = [
+    EngineRequest((4, 5), 8, Sampling(0.8, seed=2), ignore_eos=True),
+    EngineRequest((6,), 8, ignore_eos=True),
+    EngineRequest((7, 8), 8, constraint="4 6"),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedModel) -> list[list[int]]:
+    return [tokens_of(events) for events in collect(InferenceEngine(loaded, EngineOptions(), constraints=TokenRule), GOOD)]
+
+
 @pytest.mark.parametrize("lag", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_a_request_raises_ends_that_request_alone(
-    loaded: LoadedModel, fault: str, lag: bool, caplog: pytest.LogCaptureFixture
+    loaded: LoadedModel, expected: list[list[int]], fault: str, lag: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = [
-        EngineRequest((4, 5), 12, Sampling(0.8, seed=2), ignore_eos=True),
-        EngineRequest((6,), 12, ignore_eos=True),
-        EngineRequest((7, 8), 12, constraint="4 6"),
-    ]
-    options = EngineOptions(max_running=4, page_tokens=8, lag=lag)
-    expected = [tokens_of(events) for events in collect(InferenceEngine(loaded, options, constraints=TokenRule), good)]
-    engine = InferenceEngine(loaded, options, constraints=TokenRule)
+    engine = InferenceEngine(loaded, EngineOptions(max_running=4, page_tokens=8, lag=lag), constraints=TokenRule)
     caplog.set_level(logging.CRITICAL)
-    failed, *others = collect(engine, [FAULTS[fault], *good])
+    failed, *others = collect(engine, [FAULTS[fault], *GOOD])
     assert [tokens_of(events) for events in others] == expected
     assert [events[-1].error for events in others] == [None] * 3
     assert failed[-1].finished == "error"
     assert failed[-1].error and "\n" not in failed[-1].error
     assert sum(event.finished is not None for event in failed) == 1
     assert is_empty(engine)
-    assert tokens_of(collect(engine, good[:1])[0]) == expected[0], "the engine goes on"
+    assert tokens_of(collect(engine, GOOD[:1])[0]) == expected[0], "the engine goes on"
 
 
 def test_a_sampler_that_fails_beside_guesses_ends_its_request_alone(loaded: LoadedModel) -> None:

@@ -87,6 +87,8 @@ class Wrong:
         self.counts += counts
         return [[(one.tokens[-1] + 1) % 250] * count for one, count in zip(rows, counts, strict=True)]
 
+    def warm_up(self) -> None: ...
+
 
 @pytest.fixture(scope="module")
 def plain(loaded: LoadedModel) -> dict[str, list[tuple[list[int], str | None]]]:
@@ -166,6 +168,8 @@ def test_the_distribution_is_the_models(tmp_path: Path) -> None:
             begun = [one.tokens[len(prompt) :] for one in rows]
             paths = [next(path for path in outcomes if list(path[: len(some)]) == some) for some in begun]
             return [list(path[len(some) :])[:count] for path, some, count in zip(paths, begun, counts, strict=True)]
+
+        def warm_up(self) -> None: ...
 
     model = load_model(write_model(tmp_path, LONG.with_(init_std=0.2)))
     assert model.tokenizer is not None

@@ -54,6 +54,8 @@ class EngineDevice:
         self.records = can_record if options.record == "auto" else options.record
         compiles = on_cuda if options.compile_blocks == "auto" else options.compile_blocks
         compiles = compiles and self.part is None and adapters is None  # which adapter a stretch of tokens has would be compiled in
+        self.has_first_times = on_cuda or bool(compiles)
+        """Something is compiled, recorded, planned or loaded when a launch has a new size or kind."""
         if on_cuda:
             self.model.fuse_projections()
         self._prefill = self.model.cached_forward(compile_any_length if compiles else None)
@@ -69,17 +71,11 @@ class EngineDevice:
         self._pool = torch.cuda.graph_pool_handle() if self.records else None
 
     @torch.inference_mode()
-    def warm_up(self, *, prefill: bool) -> None:
-        """Compile and record every bucket now, the largest first; otherwise each is recorded when it is first needed.
-
-        `prefill`: read a prompt too, which writes into the first slot and pages."""
+    def warm_up(self) -> None:
+        """Compile and record every bucket now, the largest first; otherwise each is recorded when it is first needed."""
         if self.records:
             for size in reversed(self._sizes):
                 self._record(self._batch(size))
-        shape = self.cache.shape
-        if prefill and self.cache.device.type == "cuda":
-            for tokens in {min(size, shape.context, self.cache.pool.num_pages * shape.page_tokens) for size in (96, 200)}:
-                self.prefill([PrefillPiece(0, 0, tokens, range(-(-tokens // shape.page_tokens)))], [[0] * tokens], adapters=[0])
 
     @torch.inference_mode()
     def prefill(
@@ -174,6 +170,7 @@ class EngineDevice:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             self._step(batch)
+        graph.replay()  # the first one brings the graph to the device
         self._graphs[batch.rows] = graph
         batch.slots.copy_(slots)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from headway.errors import ConfigError
-from headway.infer.engine.device import EngineDevice
+from headway.infer.engine.device import EngineDevice, bucket_sizes
 from headway.infer.engine.memory import EngineMemory, build_cache
 from headway.infer.engine.request import (
     ConstraintFactory,
@@ -40,7 +40,7 @@ from headway.infer.engine.request import (
     TokenConstraint,
     failure_line,
 )
-from headway.infer.engine.results import PendingPrefill, PendingTokens, choose_tokens
+from headway.infer.engine.results import LOGPROB_TOKENS, PendingPrefill, PendingTokens, choose_tokens
 from headway.infer.engine.rounds import check_media, packed_media, plan_pieces
 from headway.infer.engine.sampler import Sampler, has_penalties
 from headway.infer.engine.sequence import EngineSequence
@@ -53,6 +53,7 @@ from headway.infer.engine.speculate import (
     open_draft,
     split_budget,
 )
+from headway.infer.engine.warm_up import AnyToken, EngineAbilities, WarmUpBatch, warm_up_batches
 from headway.infer.load import LoadedModel
 from headway.model.adapter.rows import load_adapters
 
@@ -104,9 +105,7 @@ class InferenceEngine:
         self._sequences: dict[int, EngineSequence] = {}
         self._pending: list[PendingTokens | PendingGuesses | PendingPrefill] = []
         self._events: list[EngineEvent] = []
-        self._next = 0
-        self._prompt_tokens = self._cached_tokens = self._generated = self._finished = self._preempted = self._steps = 0
-        self._first: deque[float] = deque(maxlen=FIRST_TOKENS)
+        self._reset_counters()
 
     @property
     def busy(self) -> bool:
@@ -123,9 +122,78 @@ class InferenceEngine:
         """Requests that wait for one, or for their grammar."""
         return len(self._waiting) + len(self._compiling)
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile and record now; otherwise the first requests wait for it."""
-        self._device.warm_up(prefill=self._next == 0)
+        """Compile, record and allocate now; otherwise the first requests wait for it. An engine that works is only recorded."""
+        self._device.warm_up()
+        if self._speculator is not None:
+            self._speculator.proposer.warm_up()
+        if self._sequences or not self._device.has_first_times:
+            return
+        abilities = EngineAbilities(
+            context=self.context,
+            room=self.cache.pool.num_pages * self.options.page_tokens,
+            round_tokens=self.options.prefill_tokens,
+            sizes=bucket_sizes(self.cache.slots),
+            vocab=self.vocab,
+            guesses=0 if self._speculator is None else self._speculator.most,
+            scored_tokens=LOGPROB_TOKENS,
+            adapters=tuple(self._adapters),
+            media=self.loaded.config.media,
+        )
+        before: WarmUpBatch | None = None
+        for batch in warm_up_batches(abilities):
+            if batch is not before:
+                # What an earlier batch computed would leave nothing to compute.
+                self.cache.pool.forget_all()
+            try:
+                self._run_warm_up(batch)
+            except torch.OutOfMemoryError:
+                if self.loaded.part is not None:  # the other ranks would wait for this one
+                    raise
+                self._abandon()
+                log.warning(
+                    "%d requests of %d tokens at once find no memory beside the cache, and would end the engine. "
+                    "Lower --cache-gib or --prefill-tokens.",
+                    len(batch.requests),
+                    len(batch.requests[0].prompt),
+                )
+            before = batch
+        self.cache.pool.forget_all()
+        self._reset_counters()
+
+    def _run_warm_up(self, batch: WarmUpBatch) -> None:
+        # Every rank that shares the layers warms up by itself, so the first one notes nothing for the others.
+        for request in batch.requests:
+            number = self._enqueue(request)
+            if batch.masked:
+                self._sequences[number].constraint = AnyToken()
+        while self.busy:
+            for event in InferenceEngine.step(self):
+                if event.error is not None:
+                    log.warning("requests like %s will fail: %s", batch.requests[0].sampling, event.error)
+
+    def _abandon(self) -> None:
+        """Forget everything that was submitted, in the middle of a round."""
+        self._pending.clear()
+        self._waiting.clear()
+        for sequence in list(self._sequences.values()):
+            self._forget(sequence)
+        self._events.clear()
+
+    def _reset_counters(self) -> None:
+        """As if no request had come."""
+        self._next = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._generated = 0
+        self._finished = 0
+        self._preempted = 0
+        self._steps = 0
+        self._first: deque[float] = deque(maxlen=FIRST_TOKENS)
+        if self._speculator is not None:
+            self._speculator.proposed = 0
+            self._speculator.accepted = 0
 
     def submit(self, request: EngineRequest) -> int:
         """The number of the request in events."""
@@ -150,6 +218,10 @@ class InferenceEngine:
             check_media(self.loaded.config.media, request)
         if self.num_waiting >= self.options.max_waiting:
             raise QueueFull(f"{self.num_waiting} requests are waiting; no more are taken now. Try again later.")
+        return self._enqueue(request)
+
+    def _enqueue(self, request: EngineRequest) -> int:
+        """Take a request that was checked."""
         sequence = EngineSequence(self._next, request, self.context - len(request.prompt), self.loaded.end_ids)
         if request.constraint is not None:
             self._compile(sequence, request.constraint)

@@ -44,6 +44,10 @@ class Proposer(Protocol):
         """At most `counts` tokens for each row; fewer or none where it has no guess."""
         ...
 
+    def warm_up(self) -> None:
+        """Do what the first guesses would wait for."""
+        ...
+
 
 class NgramProposer:
     """Guesses that what followed the last tokens before follows again."""
@@ -58,6 +62,9 @@ class NgramProposer:
             grams = self._known.setdefault(one, _Grams())
             found.append(grams.following(one.tokens, count))
         return found
+
+    def warm_up(self) -> None:
+        """Nothing: tokens are looked up on the host."""
 
 
 class _Grams:
@@ -96,6 +103,10 @@ class DraftProposer:
         self._sampler = Sampler(self._cache.slots, draft.config.vocab, draft.device)
         self._most = options.prefill_tokens
         self._shadows: dict[EngineSequence, EngineSequence] = {}
+
+    def warm_up(self) -> None:
+        """Record the small model's steps; the engine's own warm-up runs its prompts."""
+        self._device.warm_up()
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[EngineSequence], counts: Sequence[int]) -> list[list[int]]:

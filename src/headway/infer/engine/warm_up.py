@@ -1,0 +1,143 @@
+"""Batches of requests that take every launch path with the sizes of real rounds, so that the first clients do not wait for anything.
+
+    what a GPU does once                          which batch does it
+    a recorded step for each batch size           `EngineDevice.warm_up`; the rows of `sizes` replay it
+    matrix products, chosen by number of tokens   `lengths`: one prompt of each size, up to a whole round
+    cuDNN's plan of a regular length              `lengths`: every multiple of REGULAR of a round, and a prompt of several rounds
+    Triton's and the compiler's variants          one token, one piece, many pieces, with and without a past, 16 of them
+    kernels and memory of the sampler             `rules`: each rule in one row and in all rows
+    media, adapters, guesses, scores, vectors     a request of each kind
+
+In: what an engine can do; out: batches, the largest first, so that the largest pieces of memory are taken before the small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.infer.engine.request import EngineRequest, PromptMedia
+from headway.infer.sampling import Sampling
+from headway.model.media_shape import MediaShape
+from headway.model.paged_layer import REGULAR
+from headway.store.media_items import MediaItem
+
+NEW_TOKENS = 3
+"""A first token, one after it, and one more, whose step is launched before the token before it is read. Guesses come on top."""
+SHORT = 8
+"""Tokens of a prompt that is there for its answer."""
+ROUNDS = 2
+"""Of the longest prompt: the second one has a past."""
+SAMPLED = (
+    Sampling(0.8),
+    Sampling(0.8, top_k=50),
+    Sampling(0.8, top_k=50, top_p=0.9),
+    Sampling(0.8, top_p=0.9, min_p=0.05),
+    Sampling(0.8, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
+    Sampling(repetition_penalty=1.1),
+    Sampling(0.8, logit_bias=((1, 1.0),)),
+    Sampling(logit_bias=((1, 1.0),)),
+)
+
+
+@dataclass(frozen=True)
+class EngineAbilities:
+    """What decides the sizes and kinds of an engine's launches."""
+
+    context: int
+    """Tokens of the longest request."""
+    room: int
+    """Tokens that the cache holds."""
+    round_tokens: int
+    """Prompt tokens of one round."""
+    sizes: Sequence[int]
+    """Batch sizes of decoding steps; the last one is the most requests that run."""
+    vocab: int
+    guesses: int = 0
+    """Tokens that speculation guesses at a time."""
+    scored_tokens: int = 0
+    """Prompt tokens whose scores are computed at one time."""
+    adapters: Sequence[str] = ()
+    media: MediaShape | None = None
+
+
+@dataclass(frozen=True)
+class WarmUpBatch:
+    """Requests that are submitted together."""
+
+    requests: tuple[EngineRequest, ...]
+    masked: bool = False
+    """Their tokens are chosen under a mask, as those of a grammar."""
+
+
+class AnyToken:
+    """A constraint that allows everything."""
+
+    is_finished = False
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        """Every bit."""
+        mask.fill(-1)
+
+    def accept(self, token: int) -> None:
+        """Whatever it is."""
+
+
+def warm_up_batches(can: EngineAbilities) -> list[WarmUpBatch]:
+    """All batches of a warm-up, the largest first."""
+    new_tokens = NEW_TOKENS + can.guesses
+    longest = min(can.context, can.room) - new_tokens
+    if longest < 1:
+        return []
+    rows = can.sizes[-1]
+    counts = tuple(dict.fromkeys((rows, 1)))
+
+    def request(number: int, length: int, **more: object) -> EngineRequest:
+        # Every prompt of a batch has another beginning, so that none finds its pages computed; then it repeats, so that guesses are made.
+        tokens = [number % can.vocab, *(1 + step % 2 for step in range(length - 1))]
+        return EngineRequest(tuple(tokens), new_tokens, ignore_eos=True, key=str(number), **more)  # pyright: ignore[reportArgumentType]
+
+    def batch(count: int, length: int, masked: bool = False, **more: object) -> WarmUpBatch:
+        fitting = max(1, min(count, can.room // (length + new_tokens)))
+        return WarmUpBatch(tuple(request(number, length, **more) for number in range(fitting)), masked)
+
+    batches = [batch(1, length) for length in prompt_lengths(can.round_tokens, longest)]
+    short = min(SHORT, longest)
+    # A whole round of many pieces, twice: the second time the pages are shared and rings copied.
+    whole = batch(rows, max(1, min(can.round_tokens // rows, longest)))
+    batches += [whole, whole]
+    # The end of one prompt and the beginning of the next in one round.
+    batches.append(batch(2, min(longest, can.round_tokens + max(1, can.round_tokens // 2))))
+    batches += [batch(size, short) for size in reversed(can.sizes)]
+    for count in counts:
+        batches += [batch(count, short, sampling=rule) for rule in SAMPLED]
+        batches += [
+            batch(count, short, masked=True, sampling=Sampling(0.8)),
+            batch(count, short, logprobs=5),
+            batch(count, short, logprobs=5, sampling=Sampling(0.8)),
+            batch(count, short, embed=True),
+        ]
+    for length in prompt_lengths(can.scored_tokens, min(longest, can.round_tokens + 1)):
+        batches.append(batch(1, length, logprobs=5, prompt_logprobs=True))
+    for name in can.adapters:
+        batches += [batch(count, short, adapter=name) for count in counts]
+    if can.media is not None:
+        for kind in can.media.inputs:
+            if kind.tokens + 1 <= longest:
+                features = np.zeros((kind.vectors, kind.width), dtype=np.float32)
+                media = PromptMedia((MediaItem(1, kind.modality, "warm-up"),), {"warm-up": features})
+                batches += [batch(count, kind.tokens + 1, media=media) for count in counts]
+    return batches
+
+
+def prompt_lengths(round_tokens: int, longest: int) -> list[int]:
+    """Lengths of single prompts, the longest first."""
+    lengths = {ROUNDS * round_tokens, ROUNDS * round_tokens + 5, round_tokens + 1}
+    size = 1
+    while size < round_tokens:
+        lengths |= {size, size + size // 2}
+        size *= 2
+    lengths |= {round_tokens, *range(REGULAR, round_tokens + 1, REGULAR)}
+    return sorted({min(length, longest) for length in lengths}, reverse=True)
