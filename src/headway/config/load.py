@@ -3,6 +3,7 @@
 Each mistake names the key, the value, what is expected, a similar name if there is one, and the line of the file.
 """
 
+import copy
 import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 
-from headway.config.kinds import KindIn, NestedErrors, kind_config, kind_names
+from headway.config.kinds import KindConfig, KindIn, NestedErrors, kind_config, kind_names
 from headway.config.section import ALTERNATIVES, Overlay, Section
 from headway.config.shipped import find_recipe
 from headway.config.user_code import is_file_name
@@ -22,6 +23,8 @@ from headway.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 Loc = tuple[Any, ...]
+Translate = Callable[[str, Any], str | None]
+"""An unknown key and its value -> what to write instead, if another system's name for a setting is known; None if not."""
 LONGEST_LINE = 800
 MODULE_KEYS = ("kind", "family", "objective", "optim", "hook", "format")
 """Keys whose dotted value names a user's module; without a dot it is a file of headway."""
@@ -29,16 +32,32 @@ FUNCTION_KEYS = ("function", "state")
 """Keys whose value is module:function."""
 
 
-def load(schema: type[S], path: Path | None = None, overrides: Sequence[str] = (), say: Callable[[str], object] = str) -> S:
-    """Read a recipe file (or none), apply overrides and validate. `say` receives a line for each other key that an override replaces."""
+def load(
+    schema: type[S],
+    path: Path | None = None,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], object] = str,
+    translate: Translate | None = None,
+) -> S:
+    """Read a recipe file (or none), apply overrides and validate.
+
+    `say` receives a line for the keys of the file that an override removes. `translate` knows names of other systems.
+    """
     where: Where = {}
     data: dict[str, Any] = {}
     if path is not None:
         data = read_yaml(path, where)
-    given = [apply_override(data, override, where) for override in overrides]
-    for note in replace_alternatives(data, given, where):
+    for note in apply_overrides(schema, data, overrides, where):
         say(note)
-    return validate(schema, data, where)
+    return validate(schema, data, where, translate)
+
+
+def apply_overrides(schema: type[Section], data: dict[str, Any], overrides: Sequence[str], where: Where) -> list[str]:
+    """Apply overrides to the raw recipe and remove what they replace; returns a line for each removal."""
+    before = copy.deepcopy(data)
+    given = [apply_override(data, override, where) for override in overrides]
+    notes = list(replace_alternatives(data, given, where))
+    return notes + list(leave_out_other_kinds(schema, before, data, given))
 
 
 def replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Where) -> Iterator[str]:
@@ -53,6 +72,131 @@ def replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Wher
             if node.get(key) is not None and other not in given:
                 at = where.get(other, "the recipe")
                 yield f"{'.'.join(map(str, loc))}={node[loc[-1]]} replaces {'.'.join(map(str, other))}={node.pop(key)} of {at}"
+
+
+def leave_out_other_kinds(schema: type[BaseModel], before: Any, data: dict[str, Any], given: Sequence[Loc]) -> Iterator[str]:
+    """An override that changes a `kind` removes the recipe's settings that belong to the other kind. Yields a line for each such kind.
+
+    `before` is the recipe without overrides. Settings that were given as overrides stay, and so does what is wrong for the old kind, too:
+    validation reports them.
+    """
+    for loc in given:
+        section = node_at(data, loc[:-1])
+        old_section = node_at(before, loc[:-1])
+        kinded = _kinded_field(schema, loc[:-1])
+        if loc[-1] != "kind" or kinded is None or not isinstance(section, dict) or not isinstance(old_section, dict):
+            continue
+        old_kind = old_section.get("kind", kinded.default)
+        new_kind = section.get("kind")
+        if old_kind == new_kind or not isinstance(old_kind, str) or not isinstance(new_kind, str):
+            continue
+        try:
+            old_config = kind_config(kinded.package, old_kind)
+            new_config = kind_config(kinded.package, new_kind)
+        except ConfigError:
+            continue  # an unknown kind, which validation explains
+        fixed = {path[len(loc) - 1 :] for path in given if path[: len(loc) - 1] == loc[:-1]}
+        wrong_before = _wrong_keys(old_config, old_section)
+        removed: list[str] = []
+        for path in _keys_of_other_kind(old_config, new_config, kinded.base, section):
+            is_given = any(path[: len(override)] == override or override[: len(path)] == path for override in fixed)
+            if is_given or path in wrong_before:
+                continue
+            value = node_at(section, path[:-1]).pop(path[-1])
+            removed.append(f"{'.'.join(map(str, path))}={json.dumps(value)}")
+        if removed:
+            name = ".".join(map(str, loc))
+            verb = "is" if len(removed) == 1 else "are"
+            yield f"{name}={new_kind} leaves out {', '.join(removed)} of the recipe, which {verb} for {old_kind}"
+
+
+def _keys_of_other_kind(old: type[KindConfig], new: type[KindConfig], base: type[BaseModel], section: dict[str, Any]) -> list[Loc]:
+    """The settings of a section that its new kind does not have, or has with another meaning: its own default differs from the old kind's.
+
+    A setting of the base class means the same for all kinds.
+    """
+    paths = list(_wrong_keys(new, section))
+    for key in section:
+        if key in base.model_fields or key not in old.model_fields or key not in new.model_fields:
+            continue
+        if old.model_fields[key].default != new.model_fields[key].default:
+            paths.append((key,))
+    return paths
+
+
+def _wrong_keys(config: type[BaseModel], section: dict[str, Any]) -> dict[Loc, None]:
+    """The keys of a section that a kind does not know, or whose value it refuses by a word or a rule of its own."""
+    section = copy.deepcopy(section)
+    wrong: dict[Loc, None] = {}
+    while paths := _refused_paths(config, section):
+        for path in paths:
+            node_at(section, path[:-1]).pop(path[-1])
+            wrong[path] = None
+    return wrong
+
+
+def _refused_paths(config: type[BaseModel], section: dict[str, Any]) -> list[Loc]:
+    """Keys that a kind's first check refuses. Rules about several keys are checked only after all keys are known."""
+    errors = _errors(config, section)
+    paths = [loc for loc, reason in errors if reason in ("extra_forbidden", "literal_error") and _is_key(section, loc)]
+    if paths:
+        return paths
+    for loc, reason in errors:
+        below = node_at(section, loc)
+        for key in below if reason == "value_error" and isinstance(below, dict) else ():
+            without = copy.deepcopy(section)
+            del node_at(without, loc)[key]
+            if (loc, reason) not in _errors(config, without):
+                return [(*loc, key)]
+    return []
+
+
+def _is_key(section: dict[str, Any], loc: Loc) -> bool:
+    """Whether a path ends in a key of a mapping; the path of an error may also pass through the members of a union."""
+    holder = node_at(section, loc[:-1])
+    return isinstance(holder, dict) and loc[-1] in holder
+
+
+def _errors(config: type[BaseModel], section: dict[str, Any]) -> list[tuple[Loc, str]]:
+    """Place and type of everything that a kind refuses in a section."""
+    try:
+        config.model_validate_json(json.dumps(section))
+    except ValidationError as error:
+        return [(one["loc"], one["type"]) for one in error.errors()]
+    except ValueError:
+        pass  # a number that JSON does not have, which validation explains
+    return []
+
+
+@dataclass(frozen=True)
+class _Kinded:
+    """A place of the schema whose settings depend on their `kind`."""
+
+    package: str
+    default: str | None
+    base: type[BaseModel]
+
+
+def _kinded_field(schema: type[BaseModel], loc: Loc) -> _Kinded | None:
+    """The kinds that a section at a path of the schema may have; None if it has none."""
+    current = schema
+    for index, part in enumerate(loc):
+        if isinstance(part, int):
+            continue
+        if issubclass(current, Overlay) and part not in current.model_fields:
+            current = schema
+        field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
+        if field is None:
+            return None
+        mark = next((mark for mark in field.metadata if isinstance(mark, KindIn)), _kind_mark(field.annotation))
+        below = _classes(field.annotation)
+        if mark is not None:
+            # The section itself, or one of a list or mapping of sections.
+            return _Kinded(mark.package, mark.default, below[0]) if len(loc) - index <= 2 else None
+        if not below:
+            return None
+        current = below[0]
+    return None
 
 
 def node_at(data: Any, loc: Loc) -> Any:
@@ -132,14 +276,14 @@ def set_value(data: dict[str, Any], key: str, value: Any, override: str, where: 
     return tuple(parts)
 
 
-def validate(schema: type[S], data: Mapping[str, Any], where: Where | None = None) -> S:
+def validate(schema: type[S], data: Mapping[str, Any], where: Where | None = None, translate: Translate | None = None) -> S:
     """Validate plain data in JSON mode (lists become tuples, text becomes paths) or raise a ConfigError that lists every mistake."""
     try:
         return schema.model_validate_json(json.dumps(data, allow_nan=False))
     except ValueError as error:
         if not isinstance(error, ValidationError):
             raise ConfigError(f"recipe: {error}.") from None
-        lines = [_shortened(_explain(one, schema, where or {})) for one in _flatten(error.errors())]
+        lines = [_shortened(_explain(one, schema, where or {}, data, translate)) for one in _flatten(error.errors())]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
@@ -159,7 +303,7 @@ def _flatten(errors: list[Any]) -> list[Any]:
     return flat
 
 
-def _explain(error: Any, schema: type[BaseModel], where: Where) -> str:
+def _explain(error: Any, schema: type[BaseModel], where: Where, data: Any = None, translate: Translate | None = None) -> str:
     loc = tuple(part for part in error["loc"] if not (isinstance(part, str) and part.startswith(("function-", "tagged-", "constrained-"))))
     place = next((where[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in where), "")
     if not place and loc:  # the error concerns the whole section: name any line of it
@@ -167,11 +311,10 @@ def _explain(error: Any, schema: type[BaseModel], where: Where) -> str:
     key = ".".join(map(str, loc)) or "recipe"
     prefix = f"{place}: " if place else ""
     if error["type"] == "extra_forbidden":
-        known = _keys(schema, loc[:-1])
-        near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
-        owner = ".".join(map(str, loc[:-1])) or "a recipe"
-        hint = f"did you mean {near[0]!r}?" if near else f"{owner} takes {', '.join(known)}." if known else "remove it."
-        return f"{prefix}{key} is not a setting; {hint}"
+        translated = None if translate is None else translate(str(loc[-1]), error.get("input"))
+        if translated is not None:
+            return f"{prefix}{key} is not a setting; {translated}"
+        return f"{prefix}{key} is not a setting; {_known_key_hint(schema, loc, data)}"
     message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message if message.endswith("?") else message.rstrip(".") + "."
     if error["type"] == "missing":
@@ -182,6 +325,26 @@ def _explain(error: Any, schema: type[BaseModel], where: Where) -> str:
     value = value if len(value) <= 60 else value[:57] + "..."
     message = message[0].lower() + message[1:]
     return f"{prefix}{key} is {value}; {message.replace('input should', 'it should')}"
+
+
+def _known_key_hint(schema: type[BaseModel], loc: Loc, data: Any) -> str:
+    """What to write instead of an unknown key: a similar one, or all that exist there."""
+    owner = ".".join(map(str, loc[:-1])) or "a recipe"
+    known = _keys(schema, loc[:-1])
+    section = node_at(data, loc[:-1])
+    if loc[-1] in known and isinstance(section, dict) and isinstance(section.get("kind"), str):
+        # Another kind has it, so that a similar name does not help.
+        kinded = _kinded_field(schema, loc[:-1])
+        if kinded is not None:
+            owner = f"{owner}.kind {section['kind']}"
+            known = list(kind_config(kinded.package, section["kind"]).model_fields)
+            return f"{owner} takes {', '.join(known)}."
+    near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    if known:
+        return f"{owner} takes {', '.join(known)}."
+    return "remove it."
 
 
 def _keys(schema: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
@@ -195,9 +358,9 @@ def _keys(schema: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
         field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
         if field is None:
             return []
-        package = next((mark.package for mark in field.metadata if isinstance(mark, KindIn)), _kind_package(field.annotation))
-        if package is not None:
-            return _all_kind_keys(package)
+        mark = next((mark for mark in field.metadata if isinstance(mark, KindIn)), _kind_mark(field.annotation))
+        if mark is not None:
+            return _all_kind_keys(mark.package)
         below = _classes(field.annotation)
         if not below:
             return []
@@ -215,11 +378,11 @@ def _all_kind_keys(package: str) -> list[str]:
     return sorted({key for name in kind_names(package) for key in kind_config(package, name).model_fields})
 
 
-def _kind_package(annotation: Any) -> str | None:
+def _kind_mark(annotation: Any) -> KindIn | None:
     for mark in getattr(annotation, "__metadata__", ()):
         if isinstance(mark, KindIn):
-            return mark.package
-    return next((p for a in getattr(annotation, "__args__", ()) if (p := _kind_package(a)) is not None), None)
+            return mark
+    return next((mark for a in getattr(annotation, "__args__", ()) if (mark := _kind_mark(a)) is not None), None)
 
 
 def _classes(annotation: Any) -> list[type[BaseModel]]:

@@ -5,13 +5,14 @@ A change has a dotted key (`optim.lr`), which sets one value, or is a section, w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from headway.config.load import apply_override, load, node_at, replace_alternatives, set_value, validate
+from headway.config.load import apply_overrides, leave_out_other_kinds, load, node_at, replace_alternatives, set_value, validate
 from headway.config.overlay import chooses, overlay
 from headway.config.shipped import find_recipe
 from headway.config.yaml_reader import Where
@@ -29,7 +30,7 @@ def load_recipe(
     changes = {**(overrides if isinstance(overrides, Mapping) else {}), **sections}
     if isinstance(recipe, Mapping):
         data, where = _plain(recipe), Where()
-        list(replace_alternatives(data, [apply_override(data, line, where) for line in lines], where))
+        apply_overrides(Recipe, data, lines, where)
         found = validate(Recipe, data, where)
     else:
         found = load(Recipe, None if recipe is None else find_recipe(recipe), lines)
@@ -39,14 +40,18 @@ def load_recipe(
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """The recipe with some changes."""
     data: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    before = copy.deepcopy(data)
     where: Where = {}
+    given: list[tuple[Any, ...]] = []
     for key, value in _plain(changes).items():
         override = f"{key}={value}"
         loc = set_value({}, key, None, override, {})
         there = node_at(data, loc)
         if isinstance(value, dict) and isinstance(there, dict) and not chooses(there, value):
             value = overlay(there, value)
-        list(replace_alternatives(data, [set_value(data, key, value, override, where)], where))
+        given.append(set_value(data, key, value, override, where))
+        list(replace_alternatives(data, given[-1:], where))
+    list(leave_out_other_kinds(Recipe, before, data, given))
     return validate(Recipe, data, where)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
-from headway.config.load import load, read_plain
+from headway.config.load import apply_overrides, load, read_yaml
 from headway.config.shipped import FOLDER, recipe_names
 from headway.train.config import Recipe
 from headway.train.stages import expand
@@ -36,7 +36,8 @@ def shipped_recipes() -> dict[str, str]:
 def commented_recipe(path: Path, overrides: Sequence[str] = ()) -> str:
     """The text of a recipe file: one setting per line, each with its description, and further settings as comments."""
     recipe = load(Recipe, path, overrides)
-    plain = read_plain(path, overrides)
+    plain = read_yaml(path)
+    apply_overrides(Recipe, plain, overrides, {})
     lines = [*_head(path), "# All settings with their defaults: headway config show THIS_FILE"]
     for key, value in plain.items():
         lines += ["", *_setting(key, value, recipe, recipe)] if isinstance(value, (dict, list)) else _setting(key, value, recipe, recipe)
