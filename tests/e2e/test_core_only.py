@@ -10,7 +10,7 @@ import pytest
 from support.byte_model import CONFIG, byte_tokenizer, write_model
 
 from headway.cli import main
-from headway.runtime.optional import EXTRAS, how_to_get, is_installed
+from headway.runtime.optional import EXTRAS, how_to_get, install_command, is_installed
 
 ROOT = Path(__file__).parents[2]
 ALSO = ("triton", "flash_attn", "peft", "datasets", "accelerate")
@@ -35,12 +35,12 @@ def test_a_run_an_evaluation_and_an_export_need_none_of_them(core_only: Path, ca
     assert main(["train", "lora", f"init.from={base}", "data.train.0.path=chat.jsonl", *small]) == 0
     said = capsys.readouterr()
     assert said.err.count("not installed") == 1 and "warning" not in said.err, said.err
-    assert 'tensorboard is not installed (pip install "headway[tensorboard]")' in said.err
+    assert f"tensorboard is not installed ({install_command('tensorboard')})" in said.err
     assert not (core_only / "runs/lora-laptop/tensorboard").exists()
     (core_only / "text.txt").write_text("A plain text of some words. " * 20)
     assert main(["eval", "ppl", "--model", "runs/lora-laptop", "--data", "text.txt", "--out", "report"]) == 0
     report = (core_only / "report/report.md").read_text()
-    assert "headway[plot]" in capsys.readouterr().err and "![" not in report and "## Calibration" in report
+    assert install_command("plot") in capsys.readouterr().err and "![" not in report and "## Calibration" in report
     assert main(["export", "hf", "--model", "runs/lora-laptop", "--out", "out"]) == 0
     assert main(["generate", "--model", "out", "--prompt", "Add", "--max-new-tokens", "3"]) == 0
 
@@ -80,7 +80,7 @@ def test_what_needs_an_extra_says_so_in_one_line(
     write(core_only / "odd", "tokenizer_config.json", b'{"tokenizer_class": "BertTokenizer"}')
     assert main(arguments) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and f'is not installed. Run pip install "headway[{extra}]".' in errors[0], errors
+    assert len(errors) == 1 and f"is not installed. Run {install_command(extra)}." in errors[0], errors
 
 
 def test_the_extras_that_are_named_exist() -> None:

@@ -225,7 +225,7 @@ def test_masks_are_shown_as_a_table_and_a_picture(world: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["show"], "give either --model or --masks"),
+        (["show"], "give either a model or --masks"),
         (["show", "--masks", "$/small.tsv", "--out", "x.txt"], "ends in .png"),
         (["show", "--masks", "$/small.tsv", "--equal-per-layer"], "1, 0 full heads in its layers, so heads cannot be ranked"),
         (["export", "--model", "$/dense", "--out", "m.tsv"], "has no head gates"),

@@ -18,6 +18,7 @@ from types import FrameType
 import typer
 
 from headway import __version__
+from headway.cli._foreign_options import explain_option
 from headway.cli._group import VerbGroup
 from headway.cli._options import flatten
 from headway.cli._plugins import RootGroup
@@ -150,6 +151,11 @@ def _main(arguments: Sequence[str] | None) -> int:
             print("stopped", file=sys.stderr)  # noqa: T201
             return 130
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
+            words = sys.argv[1:] if arguments is None else list(arguments)
+            explained = explain_option(error, words)
+            if explained is not None:
+                print(f"error: {explained}", file=sys.stderr)  # noqa: T201
+                return 2
             context = getattr(error, "ctx", None)
             hint = f" Try '{context.command_path} --help'." if context is not None else ""
             message = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from headway.cli._complete import complete_recipe
 from headway.cli._output import exit_with
@@ -39,7 +41,21 @@ RECIPE = typer.Argument(
     help="A recipe (a file, or a name such as lora or laptop/sft) and overrides; both are optional.",
     autocompletion=complete_recipe,
 )
-MODEL = typer.Option(..., help="A run folder, a checkpoint folder, a Hugging Face folder, a GGUF file or a hub id (ORGANISATION/NAME).")
+
+
+class ModelOption(OptionInfo):
+    """A --model whose value may also be given as an argument: `headway chat runs/mine`. With a default of ..., one of them is needed."""
+
+
+def model_option(default: Any, help: str, metavar: str | None = None) -> Any:
+    """Declare a `ModelOption`, as `typer.Option` declares others."""
+    return ModelOption(default=default, help=help, metavar=metavar)
+
+
+MODEL_HELP = "A run folder, a checkpoint folder, a Hugging Face folder, a GGUF file or a hub id (ORGANISATION/NAME)."
+MODEL = model_option(..., help=MODEL_HELP)
+MODEL_ARGUMENT = "model_argument"
+"""Name of the parameter that `flatten` adds for a `ModelOption`."""
 REVISION = typer.Option(None, help="With a hub id: a branch, tag or commit of the model; default: main.")
 MORE_INPUTS = typer.Argument(None, metavar="[FILE]...", help="More input files, as the shell expands `--input *.jsonl`.")
 INPUTS = typer.Option(..., "--input", help="Raw files, folders or globs; may be repeated.")
@@ -215,7 +231,14 @@ def read_recipe(arguments: Sequence[str] | None, *, makes_tokenizer: bool = Fals
             say(line)
         if makes_tokenizer and first.tokenizer is not None:
             first.tokenizer.make()
-    return load(Recipe, path, overrides, say)
+    return load(Recipe, path, overrides, say, translate_key)
+
+
+def translate_key(key: str, value: Any, is_nested: bool = False) -> str | None:
+    """How headway writes a key of another trainer; None if it is not known."""
+    from headway.workflows.import_config.names import translate
+
+    return translate(key, value, is_nested=is_nested)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -272,22 +295,42 @@ def command_line(context: typer.Context) -> list[str]:
 
 
 def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as typer must see it: a group of options is replaced by its fields, and `--model` comes with `--revision`."""
-    hints, groups, parameters = get_type_hints(function), dict[str, Any](), list[Parameter]()
+    """The function as typer must see it.
+
+    A group of options is replaced by its fields. `--model` comes with `--revision`, and with an argument that means the same.
+    """
+    hints = get_type_hints(function)
+    groups: dict[str, Any] = {}
+    parameters: list[Parameter] = []
+    model_options: list[ModelOption] = []
     has_revision = False
+
+    def add(name: str, default: Any, annotation: Any) -> None:
+        if isinstance(default, ModelOption):
+            model_options.append(default)
+            argument = typer.Argument(None, metavar=default.metavar or "MODEL", help="The same as --model.", show_default=False)
+            parameters.append(Parameter(MODEL_ARGUMENT, Parameter.KEYWORD_ONLY, default=argument, annotation=_or_none(annotation)))
+            default = copy(default)
+            default.default = None
+            annotation = _or_none(annotation)
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+
     for parameter in signature(function).parameters.values():
         kind = hints[parameter.name]
         if is_dataclass(kind):
             groups[parameter.name] = kind
             types = get_type_hints(kind)
-            parameters += [Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name]) for f in fields(kind)]
+            for field in fields(kind):
+                add(field.name, field.default, types[field.name])
         else:
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
+            add(parameter.name, parameter.default, kind)
         if parameter.default is MODEL:
             has_revision = True
-            parameters.append(Parameter("revision", Parameter.KEYWORD_ONLY, default=REVISION, annotation=str | None))
+            add("revision", REVISION, str | None)
 
     def command(**given: Any) -> None:
+        if model_options:
+            given["model"] = chosen_model(given["model"], given.pop(MODEL_ARGUMENT), model_options[0])
         if has_revision:
             given["model"] = at_revision(given["model"], given.pop("revision"))
         grouped = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
@@ -302,6 +345,21 @@ def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__signature__ = Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return command
+
+
+def _or_none(annotation: Any) -> Any:
+    """The type of an option that may be left out; a list may be empty anyway."""
+    return annotation if get_origin(annotation) is list else annotation | None
+
+
+def chosen_model(option: Any, argument: Any, declared: ModelOption) -> Any:
+    """The model, given as --model or as an argument. Lists stay lists."""
+    if option and argument:
+        words = [", ".join(map(str, one)) if isinstance(one, list) else str(one) for one in (argument, option)]
+        raise ConfigError(f"the model is given twice: {words[0]}, and --model {words[1]}. Leave one of them out.")
+    if declared.default is ... and not option and not argument:
+        raise ConfigError(f"no model is given. Name it after the verb or with --model. {declared.help}")
+    return argument or option
 
 
 def at_revision(model: Path, revision: str | None) -> Path:

@@ -19,11 +19,12 @@ from headway.cli._options import (
     CHAT_TEMPLATE,
     GROUP,
     JSON,
-    MODEL,
+    MODEL_HELP,
     REVISION,
     MaskOptions,
     SpeculateOptions,
     at_revision,
+    model_option,
     refuse_flags,
     with_masks,
 )
@@ -44,10 +45,10 @@ MOST_MODELS = 2
 class ChatModels:
     """Which models answer, and where they compute."""
 
-    model: list[Path] = typer.Option(
+    model: list[Path] = model_option(
         [],
         metavar="MODEL",
-        help=f"{MODEL.help} Given twice: two models side by side. With --url: the name of a model there; default: its first.",
+        help=f"{MODEL_HELP} Given twice: two models side by side. With --url: the name of a model there; default: its first.",
     )
     revision: str | None = REVISION
     url: str | None = typer.Option(
@@ -105,9 +106,9 @@ class ChatModels:
     def names(self) -> list[str]:
         """The models, checked."""
         if not self.model and self.url is None:
-            raise ConfigError("--model is missing: a run folder, a checkpoint folder, a Hugging Face folder or a hub id. Or give --url.")
+            raise ConfigError(f"no model is given. Name it after the verb or with --model, or give --url. {MODEL_HELP}")
         if len(self.model) > MOST_MODELS:
-            raise ConfigError(f"--model is given {len(self.model)} times; one model, or two side by side, can be talked to.")
+            raise ConfigError(f"{len(self.model)} models are given; one model, or two side by side, can be talked to.")
         return [str(one) for one in self.model]
 
 

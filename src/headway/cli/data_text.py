@@ -45,7 +45,7 @@ def clean(
     many: ManyMachines = GROUP,
     workers: int = TASKS_AT_A_TIME,
     simplified: bool = typer.Option(
-        False, "--simplified", help="Convert Chinese text to simplified characters first (OpenCC: pip install 'headway[zh]')."
+        False, "--simplified", help="Convert Chinese text to simplified characters first (needs OpenCC, the extra zh)."
     ),
     seed: int = typer.Option(0, help="Seed of the near-duplicate hashes."),
     json: bool = JSON,

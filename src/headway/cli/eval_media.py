@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from headway.cli._options import CHAT_TEMPLATE, JSON, MODEL
+from headway.cli._options import CHAT_TEMPLATE, JSON, MODEL, model_option
 from headway.cli._output import print_json, print_table
 
 
@@ -57,7 +57,7 @@ def multimodal(
 
 
 def retrieval(
-    model: Path = typer.Option(..., help="A run of phase 1 (recipe multimodal/align)."),
+    model: Path = model_option(..., help="A run of phase 1 (recipe multimodal/align)."),
     data: str = typer.Option(..., help="Records with captions, pictures and sounds."),
     limit: int = typer.Option(None, min=2, help="Only the first records, this many."),
     report: Path = typer.Option(None, metavar="FILE.html", help="Write queries beside what they found, with ranks."),

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import typer
 
-from headway.cli._options import EQUAL_PER_LAYER, JSON, MODEL
+from headway.cli._options import EQUAL_PER_LAYER, JSON, MODEL, model_option
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
 from headway.runtime.optional import need
 
 GATES_HELP = "A run folder, a checkpoint folder or a Hugging Face folder with head gates."
+GATED_MODEL = model_option(..., help=GATES_HELP)
+ALIGNER_HELP = "A run of recipe multimodal/align, a checkpoint of it, or an aligner.pt or aligner.safetensors."
+ALIGNER = model_option(..., help=ALIGNER_HELP)
 
 
 def hf(
@@ -92,7 +95,7 @@ def gguf(
 
 
 def masks_export(
-    model: Path = typer.Option(..., help=GATES_HELP),
+    model: Path = GATED_MODEL,
     out: Path = typer.Option(..., help="The file to write, such as masks.tsv."),
     sparsity: float | None = typer.Option(None, help="Share of streaming heads; default: the sparsity the gates have reached."),
     raw: bool = typer.Option(False, "--raw", help="Write log_alpha, E[z], P(z=0) and P(z=1) of every head instead of a decision."),
@@ -124,7 +127,7 @@ def masks_export(
 
 
 def masks_show(
-    model: Path | None = typer.Option(None, help=GATES_HELP),
+    model: Path | None = model_option(None, help=GATES_HELP),
     masks: Path | None = typer.Option(None, help="Or a mask file (DuoAttention's too)."),
     sparsity: float | None = typer.Option(None, help="Share of streaming heads; default: from the gates or the file."),
     equal_per_layer: bool = EQUAL_PER_LAYER,
@@ -137,7 +140,7 @@ def masks_show(
     from headway.model.head_masks.plot import draw_masks
 
     if (model is None) == (masks is None):
-        raise ConfigError("give either --model or --masks.")
+        raise ConfigError("give either a model or --masks.")
     if out is not None and out.suffix != ".png":
         raise ConfigError(f"out is {str(out)!r}; the picture is a PNG. Give a name that ends in .png.")
     if out is not None:
@@ -172,7 +175,7 @@ def masks_show(
 
 
 def aligner(
-    model: Path = typer.Option(..., help="A run of recipe multimodal/align, a checkpoint of it, or an aligner.pt or aligner.safetensors."),
+    model: Path = ALIGNER,
     out: Path = typer.Option(
         ..., help="A file ending in .safetensors, or in .pt for PurrSight; or a folder: the heads and the trained encoders."
     ),

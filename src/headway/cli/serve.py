@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli._options import EQUAL_PER_LAYER, GROUP, JSON, ComputeOptions, SpeculateOptions
+from headway.cli._options import EQUAL_PER_LAYER, GROUP, JSON, ComputeOptions, SpeculateOptions, model_option
 from headway.cli._output import print_json
 from headway.errors import ConfigError
 
@@ -31,7 +31,7 @@ GIB, MIB = 1 << 30, 1 << 20
 class ServedModels:
     """What is served."""
 
-    model: list[str] = typer.Option(
+    model: list[str] = model_option(
         ..., metavar="[NAME=]MODEL", help="A run, checkpoint or Hugging Face folder, or a hub id; repeat it for several models."
     )
     adapter: list[str] = typer.Option(

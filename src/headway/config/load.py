@@ -23,8 +23,8 @@ from headway.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 Loc = tuple[Any, ...]
-Translate = Callable[[str, Any], str | None]
-"""An unknown key and its value -> what to write instead, if another system's name for a setting is known; None if not."""
+Translate = Callable[[str, Any, bool], str | None]
+"""An unknown key, its value, whether it is inside a section -> what to write instead; None if it is no known name of another system."""
 LONGEST_LINE = 800
 MODULE_KEYS = ("kind", "family", "objective", "optim", "hook", "format")
 """Keys whose dotted value names a user's module; without a dot it is a file of headway."""
@@ -311,7 +311,7 @@ def _explain(error: Any, schema: type[BaseModel], where: Where, data: Any = None
     key = ".".join(map(str, loc)) or "recipe"
     prefix = f"{place}: " if place else ""
     if error["type"] == "extra_forbidden":
-        translated = None if translate is None else translate(str(loc[-1]), error.get("input"))
+        translated = None if translate is None else translate(str(loc[-1]), error.get("input"), len(loc) > 1)
         if translated is not None:
             return f"{prefix}{key} is not a setting; {translated}"
         return f"{prefix}{key} is not a setting; {_known_key_hint(schema, loc, data)}"
@@ -324,7 +324,13 @@ def _explain(error: Any, schema: type[BaseModel], where: Where, data: Any = None
     value = json.dumps(error.get("input"), default=str)
     value = value if len(value) <= 60 else value[:57] + "..."
     message = message[0].lower() + message[1:]
-    return f"{prefix}{key} is {value}; {message.replace('input should', 'it should')}"
+    message = message.replace("input should", "it should")
+    if len(loc) == 1 and translate is not None and isinstance(error.get("input"), str):
+        # A word where a section is expected, such as model=Qwen/Qwen2.5-0.5B.
+        translated = translate(key, error["input"], False)
+        if translated is not None:
+            message = translated
+    return f"{prefix}{key} is {value}; {message}"
 
 
 def _known_key_hint(schema: type[BaseModel], loc: Loc, data: Any) -> str:

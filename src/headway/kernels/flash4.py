@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.runtime.optional import install_command
+
 
 @cache
 def why_not() -> str:
@@ -28,7 +30,7 @@ def why_not() -> str:
     except ImportError:
         found = None
     if found is None:
-        return 'it is not installed (pip install "headway[fa4]")'
+        return f"it is not installed ({install_command('fa4')})"
     try:
         _interface()
     except (ImportError, OSError, RuntimeError) as error:

@@ -11,6 +11,7 @@ from support.byte_model import CONFIG, byte_tokenizer, write_model
 from support.tasks import write_tasks
 
 from headway.cli import main
+from headway.runtime.optional import install_command
 
 TASKS = ["--tasks", "choices,texts", "--tasks", "written"]
 
@@ -42,7 +43,8 @@ def test_without_the_extra_one_line_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     said = output(capfd, "--model", str(model), *TASKS, code=2)
-    assert said == 'error: headway eval harness needs lm-evaluation-harness, which is not installed. Run pip install "headway[eval]".\n'
+    remedy = f"Run {install_command('eval')}."
+    assert said == f"error: headway eval harness needs lm-evaluation-harness, which is not installed. {remedy}\n"
 
 
 @pytest.mark.filterwarnings("ignore")

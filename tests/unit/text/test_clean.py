@@ -13,6 +13,7 @@ import pytest
 
 from headway.cli import main
 from headway.errors import ConfigError, DataError
+from headway.runtime.optional import install_command
 from headway.text.clean import CleanReport, CleanRules, broken_rule, clean, clean_files
 from headway.text.dedup import ExactDuplicates, NearDuplicates, SeenHashes, count_characters, run_hashes
 from headway.text.document import Document
@@ -211,5 +212,5 @@ def test_without_opencc_one_line_names_the_extra(
     (tmp_path / "raw.jsonl").write_text('{"text": "數學是研究數量的學科"}\n')
     assert main(["data", "clean", str(tmp_path / "raw.jsonl"), str(tmp_path / "out.jsonl"), "--simplified"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "--simplified needs OpenCC" in line and 'pip install "headway[zh]"' in line
+    assert "--simplified needs OpenCC" in line and install_command("zh") in line
     assert not (tmp_path / "out.jsonl").exists()

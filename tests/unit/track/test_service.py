@@ -15,6 +15,7 @@ import pytest
 
 from headway.config.kinds import kind_config
 from headway.errors import ConfigError
+from headway.runtime.optional import install_command
 from headway.track.service import IDS, Service
 
 RECORD: dict[str, Any] = {
@@ -141,10 +142,10 @@ def test_a_package_that_fails_or_hangs_is_dropped_with_one_report(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"kind": "wandb"}, 'track kind wandb needs Weights & Biases, which is not installed. Run pip install "headway[wandb]".'),
-        ({"kind": "mlflow"}, 'pip install "headway[mlflow]"'),
-        ({"kind": "swanlab"}, 'pip install "headway[swanlab]"'),
-        ({"kind": "trackio"}, 'pip install "headway[trackio]"'),
+        ({"kind": "wandb"}, f"track kind wandb needs Weights & Biases, which is not installed. Run {install_command('wandb')}."),
+        ({"kind": "mlflow"}, install_command("mlflow")),
+        ({"kind": "swanlab"}, install_command("swanlab")),
+        ({"kind": "trackio"}, install_command("trackio")),
     ],
 )
 def test_a_missing_package_is_one_line_with_its_extra(given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:

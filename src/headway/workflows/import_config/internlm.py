@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
+from headway.runtime.optional import how_to_get
 from headway.workflows.import_config.hugging_face import beta
 from headway.workflows.import_config.rules import (
     ImportDraft,
@@ -125,7 +126,7 @@ def save_folder(draft: ImportDraft, key: str, value: Any) -> None:
     if place.startswith("local:") or "://" not in place:
         draft.write(key, value, "run.dir", local(place))
     else:
-        draft.write(key, value, "checkpoint.to", place, "pip install 'headway[s3]'")
+        draft.write(key, value, "checkpoint.to", place, how_to_get("boto3") or "")
 
 
 def saving(draft: ImportDraft, key: str, value: Any) -> None:
