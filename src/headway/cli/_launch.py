@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from headway.cli._complete import complete_recipe
-from headway.cli._options import split_recipe
+from headway.cli._options import split_recipe, translate_key
 from headway.cli._output import exit_with, print_json
 from headway.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from headway.launch.targets.base import Job, JobHandle, JobStatus, Target
     from headway.train.config import Recipe
+
+log = logging.getLogger("headway")
 
 JOB = typer.Argument(..., metavar="RECIPE [section.key=value]...", help="A recipe and overrides.", autocompletion=complete_recipe)
 DETACH = typer.Option(False, "--detach", help="Return when the job has started; follow it with `headway launch logs RUN --follow`.")
@@ -55,12 +58,16 @@ def read_job(arguments: Sequence[str], options: JobOptions, nproc: int | None = 
     from headway.config.shipped import find_recipe
     from headway.launch.targets.base import Job
     from headway.train.config import Recipe
+    from headway.train.run_name import name_override, with_name
 
     path, overrides = split_recipe(arguments)
     if path is None:
         raise ConfigError("no recipe is given, and a job needs one. `headway init` writes one.")
-    file = find_recipe(path)
-    recipe = load(Recipe, file, overrides)
+    file = find_recipe(path, log.info)
+    recipe = load(Recipe, file, overrides, log.info, translate_key)
+    if options.resume == "auto":
+        recipe = with_name(recipe, file, overrides, log.info)
+        overrides = [*overrides, name_override(recipe)]
     job = Job(file, recipe.run.folder, tuple(overrides), nodes, nproc, options.gpus, options.resume, options.environment())
     return job, recipe
 

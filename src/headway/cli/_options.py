@@ -212,13 +212,15 @@ def with_masks(loaded: LoadedModel, choice: MaskChoice, *, is_first: bool = True
     return chosen
 
 
-def read_recipe(arguments: Sequence[str] | None, *, makes_tokenizer: bool = False) -> Recipe:
+def read_recipe(arguments: Sequence[str] | None, *, makes_tokenizer: bool = False, makes_name: bool = False) -> Recipe:
     """The recipe that command-line arguments describe; without one, raw data in `data.train` chooses it.
 
-    `makes_tokenizer`: train the tokenizer that such a choice may need.
+    `makes_tokenizer`: train the tokenizer that such a choice may need. `makes_name`: choose the folder of a run without a name.
     """
     from headway.config.load import load
+    from headway.config.shipped import find_recipe
     from headway.train.config import Recipe
+    from headway.train.run_name import with_name
 
     path, overrides = split_recipe(arguments)
     say = log.debug if LAUNCHER_PID in os.environ else log.info
@@ -231,7 +233,9 @@ def read_recipe(arguments: Sequence[str] | None, *, makes_tokenizer: bool = Fals
             say(line)
         if makes_tokenizer and first.tokenizer is not None:
             first.tokenizer.make()
-    return load(Recipe, path, overrides, say, translate_key)
+    file = None if path is None else find_recipe(path, say)
+    recipe = load(Recipe, file, overrides, say, translate_key)
+    return with_name(recipe, file, overrides, say) if makes_name else recipe
 
 
 def translate_key(key: str, value: Any, is_nested: bool = False) -> str | None:

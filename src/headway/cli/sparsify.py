@@ -28,6 +28,7 @@ def sparsify(
     json: bool = JSON,
 ) -> None:
     """Train head gates, export masks, measure the model with and without them, and report the saved cache; resumable."""
+    from headway.train.run_name import name_override
     from headway.workflows.sparsify import SparsifyPlan, train_in_processes
     from headway.workflows.sparsify import sparsify as run
 
@@ -47,8 +48,11 @@ def sparsify(
         options.chat_template,
         options.bos,
     )
-    train = train_in_processes(arguments or [], nproc, gpus) if nproc is not None or gpus is not None else None
-    done = run(read_recipe(arguments), plan, train=train)
+    recipe = read_recipe(arguments, makes_name=True)
+    train = None
+    if nproc is not None or gpus is not None:
+        train = train_in_processes([*(arguments or []), name_override(recipe)], nproc, gpus)
+    done = run(recipe, plan, train=train)
     if isinstance(done, int):
         raise typer.Exit(done)
     if json:

@@ -44,7 +44,7 @@ def _find_recipe(arguments: Sequence[str]) -> Recipe | None:
     for at in range(1, len(arguments)):
         if arguments[at] == "train" and Path(arguments[at - 1]).name == "headway":
             given = _parse_train(arguments[at + 1 :])
-            recipe = read_recipe(given["arguments"] or [])
+            recipe = read_recipe(given["arguments"] or [], makes_name=given["resume"] == "auto")
             _refuse_second(recipe, given)
             return recipe
     return None

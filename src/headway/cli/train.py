@@ -46,9 +46,11 @@ def train(
     options.check()
     end_with_supervisor()
     if is_launched(os.environ):
-        exit_with(run_as_rank(lambda: train_here(read_recipe(arguments), options, print_json)))
+        # A launcher of headway has put the name into the arguments; under torchrun or srun every rank finds the same one.
+        exit_with(run_as_rank(lambda: train_here(read_recipe(arguments, makes_name=resume == "auto"), options, print_json)))
     elif not (dry_run and not with_code and _print_foreign_code(arguments, json)):
-        recipe = read_recipe(arguments, makes_tokenizer=True)
+        # --resume says what happens to the run of that name, so that it keeps its name.
+        recipe = read_recipe(arguments, makes_tokenizer=True, makes_name=resume == "auto")
         if master is None and node_rank is None and (found := step_node(nnodes, os.environ)) is not None:
             node_rank, master = found
         launching = LaunchOptions(nproc, gpus, parse_nodes(nnodes, node_rank or 0, master, node_timeout))

@@ -46,7 +46,7 @@ def load(
     where: Where = {}
     data: dict[str, Any] = {}
     if path is not None:
-        data = read_yaml(path, where)
+        data = read_yaml(find_recipe(path, say), where)
     for note in apply_overrides(schema, data, overrides, where):
         say(note)
     return validate(schema, data, where, translate)

@@ -2,13 +2,15 @@
 
 my/own.yaml            a file of the user: what exists on disk comes first
 laptop/sft             a shipped recipe, with or without .yaml and a leading recipes/
-sft                    short: laptop/sft; a name that only another folder has (flare) means that one
+sft                    sft.yaml in the working directory if it is there (`headway init sft` writes it); else short for laptop/sft;
+                       a name that only another folder has (flare) means that one
 """
 
 from __future__ import annotations
 
 import difflib
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from headway.errors import ConfigError
@@ -22,8 +24,8 @@ def recipe_names() -> list[str]:
     return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
 
 
-def find_recipe(given: Path | str) -> Path:
-    """The file of a recipe that is given as a path or as the name of a shipped one."""
+def find_recipe(given: Path | str, say: Callable[[str], object] = str) -> Path:
+    """The file of a recipe that is given as a path or as the name of a shipped one. `say` learns of a file that hides a shipped one."""
     path = Path(given)
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
@@ -40,9 +42,15 @@ def find_recipe(given: Path | str) -> Path:
         raise ConfigError(f"{path}: no such file, and no recipe of this name comes with headway; {_hint(path)}")
     mine = next((file for suffix in SUFFIXES if (file := path.with_name(path.name + suffix)).is_file()), None)
     if mine is not None and not mine.samefile(shipped):
-        name = shipped.relative_to(FOLDER).with_suffix("")
-        raise ConfigError(f"{path}: means the shipped recipe {name}, but {mine} is a file here. Write {mine} or recipes/{name}.")
+        name = shipped.relative_to(FOLDER).with_suffix("").as_posix()
+        say(f"the recipe is the file {mine} here; recipes/{name} is the one that comes with headway")
+        return mine
     return shipped
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether a file is a recipe that comes with headway."""
+    return path.resolve().is_relative_to(FOLDER.resolve())
 
 
 def find_shipped(given: Path | str) -> Path | None:

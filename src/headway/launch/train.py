@@ -24,6 +24,7 @@ from headway.launch.supervise import supervise
 from headway.runtime.output import OutputError
 from headway.runtime.process import from_environment, headway_command, kill_at_step, set_environment, supervisor
 from headway.runtime.run_lock import refuse_live
+from headway.train.run_name import name_override
 
 if TYPE_CHECKING:
     from headway.diagnose.profile import ProfilePlan
@@ -78,14 +79,14 @@ def start_training(recipe: Recipe, arguments: Sequence[str], options: TrainOptio
         return train_here(recipe, options, show)
     given = {"--nproc": launching.nproc, "--gpus": launching.gpus, "--nnodes": None if nodes.num == 1 else nodes.num}
     flags = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]  # the run folder records them
-    return _launch(spec, recipe, ["train", *arguments, *options.flags(), *flags])
+    return _launch(spec, recipe, ["train", *arguments, name_override(recipe), *options.flags(), *flags])
 
 
 def _start_supervised(recipe: Recipe) -> int:
     """Start this same command again under a supervisor."""
     if (external := external_launcher(os.environ)) is not None:
         raise LaunchError(f"run.supervise is true and {external} started this process. Put `headway supervise --` in front of {external}.")
-    return supervise(headway_command(sys.argv[1:]), recipe.supervise, recipe)
+    return supervise(headway_command([*sys.argv[1:], name_override(recipe)]), recipe.supervise, recipe)
 
 
 def _launch(spec: LaunchSpec, recipe: Recipe, line: list[str]) -> int:

@@ -6,6 +6,7 @@ A change has a dotted key (`optim.lr`), which sets one value, or is a section, w
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,8 @@ from headway.config.shipped import find_recipe
 from headway.config.yaml_reader import Where
 from headway.errors import ConfigError
 from headway.train.config import Recipe
+
+log = logging.getLogger("headway")
 
 
 def load_recipe(
@@ -33,7 +36,7 @@ def load_recipe(
         apply_overrides(Recipe, data, lines, where)
         found = validate(Recipe, data, where)
     else:
-        found = load(Recipe, None if recipe is None else find_recipe(recipe), lines)
+        found = load(Recipe, None if recipe is None else find_recipe(recipe, log.info), lines)
     return changed(found, changes) if changes else found
 
 

@@ -39,7 +39,11 @@ SHARED_BY_STAGES = {
 class RunConfig(Section):
     """The run folder, and how the run is started."""
 
-    name: str = setting("run", "Name of the run; its folder is run.dir/run.name.", min_length=1)
+    name: str = setting(
+        "run",
+        "Name of the run; its folder is run.dir/run.name. Not given, runs with other settings get names of recipe, model and data.",
+        min_length=1,
+    )
     dir: Path = setting(Path("runs"), "Parent folder of all runs.")
     gpus: int | str | tuple[int | str, ...] | None = setting(
         None, "GPUs `headway train` uses: ids, UUIDs, a type, auto (all free GPUs) or none; null = those torch sees. --gpus overrides it."

@@ -72,6 +72,8 @@ class Session:
     locks: RunLocks = field(default_factory=RunLocks)
     hook: RunHook = nullcontext
     callbacks: CallbackThreads = field(default_factory=CallbackThreads)
+    given: Recipe | None = None
+    """The recipe as it was given, of a run without stages."""
 
 
 class NoMetrics:
@@ -185,7 +187,7 @@ class Run:
                     tracker.on_failure(partial(self.emit, "tracker_failure"))
         world.barrier()  # every rank has read the folder before one of them changes it
         if self.process.is_first:
-            prepare_folder(self.start, self.recipe, self.session.locks.moved)
+            prepare_folder(self.start, self.recipe, self.session.locks.moved, self.session.given)
             repair_healed(self.start.folder)
             if self.reference is not None:
                 self.reference.record(self.start)

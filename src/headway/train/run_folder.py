@@ -34,6 +34,7 @@ from headway.track.events import EVENTS, reset_crash_report
 from headway.train.code_record import record_code
 from headway.train.config import Recipe
 from headway.train.control import on_first_rank, remove_request
+from headway.train.run_name import GIVEN
 
 if TYPE_CHECKING:
     from headway.parallel.collectives import RankGroup
@@ -157,8 +158,11 @@ def move_aside(folder: Path, target: Path) -> None:
     log.info("moved the existing run to %s", target)
 
 
-def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lambda: None) -> None:
-    """Make the folder and write what describes the run; `moved` is called at once after an older run was moved."""
+def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lambda: None, given: Recipe | None = None) -> None:
+    """Make the folder and write what describes the run; `moved` is called at once after an older run was moved.
+
+    `given` is the recipe before model and data were read: a later start compares its own with it to find the folder of the same settings.
+    """
     if start.set_aside is not None:
         move_aside(start.folder, start.set_aside)
         moved()
@@ -173,6 +177,8 @@ def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lam
     begin_in(start.folder)
     record_code(start.folder, recipe)
     write_atomic(start.folder / RECIPE, dump_yaml(recipe))
+    if given is not None:
+        write_atomic(start.folder / GIVEN, dump_yaml(given, only_given=True))
     if start.checkpoint is not None and start.checkpoint.path.parent in (local.resolve(), place):
         saved = replace(saved, run=start.checkpoint.run or saved.run, step=start.checkpoint.step)
     write_save_record(start.folder, saved)

@@ -62,7 +62,7 @@ def _run_recipe(recipe: Recipe, resume: str, hook: RunHook, callbacks: CallbackT
             if backend == "nccl" and process.world > 1:
                 set_environment(flight_recorder(folder))
             with start_group(process, backend, recipe.parallel.timeout_seconds, heart) as world, lock_run(recipe, world) as locks:
-                session = Session(process, world, stop, locks, hook, callbacks)
+                session = Session(process, world, stop, locks, hook, callbacks, None if recipe.stages else recipe)
                 outcome = (
                     _run(session, resolved, resume) if resolved else run_stages(recipe, resume, world, partial(_run, session), locks.moved)
                 )

@@ -44,6 +44,7 @@ from headway.train.run_folder import (
     was_used,
     write_json,
 )
+from headway.train.run_name import refuse_missing_data
 from headway.train.stages import FOLDER, Stage, StagePosition, changes_of_finished, expand
 from headway.train.start import is_restart, refuse_leftovers
 from headway.train.wrapped import wrapping_of
@@ -189,6 +190,8 @@ def decide_staged_start(recipe: Recipe, resume: str) -> StagedStart:
 def _refuse_changes(before: Recipe, now: Recipe, done: list[dict[str, Any]]) -> None:
     changed = changes_of_finished(before, now, len(done))
     if changed:
+        for stage in expand(now):
+            refuse_missing_data(stage.recipe)
         raise ConfigError(
             f"{now.run.folder}: finished stages may not change: {'; '.join(changed)}. "
             "Set them back, choose another run.name, or use --resume never to start a new run."

@@ -23,6 +23,7 @@ from headway.runtime.storage import check_writable
 from headway.train.config import Recipe
 from headway.train.control import on_first_rank
 from headway.train.run_folder import FILES, JOB, RECIPE, SAVED, SaveRecord, read_save_record, refuse_broken_links, unused_name, was_used
+from headway.train.run_name import refuse_missing_data
 
 if TYPE_CHECKING:
     from headway.parallel.collectives import RankGroup
@@ -198,6 +199,7 @@ def _allowed_changes(old: AnyPath, recipe: Recipe) -> list[str]:
         return []
     fixed, free = differences(load(Recipe, source.folder([old.name], ".") / old.name), recipe)
     if fixed:
+        refuse_missing_data(recipe)  # a file that is not there explains more than what differs because of it
         raise ConfigError(
             f"{old.parent} is a run with other settings that a resumed run may not change: {'; '.join(fixed)}. "
             "Set them back, choose another run.name, or use --resume never to start a new run."

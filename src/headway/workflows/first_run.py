@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.load import read_plain, validate
-from headway.config.shipped import find_recipe
+from headway.config.shipped import find_shipped
 from headway.data.config import DataConfig, default_cache_dir
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.prepare.detect import DetectedKind, detect, format_of, local_path
@@ -143,7 +143,7 @@ def _pretrain(config: DataConfig, overrides: Sequence[str], given: dict[str, Any
         f"no recipe is given and {names} is text: the recipe laptop/pretrain, {f'{steps} steps, ' if length else ''}with a tokenizer "
         f"of up to {vocab} ids trained on this text"
     ]
-    return FirstRun(find_recipe("laptop/pretrain"), [*chosen, *overrides], lines, tokenizer)
+    return FirstRun(find_shipped("laptop/pretrain"), [*chosen, *overrides], lines, tokenizer)
 
 
 def _fine_tune(kind: str, source: str, overrides: Sequence[str], given: dict[str, Any], names: str, cache_dir: Path | None) -> FirstRun:
@@ -159,4 +159,4 @@ def _fine_tune(kind: str, source: str, overrides: Sequence[str], given: dict[str
     chosen = [ADAPTER] if name == "dpo" and is_large and "adapter" not in given else []
     how = "a LoRA adapter" if name == "lora" or chosen else "all weights"
     lines = [f"no recipe is given and {names} is {kind} data: the recipe laptop/{name}, training {how} ({size / 1e6:,.0f}M parameters)"]
-    return FirstRun(find_recipe(f"laptop/{name}"), [*chosen, *overrides], lines)
+    return FirstRun(find_shipped(f"laptop/{name}"), [*chosen, *overrides], lines)

@@ -38,10 +38,11 @@ def test_a_file_of_the_user_comes_before_a_shipped_recipe(tmp_path: Path) -> Non
     assert load(Recipe, Path("lora")).steps == 8
 
 
-def test_a_name_that_could_mean_two_recipes_is_refused(tmp_path: Path) -> None:
+def test_a_file_here_comes_before_the_shipped_recipe_of_its_name(tmp_path: Path) -> None:
     (tmp_path / "lora.yaml").write_text("steps: 7\n")
-    with pytest.raises(ConfigError, match=re.escape("Write lora.yaml or recipes/laptop/lora.")):
-        find_recipe("lora")
+    notes: list[str] = []
+    assert find_recipe("lora", notes.append) == Path("lora.yaml")
+    assert notes == ["the recipe is the file lora.yaml here; recipes/laptop/lora is the one that comes with headway"]
     assert find_recipe("lora.yaml") == Path("lora.yaml")
     assert find_recipe("recipes/laptop/lora") == FOLDER / "laptop/lora.yaml"
 
