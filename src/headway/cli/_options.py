@@ -59,8 +59,10 @@ MODEL_ARGUMENT = "model_argument"
 REVISION = typer.Option(None, help="With a hub id: a branch, tag or commit of the model; default: main.")
 MORE_INPUTS = typer.Argument(None, metavar="[FILE]...", help="More input files, as the shell expands `--input *.jsonl`.")
 INPUTS = typer.Option(..., "--input", help="Raw files, folders or globs; may be repeated.")
+TEMPLATE_FLAGS = ("--chat-template", "--template")
+"""One option: every verb that takes a chat template accepts both spellings."""
 CHAT_TEMPLATE = typer.Option(
-    None, help="Treat prompts as questions in this chat template: a name, tokenizer (the model's own) or a .jinja file."
+    None, *TEMPLATE_FLAGS, help="Treat prompts as questions in this chat template: a name, tokenizer (the model's own) or a .jinja file."
 )
 RECORD_KEYS = typer.Option(
     None, metavar="NAME=KEY,...", help="Chat, preference: names of the record's keys, e.g. prompt=question,response=answer."

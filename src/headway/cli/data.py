@@ -17,6 +17,7 @@ from headway.cli._options import (
     MORE_INPUTS,
     RECORD_KEYS,
     STORE_KIND,
+    TEMPLATE_FLAGS,
     ManyMachines,
     parse_shard,
     refuse_flags,
@@ -27,6 +28,7 @@ from headway.errors import ConfigError
 
 BAR_WIDTH = 40
 TEMPLATES = "chatml, llama3, qwen, alpaca, internlm, internlm_alpaca, zero2all, tokenizer (the tokenizer's own) or a .jinja file"
+TEMPLATE_DEFAULT = "default: the tokenizer's own, else chatml."
 
 
 def tokenize(
@@ -39,7 +41,7 @@ def tokenize(
     to: str = typer.Option("headway", help="Format of the result: headway, internlm, zero2all, mds."),
     text_key: str = typer.Option(None, help="Text: key that holds the text of a record; default: text."),
     template: str = typer.Option(
-        None, help="Text: several keys, e.g. '{title}\\n{content}'. All but text: " + TEMPLATES + "; default: chatml."
+        None, *TEMPLATE_FLAGS, help="Text: several keys, e.g. '{title}\\n{content}'. All but text: " + TEMPLATES + "; " + TEMPLATE_DEFAULT
     ),
     split: str = typer.Option(None, help="Text: a .txt file is one document (file), or each line is one (line, the default to internlm)."),
     eos: bool = typer.Option(None, "--append-eos/--no-eos", help="Text: end documents with the end token; default: if there is one."),
@@ -67,6 +69,8 @@ def tokenize(
     from headway.store.convert import ConvertOptions
     from headway.text.clean import CleanRules
     from headway.text.record_keys import KeyMap
+    from headway.tokenizer.chat import default_template
+    from headway.tokenizer.load import load_tokenizer
 
     if kind not in KINDS:
         raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(KINDS)}. Media: `headway data prepare RECIPE --workers N`.")
@@ -78,11 +82,14 @@ def tokenize(
     refuse_flags(f"--kind {kind}", (for_records if kind == "text" else for_text) | {"--too-long": too_long if kind != "chat" else None})
     refuse_flags(f"--to {to}", {"--type": type_name if to != "internlm" else None, "--begin-id": begin_id if to != "zero2all" else None})
     is_text = kind == "text"
+    chat_template = "chatml"
+    if not is_text:
+        chat_template = template or default_template(load_tokenizer(tokenizer))
     layout = ConvertOptions(type=type_name, begin_id=begin_id) if is_text else ConvertOptions(type=type_name or "en")
     options = BuildOptions(
         kind, workers, to, layout, text_key or "text", template if is_text else None, _split(split, to), eos, bos,
         None if shard is None else parse_shard(shard), CleanRules() if clean else None,
-        chat_template="chatml" if is_text or not template else template, max_length=max_length,
+        chat_template=chat_template, max_length=max_length,
         too_long=too_long or "truncate_right",  # pyright: ignore[reportArgumentType] - checked there
         valid_fraction=valid_fraction or 0.0, seed=seed or 0, drop_bad=drop_bad, keys=KeyMap.parse(keys), placement=many.placement(workers),
     )  # fmt: skip
@@ -110,7 +117,7 @@ def validate(
     paths: list[str] = typer.Argument(..., metavar="PATH...", help="Raw files, folders or globs."),
     kind: str = typer.Option("text", help="What the records should be: text, chat, preference, unpaired or multimodal."),
     tokenizer: Path = typer.Option(None, help="Count lengths in tokens, chat and preference records with the template applied."),
-    template: str = typer.Option(None, help="Chat template: " + TEMPLATES + "; default with --tokenizer: chatml."),
+    template: str = typer.Option(None, *TEMPLATE_FLAGS, help="Chat template: " + TEMPLATES + "; with --tokenizer " + TEMPLATE_DEFAULT),
     keys: str = RECORD_KEYS,
     text_key: str = typer.Option(None, help="Text: key that holds the text of a record; default: text."),
     text_template: str = typer.Option(None, help="Text: build it from several keys, e.g. '{title}\\n{content}'."),

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli import _eval_output as output
-from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, MODEL, ComputeOptions, MaskOptions, RankOptions, on_ranks, with_masks
+from headway.cli._options import (
+    CHAT_TEMPLATE,
+    GROUP,
+    JSON,
+    MODEL,
+    TEMPLATE_FLAGS,
+    ComputeOptions,
+    MaskOptions,
+    RankOptions,
+    on_ranks,
+    with_masks,
+)
 from headway.cli._output import print_json, print_report_path, print_table
 from headway.errors import ConfigError
 
@@ -84,7 +95,7 @@ class LongOptions:
     samples: int = typer.Option(2, help="Questions per task, length and depth.")
     data: list[str] = typer.Option([], "--data", "--input", help="Also score this text by tokens of context; may be repeated.")
     chat_template: str | None = typer.Option(
-        None, help="Ask in this chat template: a name, tokenizer (the model's own) or a .jinja file; default: plain text."
+        None, *TEMPLATE_FLAGS, help="Ask in this chat template: a name, tokenizer (the model's own) or a .jinja file; default: plain text."
     )
     bos: bool | None = BOS
     chunk_tokens: int | None = typer.Option(None, help="Prefill chunk in tokens; default: length/8, at most 4096.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli._options import GROUP, JSON, MODEL, RECORD_KEYS, ComputeOptions, RankOptions, on_ranks
+from headway.cli._options import GROUP, JSON, MODEL, RECORD_KEYS, TEMPLATE_FLAGS, ComputeOptions, RankOptions, on_ranks
 from headway.cli._output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class RewardOptions:
         ..., "--data", "--input", help="Pairs, conversations or generations: .jsonl (or any records), or a store of preference pairs."
     )
     chat_template: str | None = typer.Option(
-        None, help="Chat template of records: a name, tokenizer or a .jinja file; default: the model's own, else chatml."
+        None, *TEMPLATE_FLAGS, help="Chat template of records: a name, tokenizer or a .jinja file; default: the model's own, else chatml."
     )
     keys: str | None = RECORD_KEYS
     max_length: int | None = typer.Option(None, help="Tokens of a conversation; longer ones are cut; default: the model's max_seq_len.")

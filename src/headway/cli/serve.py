@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli._options import EQUAL_PER_LAYER, GROUP, JSON, ComputeOptions, SpeculateOptions, model_option
+from headway.cli._options import EQUAL_PER_LAYER, GROUP, JSON, TEMPLATE_FLAGS, ComputeOptions, SpeculateOptions, model_option
 from headway.cli._output import print_json
 from headway.errors import ConfigError
 
@@ -44,7 +44,7 @@ class ServedModels:
     stream_window: int | None = typer.Option(None, help="Newest tokens a streaming head keeps; default: from the masks, else 1024.")
     stream_sinks: int | None = typer.Option(None, help="First tokens a streaming head keeps; default: from the masks, else 128.")
     chat_template: str | None = typer.Option(
-        None, help="Chat template of conversations: a name or a .jinja file; default: the tokenizer's own."
+        None, *TEMPLATE_FLAGS, help="Chat template of conversations: a name or a .jinja file; default: the tokenizer's own."
     )
 
     def setups(self, options: EngineOptions, compute: ComputeOptions, tensor: int = 1) -> tuple[EngineSetup, ...]:

@@ -6,6 +6,7 @@ Each mistake names the key, the value, what is expected, a similar name if there
 import copy
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ Translate = Callable[[str, Any, bool], str | None]
 LONGEST_LINE = 800
 MODULE_KEYS = ("kind", "family", "objective", "optim", "hook", "format")
 """Keys whose dotted value names a user's module; without a dot it is a file of headway."""
+NAMES_DATA = re.compile(r"(stages\.\d+\.)?data\.(train|valid)")
+"""Keys whose value may be the path of data."""
 FUNCTION_KEYS = ("function", "state")
 """Keys whose value is module:function."""
 
@@ -55,7 +58,7 @@ def load(
 def apply_overrides(schema: type[Section], data: dict[str, Any], overrides: Sequence[str], where: Where) -> list[str]:
     """Apply overrides to the raw recipe and remove what they replace; returns a line for each removal."""
     before = copy.deepcopy(data)
-    given = [apply_override(data, override, where) for override in overrides]
+    given = [apply_override(data, override, where) for override in in_order(overrides)]
     notes = list(replace_alternatives(data, given, where))
     return notes + list(leave_out_other_kinds(schema, before, data, given))
 
@@ -212,9 +215,25 @@ def node_at(data: Any, loc: Loc) -> Any:
 def read_plain(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """A recipe file with its overrides as plain data; imports none of the modules it names."""
     data = read_yaml(path) if path is not None else {}
-    for override in overrides:
+    for override in in_order(overrides):
         apply_override(data, override, {})
     return data
+
+
+def in_order(overrides: Sequence[str]) -> list[str]:
+    """Overrides with the data before its settings, so that `data.train.0.limit=50 data.train=FILE` and its reverse mean the same.
+
+    Everywhere else, and for null, the last one wins: a section replaces what was set in it before.
+    """
+    ordered: list[str] = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        first_part = len(ordered)
+        if NAMES_DATA.fullmatch(key.strip()) and value.strip() not in ("", "null", "~"):
+            parts = (index for index, other in enumerate(ordered) if other.lstrip().startswith(f"{key.strip()}."))
+            first_part = next(parts, first_part)
+        ordered.insert(first_part, override)
+    return ordered
 
 
 def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
@@ -246,15 +265,73 @@ def apply_override(data: dict[str, Any], override: str, where: Where) -> Loc:
     return set_value(data, key, value, override, where)
 
 
+def key_parts(key: str) -> list[Any]:
+    """`data.train.0.path` as its names and indices."""
+    return [int(part) if part.isascii() and part.isdecimal() and len(part) < 10 else part for part in key.strip().split(".")]
+
+
+def write_out_sources(data: dict[str, Any], parts: list[Any]) -> list[Any]:
+    """Give the sources on the way to a key their long form in the raw recipe: `train: FILE` becomes `train: [{path: FILE}]`.
+
+    Returns the key. With `valid: FILE`, which is one set, `data.valid.0.limit` gets the name of that set.
+    """
+    start = 2 if parts[0] == "stages" else 0
+    if parts[start : start + 1] != ["data"]:
+        return parts
+    holder = node_at(data, tuple(parts[:start]))
+    section = holder.setdefault("data", {}) if isinstance(holder, dict) else None
+    if not isinstance(section, dict):
+        return parts
+    name, *below = parts[start + 1 :] or [None]
+    if name == "train" and below:
+        section["train"] = _long_form(section.get("train"), below)
+    elif name == "valid" and below:
+        valid = section.get("valid")
+        if isinstance(valid, str):
+            valid = section["valid"] = {"sets": {set_name(valid): valid}}
+        sets = valid.get("sets") if isinstance(valid, dict) else None
+        if isinstance(sets, str):
+            sets = valid["sets"] = {set_name(sets): sets}
+        if isinstance(sets, dict) and len(sets) == 1 and isinstance(below[0], int):
+            below = ["sets", *sets, *below]
+            parts = [*parts[: start + 2], *below]
+        if isinstance(sets, dict) and below[0] == "sets" and len(below) > 2:
+            sets[below[1]] = _long_form(sets.get(below[1]), below[2:])
+    return parts
+
+
+def _long_form(sources: Any, below: Sequence[Any]) -> Any:
+    """Sources in the form in which the key `below` them can be set: a list of mappings, or one mapping."""
+    if not isinstance(below[0], int):
+        return {"path": sources} if isinstance(sources, str) else sources
+    if sources is None:
+        sources = [{}]
+    if not isinstance(sources, list):
+        sources = [sources]
+    index = below[0]
+    if len(below) > 1 and index < len(sources) and isinstance(sources[index], str):
+        sources[index] = {"path": sources[index]}
+    return sources
+
+
+def set_name(path: str) -> str:
+    """The name of the validation set in a file: the file's, up to the first dot."""
+    return path.rstrip("/").rpartition("/")[2].split(".")[0] or "valid"
+
+
 def set_value(data: dict[str, Any], key: str, value: Any, override: str, where: Where) -> Loc:
     """Set the value at a dotted key of the raw recipe; errors quote `override`. Returns the path of the key."""
     shown = repr(_shortened(override))
-    parts: list[Any] = [int(p) if p.isascii() and p.isdecimal() and len(p) < 10 else p for p in key.strip().split(".")]
+    parts = write_out_sources(data, key_parts(key))
     node: Any = data
     for depth, part in enumerate(parts[:-1]):
         if isinstance(node, list) and isinstance(part, int) and part < len(node):
             node = node[part]
             continue
+        if isinstance(node, list):
+            raise ConfigError(
+                f"override {shown}: {'.'.join(map(str, parts[:depth]))} is a list of length {len(node)}; use an index below {len(node)}."
+            )
         if not isinstance(node, dict):
             raise ConfigError(
                 f"override {shown}: {'.'.join(map(str, parts[:depth]))} is not a mapping, so it has no keys. Override it as a whole."
@@ -266,7 +343,7 @@ def set_value(data: dict[str, Any], key: str, value: Any, override: str, where: 
     last = parts[-1]
     if not isinstance(node, (dict, list)):
         holder = ".".join(map(str, parts[:-1]))
-        raise ConfigError(f"override {shown}: {holder} is {node!r}, which has no keys. Write it as a mapping, e.g. {{path: {node}}}.")
+        raise ConfigError(f"override {shown}: {holder} is {node!r}, which has no keys. Write it as a mapping.")
     if isinstance(node, list) and (not isinstance(last, int) or last >= len(node)):
         raise ConfigError(
             f"override {shown}: {'.'.join(map(str, parts[:-1]))} is a list of length {len(node)}; use an index below {len(node)}."

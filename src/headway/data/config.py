@@ -12,6 +12,7 @@ from headway.data.rampup import Rampup
 from headway.errors import ConfigError
 from headway.runtime.paths import cache_home
 from headway.text.record_keys import KeyMap
+from headway.tokenizer.chat_template import FALLBACK_TEMPLATE
 
 Packing = Literal["best_fit", "concat", "pad", "one_document"]
 SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?P<repeat>\d+))?$")
@@ -61,9 +62,9 @@ class SourceConfig(Section):
         "contrastive); or auto: by the keys, refused if not clear.",
     )
     chat_template: str = setting(
-        "chatml",
-        "Raw chat and preference data: the name of a chat template, `tokenizer` for the tokenizer's own template, or a .jinja file. If "
-        "the kind was detected and no template is given, the tokenizer's own is used where it has one.",
+        "auto",
+        "Raw chat and preference data: the name of a chat template, `tokenizer` for the tokenizer's own template, or a .jinja file. "
+        "auto = the tokenizer's own if it has one, otherwise chatml.",
     )
     keys: dict[str, str | None] | None = setting(
         None, "Raw chat and preference data: the keys of a record, e.g. {prompt: question, response: answer}. See docs/data.md."
@@ -92,6 +93,8 @@ class SourceConfig(Section):
         """The settings that were given and apply to raw files only."""
         names = ("kind", *FOR_RECORDS, *FOR_TEXT, "format")
         given = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        if self.chat_template == FALLBACK_TEMPLATE and "chat_template" in given:
+            given.remove("chat_template")  # recipes of run folders state it for every source
         return [name for name in given if name != "kind" or self.kind != "text"]
 
     @model_validator(mode="after")
@@ -121,7 +124,8 @@ class ValidConfig(Section):
     )
     sets: dict[str, tuple[SourceConfig, ...]] | str | None = setting(
         None,
-        "Named sets, each a path or a list of sources, each reported separately. Or a folder: each store, folder or file in it is a set.",
+        "Named sets, each a path or a list of sources, each reported separately. Or a folder: each store, folder or file in it is a set. "
+        "Or one file.",
     )
 
     @model_validator(mode="before")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headway.config.load import set_name
 from headway.data.config import DataConfig, SourceConfig, default_cache_dir
 from headway.data.media import MediaFeatures
 from headway.data.mixture import MixtureSource
@@ -335,13 +336,16 @@ def _types(source: TokenSource) -> list[TokenSource]:
 
 
 def sets_of(given: Mapping[str, tuple[SourceConfig, ...]] | str) -> dict[str, tuple[SourceConfig, ...]]:
-    """The validation sets by name, or the stores, folders and files of a folder."""
+    """The validation sets by name, or the stores, folders and files of a folder, or the one set that a file is."""
     if not isinstance(given, str):
         return dict(given)
     folder = Path(given)
+    if folder.is_file():
+        return {set_name(given): (SourceConfig(path=given),)}
     if not folder.is_dir():
         raise ConfigError(
-            f"data.valid.sets is {given!r}, which is not a folder. Set a folder of data sets, or named sets: {{sets: {{wiki: {given}}}}}."
+            f"data.valid.sets is {given!r}, and there is no such file or folder. Set a file, a folder of data sets, or named sets: "
+            "{sets: {wiki: FILE}}."
         )
     if is_store(folder) or (folder / "index.json").is_file():
         return {folder.name: (SourceConfig(path=given),)}
@@ -352,7 +356,7 @@ def sets_of(given: Mapping[str, tuple[SourceConfig, ...]] | str) -> dict[str, tu
 
 
 def _set_name(child: Path) -> str:
-    return child.name if child.is_dir() else child.name.split(".")[0]
+    return child.name if child.is_dir() else set_name(child.name)
 
 
 def _is_set(child: Path) -> bool:

@@ -23,7 +23,7 @@ from headway.prepare.encode import PairEncoder, pair_segments
 from headway.prepare.parse_chat import PreferencePair, parse_conversation, parse_preference
 from headway.text.document import Record
 from headway.text.record_keys import LABELS, LISTS, PAIR, KeyMap
-from headway.tokenizer.chat import Rendered, Segment, encode_segments, find_template
+from headway.tokenizer.chat import Rendered, Segment, default_template, encode_segments, find_template
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
@@ -127,7 +127,7 @@ def _raw(source: RewardSource, loaded: LoadedModel, counts: ReadCounts) -> Itera
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{loaded.path}: has no tokenizer, so records cannot be scored. Put its files there, or give a store of pairs.")
-    name = source.chat_template or ("tokenizer" if tokenizer.chat_template is not None else "chatml")
+    name = source.chat_template or default_template(tokenizer)
     longest = source.max_length or loaded.config.max_seq_len
     encoder = CandidateEncoder(tokenizer, find_template(name, tokenizer), PairEncoder(longest, longest // 2, source.keys), source.drop_bad)
     records = islice(read_records(source.path), source.limit)

@@ -32,7 +32,7 @@ from headway.prepare.multimodal import turns_of
 from headway.runtime.progress import progress
 from headway.text.document import Record
 from headway.text.record_keys import ANSWERS, LISTS, KeyMap
-from headway.tokenizer.chat import ChatTemplate, Turn, answer_end, find_template
+from headway.tokenizer.chat import ChatTemplate, Turn, answer_end, default_template, find_template
 from headway.tokenizer.load import Tokenizer
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ class MediaQuestion:
 
 
 def template_of(loaded: LoadedModel, given: str | None) -> str:
-    """The chat template for questions: the given one, the tokenizer's own, or ChatML, which recipes use by default."""
-    has_own = loaded.tokenizer is not None and loaded.tokenizer.chat_template is not None
-    return given or ("tokenizer" if has_own else "chatml")
+    """The chat template for questions: the given one, or the default of the model's tokenizer."""
+    return given or default_template(loaded.tokenizer)
 
 
 def question_about(prompt: str, media: Sequence[MediaRef], system: str | None = None) -> MediaQuestion:

@@ -10,16 +10,17 @@ the number of workers, on kills and restarts, or on shards that are merged after
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-from headway.data.config import default_cache_dir
+from headway.data.config import SourceConfig, default_cache_dir
 from headway.data.pairs import PREFERENCE_MARK
 from headway.data.unpaired import BAD, GOOD, UNPAIRED_MARK
 from headway.errors import ConfigError, DataError
@@ -43,8 +44,10 @@ from headway.prepare.encode import (
 from headway.prepare.tasks import EncodeSettings, absolute_template, encode_on, encoder_fields, settings_for, split_on
 from headway.prepare.workers import ChunkJob, run_job
 from headway.runtime.executor.work import Placement
+from headway.runtime.json_file import load_json
 from headway.runtime.machine import usable_cores
 from headway.runtime.progress import duration, quantity
+from headway.runtime.storage import write_atomic
 from headway.store.convert import ConvertOptions, ConvertReport, check_target, convert_built
 from headway.store.reader import StoreWriter, dtype_for, is_store, open_store
 from headway.text.clean import CleanReport, CleanRules
@@ -52,11 +55,19 @@ from headway.text.document import TextSplit
 from headway.text.hub import local_or_hub
 from headway.text.read import expand, read_records
 from headway.text.record_keys import KeyMap
-from headway.tokenizer.chat import find_template
+from headway.tokenizer.chat import TOKENIZER_TEMPLATE, find_template
 from headway.tokenizer.inspect import refuse_unknown, texts_in
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 
 log = logging.getLogger("headway")
+
+COUNTS_NAME = "counts.json"
+"""In a cached store of records, beside its content: how many records there were, and what became of them."""
+UNITS = {"chat": "conversations", "multimodal": "conversations", "preference": "pairs", "unpaired": "labelled answers"}
+LABELLED = {GOOD: "desirable", BAD: "undesirable"}
+CUT = {"prompts_truncated": "prompts truncated", "answers_truncated": "answers truncated", "truncated": "truncated"}
+DROPPED = {"dropped": "too long", "without_targets": "without targets", "bad": "bad"}
+"""What happens to records, by the names of its counts, in words."""
 
 CHAT_TARGETS = ("headway", "internlm", "zero2all", "mds")
 SMALL_BYTES = 8 << 20
@@ -144,6 +155,8 @@ class BuildReport:
     seconds: float
     removed: dict[str, int] = field(default_factory=dict)
     """Text: documents that cleaning dropped, by reason."""
+    chat_template: str | None = None
+    """The template of records; None for text."""
 
     def fields(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -162,7 +175,7 @@ class BuildReport:
         else:
             written = {"train_pairs": self.train_documents // 2, "valid_pairs": self.valid_documents // 2}
             left_out = ("prompts_truncated", "answers_truncated", "bad")
-        return {**records, **written, **shared, **{name: counts[name] for name in left_out}}
+        return {**records, **written, **shared, **{name: counts[name] for name in left_out}, "chat_template": self.chat_template}
 
     def describe(self) -> str:
         """As one line of text."""
@@ -179,13 +192,12 @@ class BuildReport:
     def _describe_records(self) -> str:
         counts, pairs = self.counts, self.kind == "preference"
         train, valid = (number // 2 if pairs else number for number in (self.train_documents, self.valid_documents))
-        unit = {"preference": "pairs", "unpaired": "labelled answers"}.get(self.kind, "conversations")
+        unit = UNITS[self.kind]
         written = f"{train} {unit}" + (f" and {valid} for validation" if valid else "")
         share = f"{counts['targets']}" if self.kind != "chat" else f"{counts['targets'] / self.tokens if self.tokens else 0.0:.1%}"
-        words = {GOOD: "desirable", BAD: "undesirable", "prompts_truncated": "prompts truncated", "answers_truncated": "answers truncated"}
-        words |= {"truncated": "truncated", "dropped": "too long", "without_targets": "without targets", "bad": "bad"}
-        notes = "".join(f", {counts[name]} {what}" for name, what in words.items() if counts[name])
-        return f"{self.out}: {written} of {counts['records']} records, {self.tokens} tokens, {share} of them targets{notes}"
+        notes = "".join(f", {note}" for note in [*_in_words(counts, LABELLED), *_in_words(counts, CUT), *_in_words(counts, DROPPED)])
+        template = name_template(self.chat_template)
+        return f"{self.out}: {written} of {counts['records']} records, {self.tokens} tokens, {share} of them targets{notes}; {template}"
 
 
 def build_store(
@@ -217,6 +229,7 @@ def build_store(
         counts=total,
         seconds=time.perf_counter() - began,
         removed=dict(plan.cleaned.removed_documents),
+        chat_template=None if options.kind == "text" else options.chat_template,
     )
 
 
@@ -242,7 +255,55 @@ def cached_store(
     """The store of raw files in the cache, built now if it is not there yet."""
     options.check()
     plan = _Plan(inputs, Path(tokenizer), options)
-    return find_or_build(plan.files, plan.cache_key, lambda folder: plan.write(folder, None), cache_dir or default_cache_dir())
+
+    def build(folder: Path) -> None:
+        counts = plan.write(folder, None)
+        if options.kind != "text":
+            write_counts(folder, counts)
+
+    return find_or_build(plan.files, plan.cache_key, build, cache_dir or default_cache_dir())
+
+
+def describe_cached(store: Path, source: SourceConfig, max_length: int | None) -> str:
+    """What a cached store of records holds: `57 conversations of 60 records; chat template of the tokenizer; 3 dropped: 3 bad`."""
+    documents = open_store(store).num_documents
+    if source.kind == "preference":
+        documents //= 2
+    parts = [f"{documents:,} {UNITS[source.kind]}", name_template(source.chat_template)]
+    counts = _read_counts(store)
+    if counts is not None:
+        parts[0] += f" of {counts['records']:,} records"
+        dropped = sum(counts[name] for name in DROPPED)
+        if dropped:
+            parts.append(f"{dropped:,} dropped: {', '.join(_in_words(counts, DROPPED))}")
+        else:
+            parts.append("none dropped")
+        cut = _in_words(counts, CUT)
+        if cut:
+            parts.append(f"{', '.join(cut)} to fit {max_length} tokens")
+    return "; ".join(parts)
+
+
+def name_template(template: str | None) -> str:
+    """`chat template of the tokenizer`, `chat template chatml`."""
+    return f"chat template {'of the tokenizer' if template == TOKENIZER_TEMPLATE else template}"
+
+
+def write_counts(store: Path, counts: Counter[str]) -> None:
+    """Note beside a store that is being built what became of its records."""
+    write_atomic(store / COUNTS_NAME, json.dumps(counts))
+
+
+def _read_counts(store: Path) -> Counter[str] | None:
+    """The counts of a cached store; None for one that an older version built."""
+    try:
+        return Counter(load_json(store / COUNTS_NAME))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _in_words(counts: Counter[str], words: Mapping[str, str]) -> list[str]:
+    return [f"{counts[name]} {word}" for name, word in words.items() if counts[name]]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.data.config import FOR_RECORDS, FOR_TEXT, DataConfig, SourceConfig
+from headway.data.open import sets_of
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.prepare.own_format import read_own_format
 from headway.store.open import StoreKind, detect_kind
@@ -28,6 +29,8 @@ from headway.text.document import Record
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.text.read import read_anything
 from headway.text.record_keys import ANSWERS, LABELS, LISTS, PAIR, QUESTIONS, KeyMap, is_empty
+from headway.tokenizer.chat import default_template
+from headway.tokenizer.chat_template import FALLBACK_TEMPLATE
 
 if TYPE_CHECKING:
     from headway.prepare.encode import DataKind
@@ -38,6 +41,8 @@ log = logging.getLogger("headway")
 SAMPLE_RECORDS = 2000
 """Records that are looked at."""
 SHOWN_KEYS = 12
+WITH_TEMPLATE = ("chat", "preference", "unpaired", "multimodal")
+"""Kinds whose records become text by a chat template."""
 
 
 @dataclass(frozen=True)
@@ -156,19 +161,22 @@ def format_of(path: str) -> StoreKind:
 def with_kind(
     source: SourceConfig, path: str, tokenizer: Tokenizer | None, say: Callable[[str], object] = log.debug, unpaired: bool = False
 ) -> SourceConfig:
-    """A source of raw data with its kind, detected where it is `auto`; `say` receives a line about it."""
+    """A source of raw data with its kind, detected where it is `auto`, and with its chat template; `say` receives a line about it."""
     if source.kind != "auto":
-        return source
+        return with_template(source, tokenizer)
     found = detect(path, source, unpaired)
-    changes: dict[str, Any] = {"kind": found.kind}
-    template = ""
-    if found.kind != "text":
-        if "chat_template" not in source.model_fields_set and tokenizer is not None and tokenizer.chat_template is not None:
-            changes["chat_template"] = "tokenizer"
-        chosen = changes.get("chat_template", source.chat_template)
-        template = f"; chat template {'of the tokenizer' if chosen == 'tokenizer' else chosen}"
-    say(f"{source.path}: {found.describe()}{template}")
-    return source.model_copy(update=changes)
+    say(f"{source.path}: {found.describe()}")
+    return with_template(source.model_copy(update={"kind": found.kind}), tokenizer)
+
+
+def with_template(source: SourceConfig, tokenizer: Tokenizer | None) -> SourceConfig:
+    """A source with its chat template: where it names none, the tokenizer's own if there is one."""
+    if source.chat_template != "auto":
+        return source
+    template = FALLBACK_TEMPLATE
+    if source.kind in WITH_TEMPLATE:
+        template = default_template(tokenizer)
+    return source.model_copy(update={"chat_template": template})
 
 
 def with_kinds(
@@ -178,8 +186,8 @@ def with_kinds(
 
     def known(source: SourceConfig) -> SourceConfig:
         if source.kind != "auto":
-            return source
-        as_text = source.model_copy(update={"kind": "text"})
+            return with_template(source, tokenizer)
+        as_text = with_template(source.model_copy(update={"kind": "text"}), tokenizer)
         try:
             path = local_path(source.path, config.cache_dir)
             if source.format is not None:
@@ -193,7 +201,10 @@ def with_kinds(
     changes: dict[str, Any] = {}
     if config.train is not None:
         changes["train"] = tuple(known(one) for one in config.train)
-    if config.valid is not None and isinstance(config.valid.sets, dict):
-        sets = {name: tuple(known(one) for one in many) for name, many in config.valid.sets.items()}
+    sets = None if config.valid is None else config.valid.sets
+    if isinstance(sets, str) and Path(sets).is_file():
+        sets = sets_of(sets)
+    if config.valid is not None and isinstance(sets, dict):
+        sets = {name: tuple(known(one) for one in many) for name, many in sets.items()}
         changes["valid"] = config.valid.model_copy(update={"sets": sets})
     return config.model_copy(update=changes)

@@ -22,6 +22,7 @@ from headway.errors import DataError
 from headway.media.items import MediaRef
 from headway.media.records import MediaRecord, parse_media_record
 from headway.media.sources import read_sources, source_files
+from headway.prepare.build import write_counts
 from headway.prepare.cache import find_or_build
 from headway.prepare.encode_media import MediaDocument, MediaEncoder, MediaPositions, PlacedMedia, place_media
 from headway.prepare.parse_chat import parse_conversation
@@ -83,7 +84,7 @@ def media_store(path: str, tokenizer: Path, build: MediaBuild, cache_dir: Path, 
 
     def write(folder: Path) -> None:
         processes = workers or (usable_cores() if count >= MANY_RECORDS else 1)
-        _write(path, folder, MediaWork(tokenizer, build), processes)
+        _write(path, folder, MediaWork(tokenizer, build), processes, count)
 
     return find_or_build([file for file in files if file.is_file()], key + repr([file.name for file in files]), write, cache_dir)
 
@@ -130,7 +131,7 @@ class MediaWork:
         return EncodedRecords(found, counts)
 
 
-def _write(path: str, folder: Path, work: MediaWork, workers: int) -> None:
+def _write(path: str, folder: Path, work: MediaWork, workers: int, num_records: int) -> None:
     counts: Counter[str] = Counter()
     documents: list[tuple[MediaItem, ...]] = []
     build, tokenizer = work.build, work.encoder.tokenizer
@@ -150,16 +151,10 @@ def _write(path: str, folder: Path, work: MediaWork, workers: int) -> None:
             raise DataError(f"{path}: no record is left ({said}). Give more data or a longer data.seq_len.")
         write_items(folder, build.positions.tokens, documents)
         writer.finish()
-    said = {
-        "bad": "bad records left out",
-        "dropped": "too long",
-        "prompts_truncated": "prompts shortened",
-        "answers_truncated": "answers cut",
-    }
-    noted = ", ".join(f"{counts[name]} {what}" for name, what in said.items() if counts[name])
-    log.log(
-        logging.WARNING if counts["bad"] else logging.INFO, "%s: %d conversations%s", path, len(documents), f"; {noted}" if noted else ""
-    )
+    counts["records"] = num_records
+    write_counts(folder, counts)
+    if counts["bad"]:
+        log.warning("%s: dropped %d bad of %d records; `headway data validate` lists them", path, counts["bad"], num_records)
 
 
 def _encoded(path: str, work: MediaWork, workers: int) -> Iterator[EncodedRecords]:

@@ -5,6 +5,7 @@ A source of raw files becomes a store in the cache, built now if it is not there
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,11 +14,13 @@ from pathlib import Path
 from headway.data.config import DataConfig, SourceConfig
 from headway.data.open import SourceStore, SourceStores, check_rows_of_pairs, check_rows_of_records
 from headway.errors import ConfigError
-from headway.prepare.build import BuildOptions, cached_store
+from headway.prepare.build import BuildOptions, cached_store, describe_cached
 from headway.prepare.detect import format_of, local_path, with_kind
 from headway.prepare.own_format import read_own_format
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.load import load_tokenizer
+
+log = logging.getLogger("headway")
 
 MakeStore = Callable[[SourceConfig], SourceStore]
 
@@ -30,15 +33,17 @@ def prepare_sources(
     unpaired: bool = False,
     media: MakeStore | None = None,
     workers: int | None = None,
+    say: Callable[[str], object] = log.debug,
 ) -> SourceStores:
     """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `pairs`: the objective compares pairs;
     `unpaired`: it learns from labelled answers.
-    `media` makes the stores of sources with pictures and sounds; `workers`: processes that tokenize the others, None: one per core."""
+    `media` makes the stores of sources with pictures and sounds; `workers`: processes that tokenize the others, None: one per core.
+    `say` receives a line for every source of records: how many there are, their chat template, what was dropped."""
     if pairs:
         check_rows_of_pairs(config)
     if unpaired:
         check_rows_of_records(config)
-    find = partial(prepare_source, config=config, tokenizer=tokenizer, media=media, workers=workers, unpaired=unpaired)
+    find = partial(prepare_source, config=config, tokenizer=tokenizer, media=media, workers=workers, unpaired=unpaired, say=say)
     return SourceStores.of(config, find)
 
 
@@ -49,10 +54,13 @@ def prepare_source(
     media: MakeStore | None = None,
     workers: int | None = None,
     unpaired: bool = False,
+    say: Callable[[str], object] = log.debug,
 ) -> SourceStore:
     """The store of one source."""
     if one.kind == "multimodal" and media is not None:
-        return media(one)
+        made = media(one)
+        say(f"{one.path}: {describe_cached(made.path, one, config.seq_len)}")
+        return made
     path = local_path(one.path, config.cache_dir)
     if one.format is not None:
         path = str(read_own_format(path, one.format, config.cache_dir))
@@ -60,7 +68,10 @@ def prepare_source(
     if kind == "raw":
         known = with_kind(one, path, None if tokenizer is None else load_tokenizer(tokenizer), unpaired=unpaired)
         options = replace(_options(path, known, config, unpaired), workers=workers)
-        return SourceStore(one, _tokenized(path, config, tokenizer, options), name=one.path)
+        store = _tokenized(path, config, tokenizer, options)
+        if known.kind != "text":
+            say(f"{one.path}: {describe_cached(store, known, options.max_length)}")
+        return SourceStore(one, store, name=one.path)
     if one.raw_settings:
         raise ConfigError(f"data: {path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it.")
     return SourceStore(one, Path(path))

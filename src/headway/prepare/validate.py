@@ -31,7 +31,7 @@ from headway.text.formats.json import parse_object
 from headway.text.raw import RawFile, decode
 from headway.text.read import Document, expand, read_documents, read_records
 from headway.text.record_keys import KeyMap
-from headway.tokenizer.chat import ChatTemplate, Segment, Turn, encode_segments, find_template
+from headway.tokenizer.chat import ChatTemplate, Segment, Turn, default_template, encode_segments, find_template
 from headway.tokenizer.chat_template import BUILT_IN
 from headway.tokenizer.load import Tokenizer
 
@@ -109,7 +109,7 @@ class ValidateOptions:
     kind: DataKind
     tokenizer: Tokenizer | None = None
     template: str | None = None
-    """The chat template; None: chatml if lengths are counted in tokens, else no template is applied."""
+    """The chat template; None: the tokenizer's own, else chatml; without a tokenizer no template is applied."""
     keys: KeyMap = KeyMap()
     text: TextOf = field(default_factory=TextOf)
 
@@ -220,7 +220,7 @@ def _measure(options: ValidateOptions) -> Callable[[list[ParsedRecord]], Iterato
             return lambda batch: (_characters(one.content) for one in batch)
         return lambda batch: (len(ids) for ids in tokenizer.encode_batch([str(one.content) for one in batch]))
     if tokenizer is not None:
-        template = find_template(options.template or "chatml", tokenizer)
+        template = find_template(options.template or default_template(tokenizer), tokenizer)
         return lambda batch: _rendered(batch, template, tokenizer)
     if options.template not in BUILT_IN:
         raise ConfigError(f"--template {options.template} needs a tokenizer with its special tokens. Give --tokenizer.")

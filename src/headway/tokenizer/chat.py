@@ -19,6 +19,7 @@ import numpy.typing as npt
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.tokenizer.chat_template import (
     BUILT_IN,
+    FALLBACK_TEMPLATE,
     Call,
     ChatTemplate,
     ContinuedText,
@@ -39,6 +40,7 @@ __all__ = [
     "Turn",
     "answer_end",
     "bos_ids",
+    "default_template",
     "encode_segments",
     "expected_bos_ids",
     "find_template",
@@ -58,6 +60,12 @@ class Rendered(NamedTuple):
     ids: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
     """True: this token is a loss target."""
+
+
+def default_template(tokenizer: Tokenizer | None) -> str:
+    """The template of conversations for which none is named: the tokenizer's own where it has one."""
+    has_own = tokenizer is not None and tokenizer.chat_template is not None
+    return TOKENIZER_TEMPLATE if has_own else FALLBACK_TEMPLATE
 
 
 def find_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+FALLBACK_TEMPLATE = "chatml"
+"""The chat template where the tokenizer brings none."""
 FOLDER = Path(__file__).parent / "chat_templates"
 ALL_PRIVATE = "".join(map(chr, range(0xE000, 0xF900)))
 PRIVATE = re.compile(f"[{ALL_PRIVATE[0]}-{ALL_PRIVATE[-1]}]")

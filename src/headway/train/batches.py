@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
@@ -12,6 +13,7 @@ from headway.data.open import open_data
 from headway.data.teacher import open_teacher
 from headway.errors import ConfigError
 from headway.prepare.sources import prepare_sources
+from headway.runtime.process import from_environment
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from headway.parallel.collectives import RankGroups
     from headway.train.config import Recipe
     from headway.train.resolve import Resolved
+
+log = logging.getLogger("headway")
 
 
 def open_run_data(resolved: Resolved, device: torch.device | None = None, workers: int | None = None) -> OpenData:
@@ -38,7 +42,8 @@ def open_run_data(resolved: Resolved, device: torch.device | None = None, worker
         from headway.train.multimodal import MediaStores, media_features
 
         stores_of, media = MediaStores(plan, recipe.data, tokenizer, workers), media_features(recipe, plan, device)
-    stores = prepare_sources(recipe.data, tokenizer, **wanted, media=stores_of, workers=workers)
+    say = log.info if from_environment().is_first else log.debug
+    stores = prepare_sources(recipe.data, tokenizer, **wanted, media=stores_of, workers=workers, say=say)
     vocab = resolved.model.vocab
     data = open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=vocab, seed=recipe.seed, **wanted, media=media)
     cache = recipe.objective.teacher_cache

@@ -13,7 +13,17 @@ from typing import Any, cast
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from headway.config.load import apply_overrides, leave_out_other_kinds, load, node_at, replace_alternatives, set_value, validate
+from headway.config.load import (
+    apply_overrides,
+    in_order,
+    key_parts,
+    leave_out_other_kinds,
+    load,
+    node_at,
+    replace_alternatives,
+    set_value,
+    validate,
+)
 from headway.config.overlay import chooses, overlay
 from headway.config.shipped import find_recipe
 from headway.config.yaml_reader import Where
@@ -46,10 +56,12 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     before = copy.deepcopy(data)
     where: Where = {}
     given: list[tuple[Any, ...]] = []
-    for key, value in _plain(changes).items():
-        override = f"{key}={value}"
-        loc = set_value({}, key, None, override, {})
-        there = node_at(data, loc)
+    plain = _plain(changes)
+    key_of = {f"{key}={value}": key for key, value in plain.items()}
+    for override in in_order(list(key_of)):
+        key = key_of[override]
+        value = plain[key]
+        there = node_at(data, tuple(key_parts(key)))
         if isinstance(value, dict) and isinstance(there, dict) and not chooses(there, value):
             value = overlay(there, value)
         given.append(set_value(data, key, value, override, where))

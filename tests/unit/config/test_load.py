@@ -68,7 +68,7 @@ def test_overrides_win_over_the_file_and_reach_into_lists(tmp_path: Path) -> Non
     assert recipe.optim.schedule.kind == "linear"
 
 
-@pytest.mark.parametrize("override", ["seed", "=3", "data.train.5.path=x", "seed.x=1", "data.train.0.limit=3"])
+@pytest.mark.parametrize("override", ["seed", "=3", "data.train.5.path=x", "seed.x=1", "data.train.0.limit.x=3"])
 def test_an_override_that_cannot_be_applied_is_refused(tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError):
         load(Recipe, recipe_file(tmp_path, "seed: 1\ndata: {train: [a]}\n"), [override])

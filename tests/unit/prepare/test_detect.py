@@ -110,7 +110,8 @@ def test_the_tokenizers_own_template_is_used_where_it_has_one(tmp_path: Path) ->
 
     assert chosen("") == "tokenizer"
     assert chosen(", chat_template: alpaca") == "alpaca"
-    assert chosen(", kind: chat") == "chatml", "what is not detected keeps its defaults"
+    assert chosen(", kind: chat") == "tokenizer", "a given kind chooses no other template"
+    assert chosen(", chat_template: chatml") == "chatml"
 
 
 def test_a_finished_stage_may_state_the_kind_or_leave_it_open(tmp_path: Path) -> None:
