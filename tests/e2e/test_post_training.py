@@ -3,23 +3,37 @@
 import json
 import math
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.byte_model import byte_tokenizer
 from support.pairs import make_pair_store
 from support.ranks import start_processes
 from support.runs import assert_same_run, deterministic
 
 from headway.config.load import load
+from headway.data.batch import Batch
+from headway.data.pairs import PAIR
 from headway.errors import HeadwayError
+from headway.model.base import Model
+from headway.runtime.storage import read_sealed
 from headway.store.reader import StoreWriter
 from headway.tokenizer.load import load_tokenizer
 from headway.track.metrics_file import read_metrics
-from headway.train import train
+from headway.train import dry_run, train
+from headway.train.build import build
 from headway.train.config import Recipe
+from headway.train.dpo_reference import score_with
+from headway.train.health import BadStep
+from headway.train.resolve import resolve
+from headway.train.run import Run
+from headway.train.start import decide_start
 
 RECIPE = """\
 run: {{name: {name}, dir: {dir}/runs}}
@@ -144,6 +158,103 @@ def test_cached_log_probabilities_are_the_live_ones_and_are_made_once(folder: Pa
 
 
 @pytest.mark.drill
+def scored(cache: Path) -> dict[str, np.ndarray]:
+    """The log-probabilities of a cache: NaN where the reference has read nothing."""
+    paths = sorted((cache / "reference").glob("*.sealed"))
+    return {path.name: np.frombuffer(read_sealed(path) or b"", "<f4").reshape(-1, 2) for path in paths}
+
+
+def read_pairs(loaded: Recipe, steps: int) -> set[int]:
+    """The pairs in the batches of a run."""
+    with build(resolve(loaded), decide_start(loaded, "never")).loader as loader:
+        numbers = [micro.extra[PAIR] for step, _ in islice(loader, steps) for micro in step.microbatches]
+    return set(torch.cat(numbers)[torch.cat(numbers) >= 0].tolist())
+
+
+SHORT = (
+    "objective.reference_logps=cached", "batch={rows: 2, micro_rows: 2}", "eval={every: 1, rows: 2}", "checkpoint.every=1",
+    "optim.schedule.kind=constant",
+)  # fmt: skip
+
+
+def test_a_short_run_scores_the_pairs_it_reads_and_a_longer_one_the_rest(folder: Path, tmp_path: Path) -> None:
+    cache = f"data.cache_dir={tmp_path}/cache"
+    run(folder, "short", *SHORT, cache, "steps=3")
+    ((name, first),) = scored(tmp_path / "cache").items()
+    is_scored = ~np.isnan(first[:, 0])
+    assert len(first) == 80
+    loaded = recipe(folder, "short", *SHORT, f"data.cache_dir={tmp_path}/other", "steps=3")
+    wanted = read_pairs(loaded, 3)
+    assert wanted < set(np.flatnonzero(is_scored)) and len(wanted) < 20
+    assert is_scored.sum() <= len(wanted) + 8, "and those of two rows of validation"
+
+    run(folder, "short", *SHORT, cache, "steps=6")
+    ((again, longer),) = scored(tmp_path / "cache").items()
+    assert again == name
+    assert (~np.isnan(longer[:, 0])).sum() > is_scored.sum()
+    assert np.array_equal(longer[is_scored], first[is_scored])
+    run(folder, "straight", *SHORT, f"data.cache_dir={tmp_path}/straight", "steps=6")
+    assert_same_run(folder / "runs" / "short", folder / "runs" / "straight", 6)
+    live = run(folder, "live", *SHORT, "objective.reference_logps=live", "steps=6")
+    assert_same(read_metrics(folder / "runs" / "short" / "metrics.jsonl"), live)
+
+    # what reads everything scores everything, as ever, and short runs then use that
+    run(folder, "whole", *SHORT, cache, "steps=null", "epochs=1")
+    whole = {one: table for one, table in scored(tmp_path / "cache").items() if one != name}
+    assert len(whole) == 1 and "-" not in next(iter(whole)) and not np.isnan(next(iter(whole.values()))).any()
+    assert np.allclose(next(iter(whole.values()))[is_scored], first[is_scored], rtol=1e-5)
+    run(folder, "other-rows", *SHORT, cache, "data.window_tokens=128", "steps=1")
+    assert len(scored(tmp_path / "cache")) == 2
+
+
+def test_a_dry_run_scores_one_step(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def counting(model: Model, chunk_tokens: int) -> Callable[[Batch], Batch]:
+        score = score_with(model, chunk_tokens)
+
+        def prepare(batch: Batch) -> Batch:
+            read.append(int((batch.extra[PAIR] >= 0).sum()))
+            return score(batch)
+
+        return prepare
+
+    monkeypatch.setattr("headway.train.dpo_reference.score_with", counting)
+    loaded = recipe(folder, "dry", "objective.reference_logps=cached", f"data.cache_dir={tmp_path}/cache", "steps=null", "epochs=1")
+    outcome = dry_run(loaded)
+    assert outcome["first_step"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert len(read) == 4 and sum(read) == outcome["first_step"]["num_samples_in_batch"] // 2 < 40
+    assert not (tmp_path / "cache").exists()
+    train(loaded)
+    read.clear()
+    (sealed,) = (tmp_path / "cache" / "reference").glob("*.sealed")
+    sealed.unlink()
+    dry_run(loaded.with_(epochs=2), resume="auto")
+    assert len(read) == 4, "the step after the checkpoint"
+
+
+def test_a_run_that_rolls_back_scores_the_batches_that_take_the_place_of_skipped_ones(folder: Path, tmp_path: Path) -> None:
+    loaded = recipe(folder, "back", *SHORT, f"data.cache_dir={tmp_path}/cache", "steps=3", "data.valid=null", "heal.on_spike=rollback")
+    fractions: list[float] = []
+
+    @contextmanager
+    def spoiled(run: Run) -> Iterator[None]:
+        def after_step(step: int) -> None:
+            (table,) = scored(tmp_path / "cache").values()
+            fractions.append(float((~np.isnan(table[:, 0])).mean()))
+            if step == 2 and len(fractions) == 2:
+                run.healer.bad = BadStep(2, "spike", "a test says so")
+
+        run.on_step(after_step)
+        yield
+
+    train(loaded, hook=spoiled)
+    records = read_metrics(loaded.run.folder / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert all(math.isfinite(record["loss"]) and not record["inf_nan_skip_batches"] for record in records)
+    assert fractions[-1] > fractions[0]
+
+
 def test_ranks_that_share_layers_share_the_reference_and_its_cache(folder: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
     cached = ("objective.reference_logps=cached", f"data.cache_dir={tmp_path}", "parallel.tensor=2")
     assert_same(run(folder, "cached-tensor", *cached, world=2), plain)

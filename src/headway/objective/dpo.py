@@ -49,7 +49,7 @@ class Config(ObjectiveConfig):
         on_resume="fixed",
     )
     reference_logps: Literal["live", "cached"] = setting(
-        "live", "live: keep the reference as a second model. cached: score all pairs once and store the results in data.cache_dir."
+        "live", "live: keep the reference as a second model. cached: score the pairs it reads once and store the results in data.cache_dir."
     )
 
     @model_validator(mode="after")

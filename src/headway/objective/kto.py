@@ -42,7 +42,8 @@ class Config(ObjectiveConfig):
         on_resume="fixed",
     )
     reference_logps: Literal["live", "cached"] = setting(
-        "live", "live: keep the reference as a second model. cached: score all records once and store the results in data.cache_dir."
+        "live",
+        "live: keep the reference as a second model. cached: score the records it reads once and store the results in data.cache_dir.",
     )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -111,6 +112,60 @@ def count_steps(recipe: Recipe, loader: Loader, batch: ResolvedBatch) -> int:
     else:
         batches = ceil(recipe.epochs * loader.rows_per_epoch() / batch.rows)
     return batches - sum(min(last, batches - 1) - first + 1 for first, last in recipe.data.skipped if first < batches)
+
+
+@dataclass(frozen=True)
+class PlannedRows:
+    """The rows that a run will read from a position on, known before it reads them: of its steps, and of its validations."""
+
+    recipe: Recipe
+    data: OpenData
+    batch: ResolvedBatch
+    ranks: RankGroups
+    cursor: LoaderState | None
+    """Where the run continues; None: at the beginning."""
+    steps: int
+    is_dry: bool = False
+    """A dry run validates nothing."""
+
+    @property
+    def key(self) -> str:
+        """What decides which documents share a row."""
+        config = self.recipe.data
+        shape = (config.seq_len, config.packing, config.documents_per_row, config.window, self.recipe.seed)
+        mixtures = {"train": self.data.train, **self.data.valid}
+        return repr((shape, [(name, one.selection.key) for name, many in mixtures.items() for one in many]))
+
+    def microbatches(self) -> Iterator[Batch]:
+        """This rank's microbatches, in the order of the run."""
+        if not self.steps:
+            return
+        with make_loader(self.recipe, self.data, self.batch, self.cursor, self.ranks) as loader:
+            for step, _ in islice(loader, self.steps):
+                yield from step.microbatches
+        if not self.is_dry:
+            for name in self.data.valid:
+                yield from valid_batches(self.recipe, self.data, self.batch, self.ranks, name)
+
+
+def plan_rows(
+    recipe: Recipe,
+    data: OpenData,
+    batch: ResolvedBatch,
+    ranks: RankGroups,
+    position: tuple[int, LoaderState | None],
+    *,
+    is_dry: bool = False,
+) -> PlannedRows | None:
+    """The rows of a run that continues at a position (its step and cursor); None if it reads all of the data."""
+    step, cursor = position
+    if is_dry:
+        return PlannedRows(recipe, data, batch, ranks, cursor, steps=1, is_dry=True)
+    with make_loader(recipe, data, batch, cursor, ranks) as loader:
+        total = count_steps(recipe, loader, batch)
+        if total * batch.rows >= loader.rows_per_epoch():
+            return None
+    return PlannedRows(recipe, data, batch, ranks, cursor, steps=max(0, total - step))
 
 
 def valid_batches(recipe: Recipe, data: OpenData, batch: ResolvedBatch, ranks: RankGroups, name: str) -> Iterator[Batch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,7 @@ from headway.runtime.machine import usable_cores
 from headway.runtime.process import Process
 from headway.runtime.s3 import StoreDown
 from headway.train.alignment import first_heads, sample_flops
-from headway.train.batches import count_steps, make_loader, open_run_data
+from headway.train.batches import count_steps, make_loader, open_run_data, plan_rows
 from headway.train.config import Recipe
 from headway.train.dpo_reference import make_reference
 from headway.train.health import Healer, LossMonitor, with_healed
@@ -45,7 +46,7 @@ from headway.train.resolve import Resolved, leaves_gates
 from headway.train.run import Run, Session
 from headway.train.stages import StagePosition
 from headway.train.start import Start
-from headway.train.state import TrainState, apply_init_content
+from headway.train.state import TrainState, apply_init_content, first_position
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,8 +55,10 @@ UPLOAD_SECONDS = 6 * 3600.0
 """How long ranks may wait for one that uploads: uploads are asynchronous, and a large file on a slow connection takes long."""
 
 
-def build(resolved: Resolved, start: Start, session: Session | None = None, stage: StagePosition | None = None) -> Run:
-    """Make a run and bring it to where it starts: initial weights, given weights, or a checkpoint."""
+def build(
+    resolved: Resolved, start: Start, session: Session | None = None, stage: StagePosition | None = None, *, is_dry: bool = False
+) -> Run:
+    """Make a run and bring it to where it starts: initial weights, given weights, or a checkpoint. A dry run will do one step."""
     session = session or Session()
     process = session.process
     recipe = resolved.recipe if start.set_aside is not None else with_healed(resolved.recipe, start.folder)
@@ -66,7 +69,9 @@ def build(resolved: Resolved, start: Start, session: Session | None = None, stag
     data = open_run_data(resolved, compute.device)
     targets = check_targets(data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset())
     spec = engine_spec(recipe, model, compute, ranks)
-    reference = make_reference(resolved, data, spec, batch.micro_rows)
+    position = first_position(recipe, start.checkpoint, data.contents())
+    plan = None if position is None else partial(plan_rows, recipe, data, batch, ranks, position, is_dry=is_dry)
+    reference = make_reference(resolved, data, spec, batch.micro_rows, plan)
     if reference is not None:
         reference.check_same(start)
         spec = replace(spec, prepare=reference.prepare, objective=reference.objective)

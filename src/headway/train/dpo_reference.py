@@ -4,7 +4,9 @@ log-probabilities, or a teacher's hidden states, to a microbatch goes out.
 live     the reference stays in memory as a second model in the compute dtype and reads every microbatch too; it is whole on every rank,
          or split along the tensor axis like the model that trains. Weights the run starts from are quantised as adapter.base says
 cached   it reads every pair or record once before training and is freed; its numbers are stored in data.cache_dir/reference under a
-         hash of the weights, the model's shape, the store's content and the compute dtype; they are recomputed when any of these changes
+         hash of the weights, the model's shape, the store's content and the compute dtype; they are recomputed when any of these changes.
+         A run of less than one epoch scores only what it will read, in the rows of its own steps, into a file of its own next to that
+         one. A run that is extended scores the rest
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from headway.parallel.tensor import build_frozen_part
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import parse_sealed_json, read_sealed, sealed_json, write_atomic, write_sealed
+from headway.train.batches import PlannedRows
 from headway.train.resolve import Resolved
 from headway.train.start import Start
 
@@ -70,6 +73,8 @@ class Reference:
     description: str
     objective: ObjectiveConfig
     """The recipe's objective, with a teacher's head where it learns from one."""
+    cover: Callable[[PlannedRows | None], None] | None = None
+    """Cached log-probabilities: score what a changed plan reads and nobody has scored yet."""
 
     def check_same(self, start: Start) -> None:
         """Refuse to resume with another reference than the run began with."""
@@ -116,8 +121,11 @@ class _Source:
     """`weights` has a carried adapter beside the base."""
 
 
-def make_reference(resolved: Resolved, data: OpenData, spec: EngineSpec, micro_rows: int) -> Reference | None:
-    """The reference that a recipe's objective needs; None where it needs none."""
+def make_reference(
+    resolved: Resolved, data: OpenData, spec: EngineSpec, micro_rows: int, plan: Callable[[], PlannedRows | None] | None = None
+) -> Reference | None:
+    """The reference that a recipe's objective needs; None where it needs none. `plan` says which rows the run will read; without it
+    everything is scored."""
     wanted = resolved.recipe.objective.reference_spec
     if data.teacher is not None:
         origin = data.teacher.origin
@@ -128,18 +136,24 @@ def make_reference(resolved: Resolved, data: OpenData, spec: EngineSpec, micro_r
         return None
     source, objective = _find(resolved, wanted), resolved.recipe.objective
     scoring, digest = _Scoring(spec, resolved.recipe.data, micro_rows), _Digest(source.adapter.base if source.adapter else None)
+    cover = None
     if wanted.cached:
         for name, value in source.weights():
             digest.add(name, value)
-        table = _table(data, source, digest.sha256, scoring)
-        prepare, how = _lookup(table), "log-probabilities of all pairs or records"
+        scores = _CachedScores(data, source, digest.sha256, scoring)
+        planned = None if plan is None else plan()
+        scores.cover(planned)
+        prepare = scores.prepare
+        cover = scores.cover
+        extent = "all" if planned is None else "the"
+        how = f"log-probabilities of {extent} pairs or records{'' if planned is None else ' that the run reads'}"
     else:
         frozen = _load(source, digest.through(source.weights()), scoring)
         prepare, how = score_with(frozen, spec.chunk_tokens), "as a second model in memory"
         if isinstance(objective, DistillConfig):
             prepare, objective = teach_with(frozen), objective.with_head(TeacherHead(frozen.head_weight, source.config.logit_softcap))
     role = "teacher" if wanted.is_teacher else "reference"
-    return Reference(prepare, digest.sha256, f"{role} {source.name} ({digest.sha256[:12]}), {how}", objective)
+    return Reference(prepare, digest.sha256, f"{role} {source.name} ({digest.sha256[:12]}), {how}", objective, cover)
 
 
 def check_reference(resolved: Resolved) -> None:
@@ -290,40 +304,127 @@ def teach_with(model: Model) -> Callable[[Batch], Batch]:
     return prepare
 
 
-def _lookup(table: Tensor) -> Callable[[Batch], Batch]:
-    def prepare(batch: Batch) -> Batch:
+class _CachedScores:
+    """The reference's log-probabilities of pairs, chosen and rejected, indexed by the pairs' numbers over all sources; or of records and
+    their mismatches, by the records' numbers. NaN where nothing was scored."""
+
+    def __init__(self, data: OpenData, source: _Source, digest: str, scoring: _Scoring) -> None:
+        self.source = source
+        self.digest = digest
+        self.scoring = scoring
+        mixtures = (data.train, *data.valid.values())
+        # Both sides of a split are selections of one source.
+        selections = {id(one.selection.source): one.selection for many in mixtures for one in many}
+        self.selections = sorted(selections.values(), key=lambda one: _first_of(_numbered(one)))
+        self.table = torch.empty(0)
+        """On the device; the engine's passes look it up."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        """A microbatch with the reference's log-probabilities."""
         is_unpaired = RECORD in batch.extra
         number = batch.extra[RECORD if is_unpaired else PAIR]
         # a slot without a pair must not read another pair's number, which may be NaN
-        found = torch.where((number >= 0)[..., None], table[number.clamp(min=0)], 0.0)
+        found = torch.where((number >= 0)[..., None], self.table[number.clamp(min=0)], 0.0)
         columns = {REFERENCE: found[..., 0], MISMATCH_REFERENCE: found[..., 1]} if is_unpaired else {REFERENCE: found.flatten(1)}
         return replace(batch, extra=batch.extra | columns)
 
-    return prepare
+    def cover(self, planned: PlannedRows | None) -> None:
+        """Find the numbers of what a run will read, or of everything; the reference computes what is missing. All ranks together."""
+        tables = self._all() if planned is None else self._planned(planned)
+        self.table = torch.cat(tables).to(self.scoring.spec.device)
+
+    def _all(self) -> list[Tensor]:
+        """The table of every source, of all its pairs."""
+        model: Model | None = None
+        tables: list[Tensor] = []
+        for selection in self.selections:
+            path = _cache_path(selection, self.source, self.digest, self.scoring)
+            found = self._stored(selection, path)
+            if found is None:
+                model = model or self._load()
+                found = _score(model, selection, self.scoring)
+                self._store(path, found, f"of {selection.source.name}")
+            tables.append(found)
+        return tables
+
+    def _planned(self, planned: PlannedRows) -> list[Tensor]:
+        """The table of every source, with the pairs that the run reads."""
+        paths: list[Path] = []
+        tables: list[Tensor] = []
+        for selection in self.selections:
+            whole = _cache_path(selection, self.source, self.digest, self.scoring)
+            rows = hashlib.sha256(planned.key.encode()).hexdigest()[:16]
+            path = whole.with_name(f"{whole.stem}-{rows}{whole.suffix}")
+            found = self._stored(selection, path)
+            if found is None:
+                found = self._stored(selection, whole)
+            if found is None:
+                found = torch.full((_numbered(selection).num_documents, 2), torch.nan)
+            paths.append(path)
+            tables.append(found)
+        table = torch.cat(tables)
+        is_new = self._score_missing(planned, table)
+        found = list(torch.split(table, [len(one) for one in tables]))
+        for selection, path, one in zip(self.selections, paths, found, strict=True):
+            if is_new:
+                num_scored = int((~one[:, 0].isnan()).sum())
+                self._store(path, one, f"of {num_scored} of {len(one)} in {selection.source.name}, those this run reads,")
+        return found
+
+    @torch.no_grad()
+    def _score_missing(self, planned: PlannedRows, table: Tensor) -> bool:
+        """Score what the planned rows hold and the table lacks, each rank its own rows; False if it lacks nothing."""
+        ranks = self.scoring.spec.ranks.data
+        device = self.scoring.spec.device
+        sums = torch.zeros_like(table)
+        times = torch.zeros(len(table))
+        is_known = ~table[:, 0].isnan()
+        score: Callable[[Batch], Batch] | None = None
+        with progress("reference reads", unit="documents") as advance:
+            for micro in planned.microbatches():
+                numbers = _numbers(micro)
+                if is_known[numbers[numbers >= 0]].all():
+                    continue
+                if score is None:
+                    score = score_with(self._load(), self.scoring.spec.chunk_tokens)
+                number, scored = _both(score(micro.to(device)))
+                is_missing = (number >= 0) & ~is_known[number.clamp(min=0)]
+                sums[number[is_missing]] = scored[is_missing]
+                times[number[is_missing]] = 1
+                is_known[number[is_missing]] = True
+                advance(int(is_missing.sum()))
+        ranks.all_reduce(sums).wait()
+        ranks.all_reduce(times).wait()
+        is_scored = times > 0
+        # A source that repeats may give one pair to two ranks.
+        table[is_scored] = sums[is_scored] / times[is_scored, None]
+        return bool(is_scored.any())
+
+    def _load(self) -> Model:
+        return _load(self.source, self.source.weights(), self.scoring)
+
+    def _stored(self, selection: Selection, path: Path) -> Tensor | None:
+        """The table in a file; ranks on other machines may not see the file: then it is missing for all."""
+        found = read_table(path, _numbered(selection).num_documents)
+        return None if self.scoring.spec.ranks.world.max(0 if found is not None else 1) else found
+
+    def _store(self, path: Path, table: Tensor, content: str) -> None:
+        """On the first rank: write a table; `content` says for the log what it holds."""
+        if self.scoring.spec.ranks.world.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_sealed(path, table.numpy().astype("<f4").tobytes())
+            log.info("reference log-probabilities %s are stored in %s", content, path)
 
 
-def _table(data: OpenData, source: _Source, digest: str, scoring: _Scoring) -> Tensor:
-    """Log-probabilities of every pair of every source, chosen and rejected, indexed by the pairs' numbers over all sources; or of every
-    record and its mismatch, by the records' numbers."""
-    selections = {id(one.selection.source): one.selection for many in (data.train, *data.valid.values()) for one in many}
-    everyone = scoring.spec.ranks.world
-    tables: list[tuple[int, Tensor]] = []
-    model: Model | None = None
-    for selection in selections.values():
-        pairs = selection.source
-        assert isinstance(pairs, (PairSource, UnpairedSource))
-        path = _cache_path(selection, source, digest, scoring)
-        found = read_table(path, pairs.num_documents)
-        if everyone.max(0 if found is not None else 1):  # ranks on other machines may not see the file: then all compute it again
-            model = model or _load(source, source.weights(), scoring)
-            found = _score(model, selection, scoring)
-            if everyone.rank == 0:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_sealed(path, found.numpy().astype("<f4").tobytes())
-                log.info("reference log-probabilities of %s are stored in %s", pairs.name, path)
-        assert found is not None
-        tables.append((_first_of(pairs), found))
-    return torch.cat([table for _, table in sorted(tables, key=lambda one: one[0])]).to(scoring.spec.device)
+def _numbered(selection: Selection) -> PairSource | UnpairedSource:
+    source = selection.source
+    assert isinstance(source, (PairSource, UnpairedSource))
+    return source
+
+
+def _numbers(batch: Batch) -> Tensor:
+    """The numbers of a microbatch's pairs or records, -1 for empty places."""
+    return batch.extra[RECORD if RECORD in batch.extra else PAIR].cpu()
 
 
 def _cache_path(selection: Selection, source: _Source, digest: str, scoring: _Scoring) -> Path:

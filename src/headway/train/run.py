@@ -41,7 +41,7 @@ from headway.track.callbacks import CallbackThreads
 from headway.track.console import Console
 from headway.track.events import append_event
 from headway.track.metrics_file import MetricsFile
-from headway.train.batches import count_steps, make_loader, valid_batches
+from headway.train.batches import count_steps, make_loader, plan_rows, valid_batches
 from headway.train.clock import Clock
 from headway.train.config import Recipe
 from headway.train.control import Control
@@ -367,6 +367,10 @@ class Run:
         self.loader.close()
         self.loader = make_loader(self.recipe, self.data, self.batch, self.state.cursor, self.ranks)
         self.total_steps = count_steps(self.recipe, self.loader, self.batch)
+        if self.reference is not None and self.reference.cover is not None:
+            # Batches that take the place of the skipped ones may hold pairs that the reference has not scored.
+            position = (self.state.step, self.state.cursor)
+            self.reference.cover(plan_rows(self.recipe, self.data, self.batch, self.ranks, position))
         self.meter = self.meter.restarted(self.state, self.total_steps)
         self.saver.saved_step = self.saver.started_step = self.state.step
         self.metrics.truncate_after(self.state.step)

@@ -179,7 +179,7 @@ def _leaving_no_cache(recipe: Recipe, world: RankGroup) -> Iterator[Recipe]:
 
 def _try(resolved: Resolved, resume: str, session: Session) -> dict[str, Any]:
     with _explain_out_of_memory(resolved, session.process):
-        run = build(resolved, agree_on_start(resolved.recipe, resume, session.world), session)
+        run = build(resolved, agree_on_start(resolved.recipe, resume, session.world), session, is_dry=True)
     with run.loader, _explain_out_of_memory(resolved, session.process, run):
         train_step(run, dry=True)
     record = run.meter.collect(everything=True)[0]

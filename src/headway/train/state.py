@@ -117,6 +117,16 @@ class TrainState:
             self.adapter_base = form["base"]
 
 
+def first_position(recipe: Recipe, checkpoint: Reader | None, data: Sequence[Mapping[str, str]]) -> tuple[int, LoaderState | None] | None:
+    """The step and the cursor at which a run begins or resumes, before its state exists; None if `init.content` decides it."""
+    if checkpoint is None:
+        return (0, None) if recipe.init.contents == ("model",) else None
+    scalars: Any = checkpoint.scalars
+    if changed_data(scalars.get("data"), data):
+        return checkpoint.step, None  # data.accept_changed, or restoring refuses it
+    return checkpoint.step, LoaderState.from_json(scalars["cursor"])
+
+
 def changed_data(before: Any, now: Sequence[Mapping[str, str]]) -> str:
     """Which sources differ from those of a checkpoint; empty where all are the same, or where the checkpoint does not say."""
     if not before:
