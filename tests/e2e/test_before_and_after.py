@@ -111,7 +111,7 @@ def test_it_needs_something_to_validate(folder: Path) -> None:
 def test_a_preference_run_begins_at_ln_2_and_without_rewards(trained: Path) -> None:
     before = records(trained / "dpo")[0][AT_START]["valid"]
     assert before["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert (before["rewards/accuracies"], before["rewards/margins"]) == (0, 0)
+    assert (before["rewards/accuracies"], before["rewards/margins"]) == (0.5, 0)
 
 
 def compare(trained: Path, out: Path, *more: str) -> list[str]:

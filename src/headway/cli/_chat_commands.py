@@ -74,6 +74,11 @@ class Chat:
                 note = "stopped" if answer.was_interrupted else ""
             finally:
                 self.screen.end(note)
+            if answer.was_cut:
+                # Beside the answer, so that a pipe gets the model's words alone.
+                limit = session.options.max_new_tokens
+                reason = f"--max-new-tokens is {limit}" if answer.stats.new_tokens >= limit else "the context is full"
+                typer.echo(f"[cut after {answer.stats.new_tokens} tokens: {reason}]", err=True)
             if answer.left_out > before:
                 what = "oldest turn is" if answer.left_out == 1 else f"{answer.left_out} oldest turns are"
                 typer.echo(f"The context is full: the {what} no longer sent.", err=True)

@@ -11,7 +11,7 @@ import base64
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +55,8 @@ class ChatAnswer:
     text: str
     was_interrupted: bool = False
     """Ctrl-C ended it; what had been said stays in the conversation."""
+    was_cut: bool = False
+    """It reached max_new_tokens, or the end of the context: the model had not finished."""
     left_out: int = 0
     """Oldest questions that are no longer sent, because the context is full."""
     stats: ChatStats = field(default=ChatStats(), compare=False)
@@ -169,7 +171,7 @@ class ChatSession:
             self.turns, self.media, self.left_out, self._attempt = [*turns, Turn("assistant", answer.text)], list(media), first, attempt
         # An empty turn would teach the model to be silent: without a text the conversation is as before.
         left = sum(turn.role == "user" for turn in turns[:first])
-        self.last = ChatAnswer(answer.text, answer.was_interrupted, left, answer.stats)
+        self.last = replace(answer, left_out=left)
         return self.last
 
     def save(self, path: Path) -> None:

@@ -103,6 +103,7 @@ class EngineResponder:
         text, said = RequestText(self.tokenizer, request.prompt[-CONTEXT:], options.stop), list[str]()
         begun = first = time.monotonic()
         tokens = cached = 0
+        was_cut = False
         try:
             number = engine.submit(request)
         except RequestTooLarge as problem:  # the cache is smaller than the context
@@ -125,6 +126,7 @@ class EngineResponder:
                         first = first if tokens or not event.tokens else time.monotonic()
                         tokens += len(event.tokens)
                         cached = max(cached, event.cached_tokens)
+                        was_cut = event.finished in ("length", "context")
                         tell(text.add(event.tokens))
                 was_interrupted = interrupt.is_set and engine.busy
             tell(text.finish())
@@ -138,7 +140,7 @@ class EngineResponder:
         if self._engine is not None:
             self._drain(engine, number)
         stats = ChatStats(len(request.prompt), cached, tokens, first - begun, time.monotonic() - begun)
-        return ChatAnswer("".join(said), was_interrupted, stats=stats)
+        return ChatAnswer("".join(said), was_interrupted, was_cut and not text.stopped, stats=stats)
 
     def _drain(self, engine: InferenceEngine, number: int) -> None:
         if engine.busy:

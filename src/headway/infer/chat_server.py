@@ -154,11 +154,12 @@ class ServerResponder:
         }  # fmt: skip
         said, usage = list[str](), dict[str, Any]()
         begun = first = time.monotonic()
-        was_interrupted = False
+        was_interrupted = was_cut = False
         with closing(self.server.connect(ANSWER_SECONDS)) as connection:
             try:
                 for event in self._events(connection, {key: value for key, value in body.items() if value is not None}):
                     usage = event.get("usage") or usage
+                    was_cut = was_cut or any(one.get("finish_reason") == "length" for one in event.get("choices") or ())
                     piece = _piece(event)
                     if piece:
                         first = first if said else time.monotonic()
@@ -170,7 +171,7 @@ class ServerResponder:
         stats = ChatStats(
             usage.get("prompt_tokens") or 0, cached, usage.get("completion_tokens") or len(said), first - begun, time.monotonic() - begun
         )
-        return ChatAnswer("".join(said), was_interrupted, stats=stats)
+        return ChatAnswer("".join(said), was_interrupted, was_cut, stats=stats)
 
     def _events(self, connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         answer = self.server.request(connection, "/v1/chat/completions", body)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from headway.config.section import setting
 from headway.objective.base import Collectives, Loss, MetricSums, ObjectiveConfig, ReferenceSpec, StepInfo, Term
-from headway.objective.pairs import REFERENCE, document_sums
+from headway.objective.pairs import REFERENCE, document_sums, share_right
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -98,7 +98,7 @@ class KTO:
         assert at.survey is not None
         all_good, all_bad = at.survey[:, 2].sum(), at.survey[:, 3].sum()
         reward, count = self.config.beta * gain, (good + bad).sum()
-        right = (gain > kl) * good + (gain < kl) * bad
+        right = share_right(gain - kl) * good + share_right(kl - gain) * bad
         margin = (reward * good).sum() / all_good.clamp(min=1) - (reward * bad).sum() / all_bad.clamp(min=1)
         has_both = ((all_good > 0) & (all_bad > 0)).to(gain.dtype)
         return {

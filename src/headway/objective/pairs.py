@@ -78,7 +78,7 @@ class PairObjective:
         found = {
             "rewards/chosen": beta * pairs.chosen_gain,
             "rewards/rejected": beta * pairs.rejected_gain,
-            "rewards/accuracies": (pairs.chosen_gain > pairs.rejected_gain).to(is_pair.dtype),
+            "rewards/accuracies": share_right(pairs.chosen_gain - pairs.rejected_gain),
             "rewards/margins": beta * (pairs.chosen_gain - pairs.rejected_gain),
             "logps/chosen": pairs.chosen,
             "logps/rejected": pairs.rejected,
@@ -108,6 +108,13 @@ def document_sums(per_token: Tensor, batch: Batch) -> Tensor:
     inside = batch.document[:, None, :] == numbers[:, None]
     # A masked sum rather than a scatter: the order of additions is fixed on every device.
     return torch.where(inside, per_token[:, None, :], 0.0).sum(-1)
+
+
+def share_right(margin: Tensor) -> Tensor:
+    """1 where the margin is above zero, a half where it is zero: before the first step nothing is preferred, which is chance, not 0."""
+    import torch
+
+    return torch.heaviside(margin, margin.new_tensor(0.5))
 
 
 def sides(per_document: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from headway.config.section import setting
 from headway.objective.base import Collectives, Loss, MetricSums, ObjectiveConfig, StepInfo, Term
-from headway.objective.pairs import document_sums, sides
+from headway.objective.pairs import document_sums, share_right, sides
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -63,7 +63,7 @@ class Reward:
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/mean": (chosen + rejected) / 2,
-            "rewards/accuracies": (chosen > rejected).to(is_pair.dtype),
+            "rewards/accuracies": share_right(chosen - rejected),
             "rewards/margins": chosen - rejected,
         }
         metrics: MetricSums = {name: ((value.detach() * is_pair).sum(), count) for name, value in found.items()}

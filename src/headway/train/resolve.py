@@ -42,6 +42,8 @@ COMPUTES = tuple(
     sorted(set(ModelConfig.model_fields) - {"preset", "max_seq_len", "dropout", "embed_grad_scale", "init_std", "media", "score_head"})
 )
 """Fields of a model's shape that decide what its layers compute of text."""
+SAID_ELSEWHERE = ("head_gates", "experts", "vocab_size", "family", "hf_config", "trust_remote_code")
+"""Those that a run reports in other lines, or that are no arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,24 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         raise ConfigError(f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it.")
     recipe.parallel.check_rows(model, recipe.data.seq_len, recipe.objective, recipe.adapter)
     say = log.info if from_environment().is_first else log.debug
+    if weights is not None and (change := describe_change(weights.config, model)):
+        say(f"the recipe changes the model of init.from={recipe.init.source}: {change}")
     changes: dict[str, object] = {"model": model, "data": with_kinds(recipe.data, tokenizer, say, recipe.objective.UNPAIRED)}
     if recipe.steps is None and recipe.epochs is None:
         changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}
     return Resolved(recipe.model_copy(update=changes), model, tokenizer, path, weights, log_alpha, media)
+
+
+def describe_change(stored: ModelConfig, model: ModelConfig) -> str:
+    """What a recipe makes other in the layers of given weights: `rope_theta 10000 -> 1000000`; empty where nothing."""
+    changed = [name for name in COMPUTES if name not in SAID_ELSEWHERE and getattr(model, name) != getattr(stored, name)]
+    return ", ".join(f"{name} {_written(getattr(stored, name))} -> {_written(getattr(model, name))}" for name in changed)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 def _media(recipe: Recipe, model: ModelConfig) -> MediaPlan | None:

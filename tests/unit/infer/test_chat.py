@@ -99,6 +99,23 @@ def test_lines_of_a_pipe_are_questions(
     assert len(read_messages(saved)[0].turns) == 3
 
 
+def test_an_answer_that_was_cut_is_marked_beside_it(
+    folder: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(folder, "hi\n", monkeypatch, "--max-new-tokens", "1") == 0
+    said = capsys.readouterr()
+    assert said.err.endswith("[cut after 1 tokens: --max-new-tokens is 1]\n")
+    assert "cut" not in said.out
+    assert chat(folder, "hi\n", monkeypatch) == 0
+    assert "cut" not in capsys.readouterr().err, "the model ends this answer itself"
+    # A seed whose answer does not end before the context does.
+    answers = (
+        ChatSession(loaded, "chatml", GenerateOptions(300, sampling=Sampling(9.0, seed=seed))).ask("h" * 180, str) for seed in range(9)
+    )
+    full = next(answer for answer in answers if answer.was_cut)
+    assert full.stats.prompt_tokens + full.stats.new_tokens == 256, "the context ends it"
+
+
 def test_system_and_json(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat(folder, "hi\n/system Speak.\nhi\n", monkeypatch, "--system", "Be brief.", "--json") == 0
     messages = json.loads(capsys.readouterr().out)["messages"]

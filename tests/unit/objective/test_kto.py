@@ -125,3 +125,10 @@ def test_a_survey_holds_gain_and_label_of_every_slot() -> None:
     weight = batch.loss_weight.clone()
     weight[0, 2] = 0.0
     assert Config().build().survey(out, replace(batch, loss_weight=weight))[1, 1:].tolist() == [0, 0, 1]
+
+
+def test_a_model_that_is_its_own_reference_is_right_by_chance(tmp_path: Path) -> None:
+    (whole,) = steps_of(write_unpaired(tmp_path / "s", RECORDS), seq_len=16, rows=4, micro_rows=4, packing="best_fit")
+    _, metrics, _ = step(Config(), list(whole.microbatches), 4, 0.0)
+    assert (metrics["kl"], metrics["rewards/margins"]) == (0.0, 0.0)
+    assert metrics["rewards/accuracies"] == 0.5
