@@ -37,8 +37,11 @@ def test_a_run_shows_a_header_a_bar_and_commands_that_work(
         assert main(["train", "tokenizer=tokenizer", f"data.train=my {kind}.jsonl", f"run.name={kind}", *TINY]) == 0
     rows = terminal.screen()
     assert f"my {kind}.jsonl: {kind} ({'text' if kind == 'text' else 'messages'}), 40 records" in rows[0]
-    labels = [row.split()[0] for row in rows if row.startswith("  ") and not row.startswith("  headway")]
-    assert labels == ["run", "model", "data", "length", "layout", "memory", "results"]
+    labels = [row.split()[0] for row in rows if row.startswith("  ") and not row.startswith(("  headway", "    "))]
+    assert labels == ["run", "model", "data", "length", "layout", "memory", "results", *["before:", "after:"] * 2]
+    ending = rows[next(number for number, row in enumerate(rows) if row.startswith("validation loss: ")) :]
+    samples = [row for row in ending[: ending.index("next:")] if row.startswith(("held-out", "  "))]
+    assert samples and all(len(row) < columns for row in samples), "answers fit the screen"
     (bar,) = [row for row in rows if "6/6" in row]
     assert "loss " in bar and "valid " in bar and "tok/s" in bar and len(bar) < columns and "mfu" not in bar
     assert not any(row.startswith("1/6") for row in rows), "steps are in the bar, not in lines"

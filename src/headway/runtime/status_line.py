@@ -95,10 +95,15 @@ class StatusLine:
         self._drawn = 0
 
     def _width(self) -> int:
-        try:
-            return max(NARROWEST, os.get_terminal_size(self._screen.fileno()).columns)
-        except (OSError, ValueError):
-            return max(NARROWEST, shutil.get_terminal_size().columns)
+        return screen_width(self._screen)
+
+
+def screen_width(stream: Lossy, unknown: int = 80) -> int:
+    """The columns of a terminal; elsewhere those of $COLUMNS, or `unknown`."""
+    try:
+        return max(NARROWEST, os.get_terminal_size(stream.fileno()).columns)
+    except (OSError, ValueError):
+        return max(NARROWEST, shutil.get_terminal_size((unknown, 24)).columns)
 
 
 def columns(text: str) -> int:

@@ -27,6 +27,8 @@ from headway.track.base import TrackerConfig
 from headway.train.launch_config import LaunchConfig, SuperviseConfig
 from headway.train.multimodal_config import MultimodalConfig
 
+MAX_SAMPLES = 100
+"""Of log.samples: they are computed at once."""
 SHARED_BY_STAGES = {
     "stages": "stages have no stages",
     "run": "all stages share the run folder",
@@ -220,12 +222,24 @@ class LogConfig(Section):
     style: Literal["headway", "internlm"] = setting(
         "headway", "Form of the console lines; internlm = the key=value line of InternLM's trainer, for scripts that read it."
     )
+    samples: int | Literal["auto"] = setting(
+        "auto",
+        "Held-out prompts that are answered before the first step and after the last, and shown side by side (samples.json). auto = 2 "
+        "for a model of less than a billion parameters with validation data, otherwise 0.",
+    )
     slow_every: int = setting(50, "Steps between two comparisons of ranks.", gt=0)
     slow_ratio: float | None = setting(
         1.2,
         "Every slow_every steps, report ranks that take longer than the mean of all ranks by this factor; null = do not compare ranks.",
         gt=1,
     )
+
+    @field_validator("samples")
+    @classmethod
+    def _not_negative(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and not 0 <= value <= MAX_SAMPLES:
+            raise ValueError(f"is {value}; it must be auto, or from 0 to {MAX_SAMPLES}")
+        return value
 
 
 Tracker = Annotated[TrackerConfig, KindIn("headway.track")]
@@ -372,6 +386,15 @@ class Recipe(Section):
         if self.eval.at_start and self.data.valid is None:
             raise ValueError(
                 "eval.at_start is true, but data.valid is null, so there is nothing to validate. Set data.valid, or remove eval.at_start"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _samples_held_out_prompts(self) -> Recipe:
+        if self.log.samples not in ("auto", 0) and self.data.valid is None and not self.stages:
+            raise ValueError(
+                f"log.samples is {self.log.samples}, but data.valid is null, so no prompts are held out. "
+                "Set data.valid, or remove log.samples"
             )
         return self
 

@@ -16,8 +16,6 @@ from headway.export.adapter import FOLDER, write_adapter
 from headway.export.huggingface import atomic_folder, export_huggingface
 from headway.infer.load import FINAL
 from headway.model.adapter.config import expert_linears
-from headway.model.adapter.lora import merged
-from headway.model.adapter.packed_base import plain_values
 from headway.model.layout import GATES
 from headway.model.loading.aligner_file import write_aligner_folder
 from headway.model.media_files import is_media
@@ -30,10 +28,12 @@ from headway.track.base import KeepsFiles
 from headway.track.console import DATA_WAIT_SHOWN
 from headway.track.curve import write_curve
 from headway.track.events import clear_crash_report
+from headway.train.closing import close_with
 from headway.train.control import exit_code
 from headway.train.early_stopping import restore_best, stopped_early
 from headway.train.history import total_metrics
 from headway.train.run_folder import METRICS, SUMMARY, write_json
+from headway.train.samples import as_plain, plain_weights, sample_after
 
 if TYPE_CHECKING:
     from headway.train.run import Run
@@ -64,6 +64,8 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
             early["used"], _number(early["best"]), early["best_step"],
         )  # fmt: skip
     summary |= _export(run) if run.recipe.checkpoint.at_end else {"final": None, "checkpoint": None}
+    samples = sample_after(run)
+    summary["samples"] = [as_plain(one) for one in samples]
     if run.process.is_first:
         write_json(folder / SUMMARY, summary)
         write_curve(folder / METRICS, f"{run.recipe.run.name}, {run.state.step} steps")
@@ -78,6 +80,7 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
     run.emit("finish", f"{'done' if early is None else 'stopped early'}: {run.state.step} steps, loss {_number(summary['last_loss'])}")
     if run.process.is_first:
         clear_crash_report(folder)
+    close_with(summary, samples)
     log.info("done: %d steps in %.0f s, loss %s; %s", run.state.step, run.state.seconds, _number(summary["last_loss"]), folder)
     return summary
 
@@ -102,8 +105,7 @@ def write_final(run: Run) -> str | None:
     dtype = "bfloat16" if run.compute.precision in ("bf16", "fp8") else "float32"
     adapter, weights, trained = run.recipe.adapter, run.engine.weights(), dict[str, Tensor]()
     if adapter is not None:
-        plain = plain_values(_copy_trained(weights, run, trained), adapter.layouts(run.model))
-        weights = merged(plain, adapter, adapter.modules(run.model))
+        weights = plain_weights(run, _copy_trained(weights, run, trained))
     try:
         export_huggingface(run.model, weights, target, tokenizer=run.tokenizer_path, dtype=dtype, end_ids=run.targets.end_ids)
         if adapter is not None and set(adapter.modules(run.model)).isdisjoint(expert_linears(run.model)):  # PEFT has no form of the others
@@ -152,6 +154,8 @@ def summarize(run: Run) -> dict[str, Any]:
         "first_valid_loss": found.valid.first,
         "last_valid_loss": found.valid.last,
         "best_valid_loss": found.valid.smallest,
+        "validation": found.validation(),
+        "peak_memory_bytes": found.peak_memory_bytes,
         "skipped_steps": run.meter.skipped,
         "save_stall_share": run.meter.stall_total / seconds if seconds else None,
         "saves": run.meter.saves,

@@ -12,6 +12,8 @@ from headway.track.metrics_file import MetricsFile, MetricsReader
 from headway.train.meter import AT_START, WARM_STEPS
 from headway.train.run_folder import METRICS
 
+SHOWN_METRICS = {"loss": False, "rewards/accuracies": True}
+"""Numbers of a validation whose course a summary has, and whether higher is better."""
 MAX_POINTS = 200
 """Upper bound on the points of a curve of training losses."""
 
@@ -60,6 +62,8 @@ class MetricsTotals:
         self.losses, self.valid = Extremes(), Extremes()
         self.records = self.samples = 0
         self.seconds = self.warm_seconds = self.warm_wait = 0.0
+        self.peak_memory_bytes = 0
+        self.spans: dict[str, dict[str, ValidationSpan]] = {}
 
     def add(self, record: Mapping[str, Any]) -> None:
         self.records += 1
@@ -67,18 +71,67 @@ class MetricsTotals:
         for key in (AT_START, "valid"):
             for values in _mapping(record.get(key)).values():
                 self.valid.add(_mapping(values).get("loss"))
+            for name, values in _mapping(record.get(key)).items():
+                self._add_validation(name, _mapping(values), record["step"], is_first=key == AT_START)
         self.samples += int(_amount(record.get("num_samples_in_batch")))
         times = _mapping(record.get("time"))
+        self.peak_memory_bytes = max(self.peak_memory_bytes, int(_amount(times.get("memory_bytes"))))
         seconds = _amount(times.get("step_seconds"))
         self.seconds += seconds
         if self.records > WARM_STEPS:
             self.warm_seconds += seconds
             self.warm_wait += _amount(times.get("data_wait_seconds"))
 
+    def _add_validation(self, name: str, values: Mapping[str, Any], step: int, *, is_first: bool) -> None:
+        for metric, is_higher_better in SHOWN_METRICS.items():
+            value = values.get(metric)
+            if type(value) in (int, float):
+                span = self.spans.setdefault(name, {}).setdefault(metric, ValidationSpan(is_higher_better))
+                if is_first:
+                    span.before = value
+                else:
+                    span.add(value, step)
+
+    def validation(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Of every validation set: its loss, and where it has one its accuracy, before the first step, at best and at last."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for name, metrics in self.spans.items():
+            found[name] = {metric: span.fields() for metric, span in metrics.items() if span.last is not None}
+        return found
+
     @property
     def data_wait_share(self) -> float | None:
         """Share of the step time spent waiting for batches; None where there were too few steps."""
         return self.warm_wait / self.warm_seconds if self.warm_seconds else None
+
+
+class ValidationSpan:
+    """One number of a validation set over a run."""
+
+    def __init__(self, is_higher_better: bool) -> None:
+        self.is_higher_better = is_higher_better
+        self.before: float | None = None
+        """Before the first step."""
+        self.best: float | None = None
+        self.best_step: int | None = None
+        self.last: float | None = None
+
+    def add(self, value: float, step: int) -> None:
+        """A validation after a step."""
+        self.last = value
+        if self.best is None or self._is_better(value, self.best):
+            self.best = value
+            self.best_step = step
+
+    def _is_better(self, value: float, other: float) -> bool:
+        return value > other if self.is_higher_better else value < other
+
+    def fields(self) -> dict[str, Any]:
+        """For summary.json. `improved`: whether training ever made it better; None where nothing was validated at the start."""
+        improved = None
+        if self.before is not None and self.best is not None:
+            improved = self._is_better(self.best, self.before)
+        return {"before": self.before, "best": self.best, "best_step": self.best_step, "last": self.last, "improved": improved}
 
 
 class Extremes:

@@ -17,6 +17,7 @@ from headway.optim.groups import hypers
 from headway.train.early_stopping import count_validation
 from headway.train.finish import finish
 from headway.train.run import Run
+from headway.train.samples import sample_before
 
 COLLECT_EVERY = 1000
 """Steps between garbage collections, which would otherwise happen at any moment of a step."""
@@ -35,6 +36,7 @@ def run_loop(run: Run) -> dict[str, Any]:
             if run.recipe.heal.rolls_back and not step_folders(run.checkpoints):
                 run.save()  # a rollback needs a checkpoint
             run.validate_at_start()
+            sample_before(run)
             while continues(run):
                 run.session.locks.check()
                 decision = run.control.decide(state.step, healer.bad.step if healer.bad else None, gives_up=bool(healer.gave_up))

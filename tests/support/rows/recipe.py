@@ -197,6 +197,7 @@ ROWS: dict[str, Row] = {
     "eval.rows": ((*STORES, "data.valid.fraction=0.4"), 2, 8, valid),
     "log.every": ((), 10, 1, log_lines),
     "log.style": ((), "headway", "internlm", lambda o: load(Recipe, None, list(o)).log.style),
+    "log.samples": ((*RAW, "data.valid.fraction=0.3"), "auto", 1, lambda o: len(json.loads((observed(o).folder / "summary.json").read_text())["samples"])),
     "log.slow_every": ((), 50, 5, lambda o: load(Recipe, None, list(o)).log.slow_every),
     "log.slow_ratio": ((), 1.2, None, lambda o: load(Recipe, None, list(o)).log.slow_ratio),
     "track[tensorboard].kind": ((), [], ["{kind: tensorboard}"], files("tensorboard/*")),
