@@ -286,10 +286,10 @@ def write_out_sources(data: dict[str, Any], parts: list[Any]) -> list[Any]:
     if name == "train" and below:
         section["train"] = _long_form(section.get("train"), below)
     elif name == "valid" and below:
-        valid = section.get("valid")
+        valid: Any = section.get("valid")
         if isinstance(valid, str):
-            valid = section["valid"] = {"sets": {set_name(valid): valid}}
-        sets = valid.get("sets") if isinstance(valid, dict) else None
+            valid = section["valid"] = {"sets": valid}
+        sets: Any = valid.get("sets") if isinstance(valid, dict) else None
         if isinstance(sets, str):
             sets = valid["sets"] = {set_name(sets): sets}
         if isinstance(sets, dict) and len(sets) == 1 and isinstance(below[0], int):

@@ -85,7 +85,7 @@ class MetricsTotals:
     def _add_validation(self, name: str, values: Mapping[str, Any], step: int, *, is_first: bool) -> None:
         for metric, is_higher_better in SHOWN_METRICS.items():
             value = values.get(metric)
-            if type(value) in (int, float):
+            if isinstance(value, (int, float)):
                 span = self.spans.setdefault(name, {}).setdefault(metric, ValidationSpan(is_higher_better))
                 if is_first:
                     span.before = value
