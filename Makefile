@@ -1,10 +1,12 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first; only the second installs developers' tools.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+# One version of each package. `make constraints` resolves them afresh; CONSTRAINTS=/dev/null takes the newest that pyproject.toml admits.
+CONSTRAINTS ?= constraints.txt
 
-.PHONY: help setup demo test slow test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve bench clean
+.PHONY: help setup constraints demo test slow test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve bench clean
 
 help:
 	@echo "make demo      set up .venv (without developers' tools) and run the whole pipeline in small (CPU, offline, minutes)"
@@ -17,12 +19,13 @@ help:
 	@echo "make drill-cluster  the same with the long cases: killed nodes, preemption, arrays, chains"
 	@echo "make mutants   small mistakes put into the source one at a time: does a test notice each?"
 	@echo "make docs      the documentation site in site/; make docs-serve serves it on 127.0.0.1:8000"
+	@echo "make constraints    resolve the packages afresh and write their versions to constraints.txt"
 	@echo "make bench     CPU step benchmark against transformers"
 
-PIP := $(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed
+PIP := $(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed --constraint $(CONSTRAINTS)
 
 # What a user needs; the demo runs with it.
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit("headway needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e ".[demo]"
@@ -35,6 +38,9 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 
 setup: $(VENV)/.ready-dev
 
+constraints:
+	$(PYTHON) .ci/constraints
+
 demo: $(VENV)/.ready
 	$(BIN)/headway demo
 
@@ -42,8 +48,9 @@ demo: $(VENV)/.ready
 # many interpreters, and compiling a test file takes longer than most of its tests.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
+# TESTS: more of pytest's options.
 test: setup
-	$(PYTEST) -n $(JOBS)
+	$(PYTEST) -n $(JOBS) $(TESTS)
 
 slow: setup
 	$(PYTEST) -n $(JOBS) -m "slow and not drill and not cluster"

@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,12 @@ class Freezer:
 FREEZER = Freezer()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--skipped-to", metavar="FILE", help="write the names of the tests that were skipped, one a line: pytest @FILE runs them"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test uses torch."""
     if "not gpu" in config.option.markexpr:
@@ -66,3 +73,12 @@ def pytest_runtest_logfinish() -> None:
     """After a test in which a collection was slow, when its fixtures are gone."""
     if FREEZER.is_due:
         FREEZER.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """For `--skipped-to`, in the one process that hears of all tests."""
+    target = config.getoption("--skipped-to")
+    if target is None:
+        return
+    names = {report.nodeid for report in terminalreporter.stats.get("skipped", [])}
+    Path(target).write_text("".join(f"{name}\n" for name in sorted(names)), encoding="utf-8")

@@ -13,7 +13,7 @@ from headway.cli import main
 from headway.runtime.optional import EXTRAS, how_to_get, install_command, is_installed
 
 ROOT = Path(__file__).parents[2]
-ALSO = ("triton", "flash_attn", "peft", "datasets", "accelerate")
+ALSO = ("triton", "peft", "datasets", "accelerate")
 
 
 @pytest.fixture

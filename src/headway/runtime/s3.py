@@ -41,7 +41,9 @@ class S3:
     """One store."""
 
     def __init__(self, endpoint: str | None = None, retry_seconds: float = 120.0) -> None:
-        self.endpoint, self.retry_seconds = endpoint, retry_seconds
+        need("boto3", "an s3:// place")
+        self.endpoint = endpoint
+        self.retry_seconds = retry_seconds
         self.on_retry: Callable[[str], None] = lambda text: None
         """Called when a call fails and is retried, once until one succeeds."""
         self._troubled = False
@@ -230,7 +232,6 @@ class S3:
 @cache
 def _client(endpoint: str | None, read_seconds: float, environment: tuple[tuple[str, str], ...]) -> Any:
     """One client for all who say the same; making one takes half a second."""
-    need("boto3", "an s3:// place")
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import typer
 from ruamel.yaml import YAML
@@ -28,10 +27,10 @@ WITH_RECIPE = {"train", "supervise", "verify resume", "sparsify"}
 
 
 @cache
-def commands() -> dict[str, click.Command]:
+def commands() -> dict[str, Any]:
     """Every verb by the words one types."""
 
-    def below(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:
+    def below(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         for name, one in getattr(command, "commands", {}).items():
             yield from below(one, (*words, name))
         if not hasattr(command, "commands") or (words and command.invoke_without_command):
@@ -47,7 +46,7 @@ def settings() -> tuple[set[str], set[str]]:
     return known, {".".join(path.split(".")[:end]) for path in known for end in range(1, path.count(".") + 1)}
 
 
-def flags(command: click.Command) -> set[str]:
+def flags(command: Any) -> set[str]:
     return {flag for option in command.params for flag in (*option.opts, *option.secondary_opts) if flag.startswith("-")} | {"--help", "-h"}
 
 
