@@ -67,6 +67,21 @@ def test_checkpoints_without_a_recipe_are_refused_and_never_sets_them_aside(plac
     assert [path.name for path in step_folders(place / "run.old-1" / "checkpoints")] == [f"step-{n:08}" for n in (2, 4, 6)]
 
 
+def test_a_run_that_was_copied_with_links_followed_resumes_and_has_its_links_again(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run", symlinks=False)
+    for name in ("store0", "store1"):
+        (tmp_path / name).symlink_to(trained / name)
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    assert not latest.is_symlink() and latest.is_dir()
+    code, said = begin_again(tmp_path)
+    assert code == 0, said
+    lines = [line for line in said.splitlines() if "links again" in line]
+    assert len(lines) == 1 and str(latest.parent) in lines[0] and "latest" in lines[0]
+    assert "failed" not in said and str(latest.readlink()) == "step-00000008"
+    code, said = begin_again(tmp_path, steps=9)
+    assert code == 0 and "links again" not in said
+
+
 @pytest.mark.parametrize("damage", ["gone", "empty", "dangling", "newest gone"])
 def test_saved_checkpoints_that_are_not_there_are_refused(place: Path, damage: str) -> None:
     checkpoints = place / "run" / "checkpoints"

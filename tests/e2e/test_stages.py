@@ -176,8 +176,9 @@ def test_a_moved_run_goes_on(whole: Path, stores: Path, tmp_path: Path) -> None:
     assert_same_stages(whole, tmp_path / "whole")
 
 
-def test_a_finished_run_is_not_run_again_and_more_stages_may_follow(whole: Path, stores: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "whole", symlinks=True)
+@pytest.mark.parametrize("keeps_links", [True, False], ids=["moved", "copied with links followed"])
+def test_a_finished_run_is_not_run_again_and_more_stages_may_follow(whole: Path, stores: Path, tmp_path: Path, keeps_links: bool) -> None:
+    shutil.copytree(whole, tmp_path / "whole", symlinks=keeps_links)
     before = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
     path = recipe_of(tmp_path, stores, name="whole")
     assert train(load(Recipe, path))["steps"] == 14
@@ -185,6 +186,7 @@ def test_a_finished_run_is_not_run_again_and_more_stages_may_follow(whole: Path,
     path.write_text(path.read_text() + "  - {name: more, steps: 2}\n")
     summary = train(load(Recipe, path))
     assert (summary["steps"], (tmp_path / "whole" / "final").readlink()) == (16, Path("stages/04-more/final"))
+    assert (tmp_path / "whole" / "final.old-1" / "config.json").exists() != keeps_links
 
 
 def test_changes_of_finished_stages_are_refused_with_what_differs(whole: Path, stores: Path) -> None:

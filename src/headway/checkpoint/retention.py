@@ -14,8 +14,8 @@ from typing import Any
 from headway.checkpoint.best import VALID, ManifestCache, metric_value
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import Reader, step_folders, step_of
-from headway.checkpoint.manifest import ManifestSummary
-from headway.checkpoint.save import LATEST, REPLACED_PREFIX, STEP_FOLDER
+from headway.checkpoint.manifest import MANIFEST, ManifestSummary
+from headway.checkpoint.save import LATEST, REPLACED_PREFIX, STEP_FOLDER, step_folder
 from headway.errors import CheckpointError
 from headway.runtime.storage import link_atomic, remove_folder, rename_folder, writing
 
@@ -126,14 +126,61 @@ def _link_best(checkpoints: Path, best: list[str]) -> None:
                 link_atomic(link, target)
 
 
+def restore_links(checkpoints: Path) -> list[str]:
+    """Make `latest` and `best-N` links again where they are folders; returns their names.
+
+    Copying a run with links followed makes copies of checkpoints of them. No link can take the place of a folder, so every save would fail.
+    """
+    if not checkpoints.is_dir():
+        return []
+    restored: list[str] = []
+    for path in sorted(checkpoints.iterdir()):
+        is_link_name = path.name == LATEST or BEST_LINK.fullmatch(path.name) is not None
+        if not is_link_name or path.is_symlink() or not path.is_dir():
+            continue
+        with writing(path, error=CheckpointError):
+            _restore_link(path)
+        restored.append(path.name)
+    return restored
+
+
+def _restore_link(path: Path) -> None:
+    """Link to the checkpoint of which this folder is a copy. Without that one, the copy becomes it; what is neither is set aside."""
+    try:
+        step = Reader(path).step
+        content = (path / MANIFEST).read_bytes()
+    except (CheckpointError, OSError):
+        rename_folder(path, _aside_name(path))
+        return
+    original = step_folder(path.parent, step)
+    for candidate in (original, step_folder(path.parent, step, snapshot=True)):
+        if (candidate / MANIFEST).is_file() and (candidate / MANIFEST).read_bytes() == content:
+            remove_folder(path)
+            link_atomic(path, candidate.name)
+            return
+    if original.exists():
+        rename_folder(path, _aside_name(path))
+        return
+    rename_folder(path, original)
+    link_atomic(path, original.name)
+
+
+def _aside_name(path: Path) -> Path:
+    """A free name for a folder that is to be set aside."""
+    target = path.with_name(f"{SET_ASIDE_PREFIX}{path.name}")
+    number = 1
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{SET_ASIDE_PREFIX}{path.name}-{number}")
+    return target
+
+
 def set_aside_later(checkpoints: Path, step: int) -> list[Path]:
     """Rename the checkpoints of steps after `step`: a run that continues from `step` writes its own and must not resume from these."""
     later = [path for path in step_folders(checkpoints) if step_of(path) > step]
     aside: list[Path] = []
     for path in later:
-        number = 1
-        while (target := path.with_name(f"{SET_ASIDE_PREFIX}{path.name}" + (f"-{number}" if number > 1 else ""))).exists():
-            number += 1
+        target = _aside_name(path)
         with writing(path, error=CheckpointError):
             rename_folder(path, target)
         aside.append(target)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.checkpoint.remote import RemoteCheckpoints
-from headway.checkpoint.retention import set_aside_later
+from headway.checkpoint.retention import restore_links, set_aside_later
 from headway.config.load import dump_yaml
 from headway.errors import ConfigError
 from headway.runtime.heartbeat import clear_beats
@@ -168,6 +168,12 @@ def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lam
         moved()
     local, place = recipe.checkpoint.locations(start.folder)
     remote = None if place is None else RemoteCheckpoints(place, recipe.checkpoint)
+    if links := restore_links(local):
+        log.warning(
+            "%s: %s were folders, as a copy that follows links leaves them, and no save could have replaced them; they are links again",
+            local,
+            ", ".join(links),
+        )
     saved = new_save_record()
     if start.checkpoint is not None or start.from_scratch:
         saved = clear_save_record(start.folder)

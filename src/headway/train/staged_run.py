@@ -251,7 +251,14 @@ def _prepare(recipe: Recipe, begin: StagedStart, moved: Callable[[], None]) -> N
             moved()
     begin_in(home)
     record_code(home, recipe)
-    for stale in (home / FINAL, home / SUMMARY):  # of a run that had fewer stages
+    final = home / FINAL
+    if final.is_dir() and not final.is_symlink():
+        target = unused_name(final)
+        final.rename(target)
+        log.warning(
+            "%s was a folder, as a copy that follows links leaves it; it is now %s, and the link is written at the end", final, target
+        )
+    for stale in (final, home / SUMMARY):  # of a run that had fewer stages
         stale.unlink(missing_ok=True)
     write_atomic(home / RECIPE, dump_yaml(recipe, only_given=True))
 

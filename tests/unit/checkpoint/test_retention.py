@@ -1,5 +1,6 @@
 """What stays: the newest, the best, the permanent, two snapshots. What is best follows from the validations in the manifests."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import torch
 from headway.checkpoint.best import best_checkpoint, best_checkpoints, is_among_best, metric_value, require_metric
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import newest_good
-from headway.checkpoint.retention import retain, set_aside_later
+from headway.checkpoint.retention import restore_links, retain, set_aside_later
 from headway.checkpoint.save import TensorRecord, save_checkpoint
-from headway.errors import ConfigError
+from headway.errors import CheckpointError, ConfigError
 
 
 def save(folder: Path, step: int, loss: float | None = None, *, snapshot: bool = False, **more: Any) -> Path:
@@ -155,3 +156,46 @@ def test_the_head_of_a_manifest_says_what_the_whole_says(tmp_path: Path) -> None
     path = save_checkpoint(tmp_path, 3, [], scalars)
     head, whole = read_summary(path), read_manifest(path)
     assert (head.step, head.run, head.scalars, head.files) == (whole.step, whole.run, whole.scalars, whole.files)
+
+
+def copied(folder: Path) -> Path:
+    """A copy that follows links, as `cp -rL` or a file share makes it."""
+    target = folder.with_name(f"{folder.name}-copy")
+    shutil.copytree(folder, target, symlinks=False)
+    return target
+
+
+def test_links_that_a_copy_made_folders_of_are_links_again_and_saves_go_on(tmp_path: Path) -> None:
+    run(tmp_path / "made", [0.9, 0.2, 0.5], CheckpointConfig())
+    names = {path.name: path.readlink() for path in (tmp_path / "made").iterdir() if path.is_symlink()}
+    folder = copied(tmp_path / "made")
+    with pytest.raises(CheckpointError):
+        save(folder, 40, 0.1)  # what happened at every save
+    shutil.rmtree(folder / "step-00000040")
+    assert restore_links(folder) == ["best-1", "best-2", "latest"] and restore_links(folder) == []
+    assert {name: (folder / name).readlink() for name in names} == names
+    save(folder, 40, 0.1)
+    retain(folder, CheckpointConfig())
+    assert str((folder / "latest").readlink()) == str((folder / "best-1").readlink()) == "step-00000040"
+    assert not list(folder.glob("set-aside-*"))
+
+
+def test_a_copied_link_is_never_deleted_unless_its_checkpoint_is_there(tmp_path: Path) -> None:
+    run(tmp_path / "made", [None, None], CheckpointConfig())
+    alone = copied(tmp_path / "made")
+    shutil.rmtree(alone / "step-00000020")
+    assert restore_links(alone) == ["latest"]
+    good = newest_good(alone)
+    assert good.reader is not None and good.reader.step == 20 and str((alone / "latest").readlink()) == "step-00000020"
+
+    shutil.rmtree(tmp_path / "made-copy")
+    other = copied(tmp_path / "made")
+    manifest = other / "step-00000020" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes() + b" ")
+    assert restore_links(other) == ["latest"]
+    assert (other / "set-aside-latest" / "manifest.json").exists() and not (other / "latest").exists()
+
+    empty = tmp_path / "empty"
+    (empty / "latest").mkdir(parents=True)
+    assert restore_links(empty) == ["latest"] and (empty / "set-aside-latest").is_dir()
+    assert restore_links(tmp_path / "nowhere") == []
