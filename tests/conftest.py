@@ -3,7 +3,9 @@
 import contextlib
 import gc
 import os
+import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test uses torch."""
+    # A shell starts background jobs with SIGINT ignored, and so would every process that a test starts and interrupts. SIGHUP stays as it
+    # is: nohup protects the whole test run with it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from headway.runtime.device import avoid_broken_amx

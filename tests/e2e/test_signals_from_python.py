@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.runs import make_stores, start_headway, tiny_settings, wait_for_step
+from support.signals import heeded_signals
 
 from headway.config.load import load
 from headway.errors import Interrupted
@@ -128,7 +129,8 @@ def test_ctrl_c_ends_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_terminal_that_closes_saves_the_run(tmp_path: Path) -> None:
     make_stores(tmp_path)
-    process = start_headway("train", *tiny_settings(tmp_path, "run"), "steps=100000")
+    with heeded_signals():  # which a process forked now inherits
+        process = start_headway("train", *tiny_settings(tmp_path, "run"), "steps=100000")
     wait_for_step(tmp_path / "run" / "metrics.jsonl", 2, process)
     process.send_signal(signal.SIGHUP)
     assert process.wait() == 128 + signal.SIGHUP

@@ -6,7 +6,6 @@ A rank notes where it is (start, step, validate, save) in shared memory, so that
 import multiprocessing
 import os
 import random
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from headway.config.load import load
 from headway.train.config import Recipe
 from headway.train.session import run_recipe
 from support.ranks import free_port
+from support.signals import heed_signals
 
 OVERRIDES = (
     "model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_size=16", "steps=14",
@@ -130,8 +130,7 @@ def _rank(recipe: Recipe, rank: int, world: int, port: int, places: Any, around:
         plain(descriptor)
 
     os.fsync = slow  # pyright: ignore[reportAttributeAccessIssue]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+    heed_signals()
     try:
         with around(rank):
             outcome = run_recipe(recipe, hook=lambda run: _noting(run, places, rank))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import HeadwayError, LaunchError
 from headway.runtime.process import most_open_files
+from headway.runtime.stop import handled_signals
 from headway.runtime.web_access import Access
 from headway.serve.api_errors import ApiError
 from headway.serve.connections import affordable_connections, bounded_protocol
@@ -120,7 +121,8 @@ class ModelServer:
         """Load, serve, stop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled, number)
+            if number in handled_signals():  # a Ctrl-C at the terminal of a background job is not for it
+                loop.add_signal_handler(number, self._signalled, number)
         try:
             if not await self._load():
                 return 128 + self._last_signal

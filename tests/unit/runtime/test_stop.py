@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.signals import heeded_signals
 
 from headway.errors import Interrupted, Terminated
 from headway.runtime import stop as stop_module
@@ -16,10 +17,9 @@ from headway.runtime.stop import SIGNALS, StopBeforeStart, StopSignal, raise_for
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
-    """Ctrl-C reaches the test even where the test run itself is a background job, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    """Signals reach the test even where the test run itself ignores them."""
+    with heeded_signals():
+        yield
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)

@@ -69,6 +69,18 @@ def test_a_second_signal_ends_at_once() -> None:
             assert server.wait(5) == 130
 
 
+def test_ctrl_c_at_the_terminal_of_a_background_job_is_not_for_the_server() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what a process started now inherits, as from a shell's `&`
+    try:
+        with serving(*MODEL) as server:
+            server.process.send_signal(signal.SIGINT)
+            assert server.client().get("/health").status_code == 200
+            server.process.send_signal(signal.SIGTERM)
+            assert server.wait() == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_engine_that_dies_fails_what_it_computes_and_runs_again() -> None:
     with serving(*MODEL) as server:
         thread, found = started_in_thread(server, SLOW)
