@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import torch
+
+from headway.export.adapter import write_adapter
 from headway.export.huggingface import export_huggingface
+from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
@@ -31,3 +35,12 @@ def write_model(folder: Path, config: ModelConfig = CONFIG, tokenizer: Tokenizer
     weights = ((spec.name, initial_value(spec.name, spec.shape, config, 4)) for spec in param_specs(config))
     export_huggingface(config, weights, folder / "out", tokenizer=folder / "tokenizer")
     return folder / "out"
+
+
+def write_small_adapter(base: Path, out: Path, config: ModelConfig = CONFIG) -> Path:
+    """Write an adapter of random updates over the model at `base`."""
+    adapter = AdapterConfig(rank=2, alpha=4.0, targets=("q_proj",))
+    draw = torch.Generator().manual_seed(5)
+    updates = {name: torch.randn(shape, generator=draw) for name, shape in adapter.shapes(config).items()}
+    write_adapter(updates, adapter, config, out, base=str(base))
+    return out

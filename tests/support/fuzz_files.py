@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from headway.runtime.digests import DIGESTS
 from support.fuzzing import HOSTILE_TEXTS, Target, mutate_bytes, mutate_file, mutate_value, run_verb
 from support.runs import make_stores, tiny_settings
 
@@ -252,7 +253,9 @@ def _model_folder(rng: random.Random, folder: Path) -> tuple[str, Callable[[], A
     def call() -> int:
         work = _work(folder)
         (work / "x.txt").write_text(WORDS[0], encoding="utf-8")
-        _damaged(folder / "good" / "run" / "final", work, inner)
+        copy, _ = _damaged(folder / "good" / "run" / "final", work, inner)
+        if inner.random() < 0.8:
+            (copy / DIGESTS).unlink(missing_ok=True)  # else they would find every damage before a reader does
         return run_verb(verb)
 
     return f"{verb[:2]} on a damaged model folder", call

@@ -37,7 +37,7 @@ GROUPS = {
     "launch": "Start a job on this machine, other machines or a cluster, and look after it.",
     "masks": "Head masks: which heads attend to the whole context.",
     "tokenizer": "Train and inspect tokenizers.",
-    "verify": "Prove that a run resumes exactly and that a checkpoint is complete.",
+    "verify": "Prove that a run resumes exactly, that a checkpoint is complete, that files are what was written.",
 }
 USERS_PATH = (errno.ENAMETOOLONG, errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 """The given path is wrong, not the machine."""

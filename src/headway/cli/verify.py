@@ -1,5 +1,6 @@
-"""`headway verify`: is a resume exact, is a checkpoint complete?"""
+"""`headway verify`: is a resume exact, is a checkpoint complete, is a folder what was written?"""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import typer
 from headway.cli._options import JSON, RECIPE, read_recipe
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
+from headway.runtime.digests import DIGESTS
 
 
 def checkpoint(
@@ -33,6 +35,43 @@ def checkpoint(
         does = f"it gives a score of {report.score:.4g}" if report.score is not None else f"it generates {report.token_ids}"
         does = f"it embeds {', '.join(report.embeds)}" if report.embeds else does
         typer.echo(f"{report.checkpoint}: good: {counts}, {does}")
+    if report.problems:
+        raise typer.Exit(1)
+
+
+def folder(
+    path: Path = typer.Argument(
+        ...,
+        metavar="PATH",
+        help="A token store, a model folder, an adapter, or a folder with some of them below it.",
+    ),
+    update: bool = typer.Option(
+        False,
+        "--update",
+        help="Write the digests of this model or adapter folder anew, after its files were changed on purpose.",
+    ),
+    json: bool = JSON,
+) -> None:
+    """Hash every file of stores, models, adapters and tables below a folder; exit code 1 with a list of problems, if any."""
+    from headway.store.verify_folder import update_digests, verify_folder
+
+    if update:
+        written = update_digests(path)
+        if json:
+            print_json({"folder": str(path), "written": sorted(written.files)})
+        else:
+            typer.echo(f"{path / DIGESTS}: written, {len(written.files)} files")
+        return
+    report = verify_folder(path)
+    if json:
+        print_json({**asdict(report), "good": not report.problems})
+    else:
+        for problem in report.problems:
+            typer.echo(problem)
+        files = sum(one.files for one in report.checked)
+        size = sum(one.bytes for one in report.checked)
+        said = f"{len(report.problems)} problems found" if report.problems else "good"
+        typer.echo(f"{path}: {said}: {len(report.checked)} checked, {files} files, {size / 1e6:.1f} MB")
     if report.problems:
         raise typer.Exit(1)
 
@@ -94,4 +133,4 @@ def print_certificate(found: dict[str, Any]) -> None:
     typer.echo("the resume is exact" if is_exact else "within the rule" if found["holds"] else "NOT the same run")
 
 
-VERBS = {"verify checkpoint": checkpoint, "verify resume": resume}
+VERBS = {"verify checkpoint": checkpoint, "verify folder": folder, "verify resume": resume}

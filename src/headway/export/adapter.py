@@ -14,6 +14,7 @@ from headway.infer.stored_adapter import StoredAdapter
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_settings, is_adapter, notes_of, their_tensors
 from headway.optim.groups import ADAPTER
+from headway.runtime.digests import write_digests
 from headway.runtime.storage import writing
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def write_adapter(
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
         save_weights(tensors, folder / ADAPTER_WEIGHTS, MARK | notes_of(config, model))
         (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_digests(folder)
 
 
 def export_adapter(model: Path | str, out: Path, *, dtype: Dtype = "float32", family: str | None = None) -> None:

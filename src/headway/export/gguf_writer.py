@@ -37,6 +37,7 @@ from headway.model.loading.gguf_names import (
     permuted,
 )  # fmt: skip
 from headway.model.rope_config import yarn_growth
+from headway.runtime.digests import record_digests
 from headway.runtime.optional import need
 from headway.runtime.progress import progress
 from headway.runtime.storage import fsync_file, fsync_folder, writing
@@ -94,6 +95,7 @@ def export_gguf(model: Path | str, out: Path, *, kind: GgufType = "f16", name: s
     with writing(out, error=CheckpointError):
         stored = file.write(general | values, _completed(config, found))
         modelfile = write_modelfile(out, tokenizer, config, found.end_ids)
+        record_digests(out.parent, (out.name,))
     return GgufExport(out, modelfile, architecture.name, kind, out.stat().st_size, stored)
 
 

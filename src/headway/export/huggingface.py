@@ -2,6 +2,7 @@
 Tensors are written as they come: memory holds one of them. A reward model is for AutoModelForSequenceClassification.
 
 config.json · generation_config.json · model.safetensors (or model-00001-of-00003.safetensors ... with an index) · tokenizer files
+headway_digests.json with the digests of all of them (runtime/digests.py)
 and, if requested, modeling_*.py with the class of a model that transformers does not have
 """
 
@@ -26,6 +27,7 @@ from headway.model.head_masks.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
 from headway.model.loading.huggingface import CONFIG, INDEX, WEIGHTS
 from headway.model.media_files import without_media, write_media_files
+from headway.runtime.digests import write_digests
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import fsync_file, fsync_folder, remove_folder, rename_folder, writing
@@ -87,6 +89,7 @@ def export_huggingface(
             write_gates(folder, gates, found[0])
         if media is not None:
             write_media_files(folder, media, aside, model_folder)
+        write_digests(folder)
 
 
 def _generation(ids: dict[str, int | None], end_ids: Collection[int]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from headway.export.huggingface import Dtype, atomic_folder, export_huggingface
 from headway.infer.load import StoredModel, find_model
 from headway.model.media_files import is_media
 from headway.model.media_shape import PROJECTOR, MediaInput
+from headway.runtime.digests import write_digests
 from headway.runtime.optional import need
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 
@@ -53,6 +54,7 @@ def export_llava(model: Path | str, out: Path, *, dtype: Dtype = "float32") -> N
         export_huggingface(plain, language(), Path(scratch) / "text", tokenizer=found.tokenizer_folder, dtype=dtype, end_ids=found.end_ids)
         try:
             _write(folder, Path(scratch) / "text", one, media, token, dtype)
+            write_digests(folder)
         except (OSError, ValueError, KeyError, RuntimeError, AttributeError) as problem:
             raise ConfigError(f"transformers cannot make a LLaVA model of {model}: {first_line(problem)}") from None
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from headway.errors import ConfigError, DataError
 from headway.infer.batch_files import ERROR, GENERATIONS, BatchLine, BatchOutput, read_lines
+from headway.infer.content import content_of
 from headway.infer.engine.ranks import build_engine
 from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest
 from headway.infer.engine.text import CONTEXT, RequestText
@@ -60,7 +61,7 @@ class BatchOptions:
             "stop": list(self.generate.stop), "special": self.generate.special, "template": self.template, "system": self.system,
             "masks": None if masks is None else json.loads(json.dumps(masks, default=str)),
         }  # fmt: skip
-        return values
+        return {**values, **content_of(loaded)}
 
 
 @dataclass(frozen=True)

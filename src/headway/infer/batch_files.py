@@ -25,6 +25,8 @@ MAX_LINE_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20
 INDEX, GENERATIONS, ERROR = "index", "generations", "error"
 RESERVED = (INDEX, GENERATIONS, ERROR)
+DIGEST = "_digest"
+"""Ends the names of settings that are digests of a part of the model."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,33 @@ def _parsed(data: bytes, index: int, place: str) -> BatchLine:
     return BatchLine(index, place, record)
 
 
+def settings_file(output: Path) -> Path:
+    """Where the settings of a job are that writes `output`."""
+    return output.with_name(output.name + ".settings")
+
+
+def require_same(output: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse to continue a job with other settings than it was begun with.
+
+    Settings of earlier versions have no digests; what they were begun with is not known.
+    """
+    for key in {**before, **settings}:
+        if before.get(key) == settings.get(key):
+            continue
+        if key.endswith(DIGEST):
+            if key in before:
+                part = key.removesuffix(DIGEST)
+                raise ConfigError(
+                    f"--output is {output}, which was begun with other content of model {_shown(settings.get('model'))}: its {part} "
+                    f"changed (sha256 {_shown(before[key])}, now {_shown(settings.get(key))}). Give another file, or the same model."
+                )
+            continue
+        raise ConfigError(
+            f"--output is {output}, which was begun with {key} {_shown(before.get(key))}; now it is "
+            f"{_shown(settings.get(key))}. Give another file, or the same settings."
+        )
+
+
 class BatchOutput:
     """The answers of a job, open for more of them."""
 
@@ -76,7 +105,7 @@ class BatchOutput:
         self.path = path
         self._file: BinaryIO | None = None
         self._settings = dict(settings)
-        self._side = path.with_name(path.name + ".settings")
+        self._side = settings_file(path)
         self.kept = 0
         """Lines that were there."""
         self._last: dict[str, Any] | None = None
@@ -102,13 +131,7 @@ class BatchOutput:
             raise ConfigError(
                 f"--output is {self.path}, which exists, without {self._side.name}: it was not written by this verb. Give another file."
             )
-        before = read_object(self._side, ConfigError)
-        for key in {**before, **self._settings}:
-            if before.get(key) != self._settings.get(key):
-                raise ConfigError(
-                    f"--output is {self.path}, which was begun with {key} {_shown(before.get(key))}; now it is "
-                    f"{_shown(self._settings.get(key))}. Give another file, or the same settings."
-                )
+        require_same(self.path, read_object(self._side, ConfigError), self._settings)
 
     def _count(self) -> None:
         """Count whole lines, cut a torn one, and read the last."""

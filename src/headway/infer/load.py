@@ -37,7 +37,9 @@ from headway.model.loading.huggingface import check_weights, has_weights, is_pre
 from headway.model.loading.internlm import is_internlm, open_internlm
 from headway.model.loading.unsupported import named_format
 from headway.model.loading.untrusted import check_finite
+from headway.model.media_files import FILES as MEDIA_FILES
 from headway.model.media_files import read_media_files
+from headway.runtime.digests import read_digests
 from headway.runtime.json_file import read_object
 from headway.runtime.paths import AnyPath, S3Path, parse_path
 from headway.text.hub import is_hub_id, local_or_hub
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer
 
 FINAL = "final"
+MEDIA_WEIGHTS = tuple(MEDIA_FILES.values())
 STAGES = "stages.json"
 """Lists the stages of a run that has several."""
 
@@ -211,8 +214,16 @@ def _is_file(path: Path) -> bool:
 
 
 def _gguf(path: Path) -> StoredModel:
+    digests = read_digests(path.parent)
     found = GgufModel(path)
-    return StoredModel(path, found.config, found.tokenizer_folder(), lambda: check_finite(found.weights(), path), found.end_ids())
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        values = found.weights()
+        if digests is not None:
+            values = digests.through([path.name], values)
+        return check_finite(values, path)
+
+    return StoredModel(path, found.config, found.tokenizer_folder(), weights, found.end_ids())
 
 
 def find_model_of_family(path: AnyPath | str, family: str | None) -> StoredModel:
@@ -248,6 +259,11 @@ def _adapter(folder: Path) -> StoredModel:
 
 
 def _pretrained(folder: Path, wrapping: Wrapping | None) -> StoredModel:
+    # Small files are checked before they are read, weights while they are read.
+    digests = read_digests(folder)
+    if digests is not None:
+        digests.check()
+        digests.check(MEDIA_WEIGHTS)
     config = read_config(folder, wrapping)
     if has_weights(folder):
         check_weights(folder, config)
@@ -261,7 +277,7 @@ def _pretrained(folder: Path, wrapping: Wrapping | None) -> StoredModel:
             yield GATES, stored.log_alpha
         if media is not None:
             yield from check_finite(media[1].items(), folder)
-        yield from check_finite(read_weights(folder, config), folder)
+        yield from check_finite(read_weights(folder, config, digests), folder)
 
     table = folder / MASKS_FILE
     tokenizer_folder = folder if has_tokenizer(folder) else None

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.errors import ConfigError, DataError
+from headway.infer.batch_files import require_same, settings_file
+from headway.infer.content import content_of
 from headway.infer.generate import GenerateOptions, Generation, OnText, PromptMedia, generate_from_ids
 from headway.infer.load import LoadedModel
 from headway.media.items import MediaRef
@@ -29,7 +31,9 @@ from headway.media.video import SOUND
 from headway.model.media_encoders import open_encoder
 from headway.prepare.encode_media import MediaDocument, MediaEncoder, MediaPositions, PlacedMedia, place_media
 from headway.prepare.multimodal import turns_of
+from headway.runtime.json_file import read_object
 from headway.runtime.progress import progress
+from headway.runtime.storage import write_atomic
 from headway.text.document import Record
 from headway.text.record_keys import ANSWERS, LISTS, KeyMap
 from headway.tokenizer.chat import ChatTemplate, Turn, answer_end, default_template, find_template
@@ -221,7 +225,12 @@ def answer_records(
     loaded: LoadedModel, path: Path, output: Path, template: str, options: GenerateOptions, schema: AnswerSchema | None = None
 ) -> PredictionReport:
     """Answer every record of a file; one line of JSON each, in order. Lines that are there already are kept, if they are of this input."""
+    settings = _settings(loaded, template, options)
+    side = settings_file(output)
+    if side.is_file() and output.exists() and output.stat().st_size:
+        require_same(output, read_object(side, ConfigError), settings)
     done = _lines_of(output)
+    write_atomic(side, json.dumps(settings, indent=2) + "\n")
     answered = 0
     with progress(f"answer {path.name}", unit="records") as advance, open(output, "a", encoding="utf-8") as file:
         records = enumerate(read_sources(path))
@@ -245,6 +254,23 @@ def answer_records(
         sum(line["valid"] for line in checked) / len(checked) if checked else None,
         sum("error" in line for line in done),
     )  # fmt: skip
+
+
+def _settings(loaded: LoadedModel, template: str, options: GenerateOptions) -> dict[str, Any]:
+    """What decides the answers, as plain values."""
+    sampling = options.sampling
+    return {
+        "model": str(loaded.path),
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "stop": list(options.stop),
+        "template": template,
+        "masks": json.loads(json.dumps(loaded.describe_masks(), default=str)),
+        **content_of(loaded),
+    }
 
 
 def _answered(

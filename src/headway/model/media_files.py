@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import CheckpointError, first_line
 from headway.model.media_encoders import ALIGNER_KEY, open_encoder
 from headway.model.media_shape import ALIGNER, PROJECTOR, MediaShape
+from headway.runtime.digests import DIGESTS, write_digests
 from headway.runtime.json_file import read_object
 from headway.runtime.storage import write_atomic
 
@@ -80,6 +81,8 @@ def _with_encoders(folder: Path, shape: MediaShape, model_folder: Path | None) -
             raise CheckpointError(f"the {one.modality} encoder of phase 1 is not at {source} any more. Put it back, and export again.")
         if not (folder / ENCODERS_FOLDER).exists():
             shutil.copytree(source, folder / ENCODERS_FOLDER)
+            if not (folder / ENCODERS_FOLDER / DIGESTS).exists():
+                write_digests(folder / ENCODERS_FOLDER)
         inputs.append(replace(one, encoder=json.dumps({ALIGNER_KEY: ENCODERS_FOLDER})))
     return replace(shape, inputs=tuple(inputs))
 

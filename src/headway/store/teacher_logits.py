@@ -23,8 +23,8 @@ import numpy as np
 
 from headway.errors import DataError
 from headway.runtime.json_file import read_bounded
-from headway.runtime.storage import parse_sealed_json, sealed_json, write_atomic, writing
-from headway.store.checksums import AT_ONCE_BYTES, Checksums
+from headway.runtime.storage import parse_sealed_json, sealed_json, sha256_file, write_atomic, writing
+from headway.store.checksums import AT_ONCE_BYTES, Checksums, damaged
 from headway.store.manifest import JOURNAL_NAME, ShardFile
 from headway.store.memory_map import MAPS, Array
 from headway.store.source import Longs
@@ -119,6 +119,11 @@ class TeacherLogits:
                 found[here] = self._map(name, shard, found.dtype).reshape(-1, found.shape[1])[rows]
         return ids, log_probs
 
+    def positions_of(self, file: str) -> tuple[int, int]:
+        """The first position of the token store that a file holds, and the one after its last."""
+        number = next(number for number, shard in enumerate(self._shards) if file in shard.files)
+        return int(self._first[number]), int(self._first[number + 1])
+
     def verify_small(self) -> None:
         """Check the checksums of files that are read at once; others are checked when they are used."""
         for shard in self._shards:
@@ -126,6 +131,13 @@ class TeacherLogits:
                 if file.bytes <= AT_ONCE_BYTES:
                     self._checksums.require(self.folder / name, file.sha256)
                     self._checked.add(name)
+
+    def verify(self) -> None:
+        """Check the checksums of all files; damage is a DataError that names the file."""
+        for shard in self._shards:
+            for name, file in shard.files.items():
+                if sha256_file(self.folder / name) != file.sha256:
+                    raise damaged(self.folder / name)
 
     def _map(self, name: str, shard: int, dtype: np.dtype[Any]) -> Array:
         expected = self._shards[shard].files[name]

@@ -13,10 +13,12 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headway.errors import ConfigError, DataError, first_line
+from headway.runtime.digests import read_digests
 from headway.runtime.json_file import read_object
 from headway.runtime.optional import need
 from headway.tokenizer.byte_level import QWEN, byte_level
@@ -30,7 +32,14 @@ CONFIG, MAP, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "cha
 ROLES = ("bos", "eos", "pad", "unk")
 LARGEST_ID = 1 << 31
 GUESSES = {"bos": ("<s>", "<|begin_of_text|>", "<bos>"), "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")}
-OTHER_JSON = ("config.json", "map.json", "index.json", "processor_config.json", "vocab.json", "manifest.json", "results.json", "state.json")
+DIGESTED = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+)  # fmt: skip
+"""The files that a tokenizer is read from."""
+OTHER_JSON = (
+    "config.json", "digests.json", "map.json", "index.json", "processor_config.json", "vocab.json", "manifest.json", "results.json",
+    "state.json",
+)  # fmt: skip
 """Name endings of JSON files in model folders that are not tokenizers."""
 PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
 KNOWN_FILES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or a .tiktoken file"
@@ -45,6 +54,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def read_folder(folder: Path) -> Tokenizer:
     """Open the tokenizer of a folder, whichever of the known files it holds; `transformers` reads it only if none is there."""
+    check_files(folder)
     config = read_config(folder)
     if is_zero2all(config):
         return read_zero2all(folder, config)
@@ -70,6 +80,18 @@ def read_folder(folder: Path) -> Tokenizer:
     if "tokenizer_class" in config and "auto_map" not in config:
         return finish(_read_with_transformers(folder), config)
     raise ConfigError(f"{folder} holds no tokenizer headway can read; expected {KNOWN_FILES}.")
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a folder whose digests say that a file of its tokenizer was changed or removed."""
+    digests = read_digests(folder)
+    if digests is not None:
+        digests.check([name for name in digests.files if is_tokenizer_file(name)])
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file of a model folder belongs to its tokenizer."""
+    return any(fnmatch(name, pattern) for pattern in DIGESTED)
 
 
 def _only_file(folder: Path) -> Path | None:

@@ -240,6 +240,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         return folder.read_folder(path)
     if not path.is_file():
         raise ConfigError(f"tokenizer is {str(path)!r}, which does not exist; give a folder, a tokenizer.json or a sentencepiece .model.")
+    folder.check_files(path.parent)
     if path.suffix == ".json":
         return folder.read_tokenizer_json(path)
     if path.suffix == ".model":

@@ -18,6 +18,7 @@ from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.loading.huggingface import read_config, read_weights
+from headway.runtime.digests import write_digests
 from headway.tokenizer.load import Tokenizer
 
 CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48, vocab_size=320, max_seq_len=64)
@@ -51,6 +52,7 @@ def change(out: Path, tensors: dict[str, torch.Tensor | None]) -> None:
     """Add, replace or drop tensors of an export."""
     found: dict[str, Any] = {**load_file(out / "model.safetensors"), **tensors}
     save_file({name: value for name, value in found.items() if value is not None}, out / "model.safetensors")
+    write_digests(out)
 
 
 def test_config_and_generation_config_carry_the_tokenizers_ids(out: Path) -> None:
@@ -128,6 +130,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path: 
 def test_every_end_that_a_folder_names_ends_a_text(out: Path) -> None:
     assert load_model(out).end_ids == {257}
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 258]}))
+    write_digests(out)
     assert load_model(out).end_ids == {257, 258}
 
 

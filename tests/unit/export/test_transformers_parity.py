@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, DataError
 from headway.export.huggingface import export_huggingface
 from headway.infer.load import load_model
 from headway.kernels.attention import causal_mask
@@ -181,3 +181,15 @@ def test_transformers_generates_the_same_tokens(transformers: Any, tmp_path: Pat
         found.append(int(model.logits(hidden[:, -1]).argmax()))
         hidden = model(torch.tensor([[found[-1]]]), torch.tensor([[at]]), None, cache)
     assert found == expected
+
+
+def test_a_folder_that_transformers_saved_anew_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    import transformers
+
+    config = ModelConfig(hidden_size=32, num_layers=1, num_heads=2, ffn_size=32, vocab_size=64, max_seq_len=32)
+    weights = [(spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config)]
+    export_huggingface(config, weights, tmp_path / "out", tokenizer=None)
+    load_model(tmp_path / "out")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "out")
+    with pytest.raises(DataError, match=r"changed since headway wrote it: .* `headway verify folder .* --update`"):
+        load_model(tmp_path / "out")

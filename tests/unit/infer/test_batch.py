@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_model import CONFIG, byte_tokenizer, write_model
+from support.byte_model import CONFIG, byte_tokenizer, write_model, write_small_adapter
+from support.rot import rot
 
 from headway.cli import main
 from headway.errors import ConfigError
@@ -22,6 +23,8 @@ from headway.infer.engine.request import EngineOptions
 from headway.infer.generate import GenerateOptions, answer, generate
 from headway.infer.load import LoadedModel, load_model
 from headway.infer.sampling import Sampling
+from headway.model.head_masks.masks import HeadMasks
+from headway.runtime.digests import DIGESTS
 from headway.tokenizer.chat_template import BUILT_IN
 
 ENGINE = EngineOptions(max_running=4, prefill_tokens=24, page_tokens=16)
@@ -191,3 +194,47 @@ def test_a_killed_job_gives_the_bytes_of_an_undisturbed_one(model: Path, tmp_pat
         kills += 1
     assert job.returncode == 0 and kills >= 3
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("part", ["weights", "tokenizer", "adapter"])
+def test_another_model_under_the_same_path_does_not_continue_a_job(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the path holds was replaced while the job stood still: its answers would be of two models."""
+    base = write_model(tmp_path / "base", CONFIG.with_(max_seq_len=96))
+    model = write_small_adapter(base, tmp_path / "model") if part == "adapter" else base
+    path = write(tmp_path / "in.jsonl", [{"prompt": f"line {number}"} for number in range(4)])
+    out = tmp_path / "out.jsonl"
+    command = ["generate", "--model", str(model), "--input", str(path), "--output", str(out), "--max-new-tokens", "3"]
+    assert main(command) == 0
+    whole = out.read_text()
+    out.write_text("".join(line + "\n" for line in whole.splitlines()[:2]))
+    if part == "tokenizer":
+        config = model / "tokenizer_config.json"
+        config.write_text(config.read_text().replace("}", ', "note": 1}', 1))
+    else:
+        file = next(model.glob("*model.safetensors"))
+        rot(file, 8 * (file.stat().st_size - 2))
+    capsys.readouterr()
+    assert main(["verify", "folder", str(model), "--update"]) == 0
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--output is {out}, which was begun with other content of model" in line and f"its {part} changed" in line
+    # A folder without digests is told apart by the content of its files.
+    (model / DIGESTS).unlink()
+    assert main(command) == 2
+    assert f"its {part} changed" in capsys.readouterr().err
+
+
+def test_a_job_of_an_earlier_version_continues_and_other_masks_do_not(loaded: LoadedModel, tmp_path: Path) -> None:
+    path, out = write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out.jsonl"
+    options = BatchOptions(GenerateOptions(max_new_tokens=2))
+    layers, heads = loaded.config.num_layers, loaded.config.kv_heads
+    one = HeadMasks(((True,) + (False,) * (heads - 1),) * layers, 8, 1)
+    two = HeadMasks(((False,) * (heads - 1) + (True,),) * layers, 8, 1)
+    run(loaded.with_masks(one, "own"), path, out, options)
+    side = out.with_name("out.jsonl.settings")
+    settings = json.loads(side.read_text())
+    with pytest.raises(ConfigError, match="its masks changed"):
+        run(loaded.with_masks(two, "own"), path, out, options)
+    side.write_text(json.dumps({key: value for key, value in settings.items() if not key.endswith("_digest")}))
+    assert run(loaded.with_masks(one, "own"), path, out, options).answered == 0
+    assert json.loads(side.read_text()) == settings

@@ -11,6 +11,7 @@ from headway.errors import ConfigError, DataError
 from headway.model.config import ModelConfig
 from headway.model.head_masks.file import read_masks, write_masks
 from headway.model.head_masks.masks import HeadMasks, num_full_heads, select_at_sparsity
+from headway.runtime.digests import DIGESTS
 
 FULL = ((True, False, True), (False, False, True))
 
@@ -105,6 +106,7 @@ def test_a_damaged_table_is_named_with_its_line(tmp_path: Path, content: str, sa
 
 def test_damage_beside_the_table_is_named(tmp_path: Path) -> None:
     write_masks(HeadMasks(FULL, 8, 0), tmp_path / "masks.tsv")
+    (tmp_path / DIGESTS).unlink()
     (tmp_path / "masks.json").write_text('{"window": 0}')
     with pytest.raises(DataError, match="window is 0"):
         read_masks(tmp_path / "masks.tsv")

@@ -16,6 +16,7 @@ from headway.model.config import ModelConfig
 from headway.model.families.base import classifier_of, family_names, family_of
 from headway.model.layout import HEAD, SCORE, num_parameters, param_specs
 from headway.optim.groups import trainable
+from headway.runtime.digests import write_digests
 
 SMALL = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, ffn_size=24, vocab_size=32, max_seq_len=32, tie_embeddings=False)
 WITHOUT = {"cohere2", "granite", "internlm", "olmoe", "transformers", "z2all"}
@@ -82,6 +83,7 @@ def test_a_family_without_such_a_class_and_several_labels_are_refused(tmp_path: 
     export_huggingface(config, ((one.name, torch.ones(one.shape)) for one in param_specs(config)), tmp_path / "hf", tokenizer=None)
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": {"0": "bad", "1": "good", "2": "best"}}))
+    write_digests(tmp_path / "hf")
     with pytest.raises(ConfigError, match=r"config.json: LlamaForSequenceClassification has 3 labels; headway reads reward models"):
         find_model(tmp_path / "hf")
 

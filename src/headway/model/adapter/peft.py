@@ -28,6 +28,7 @@ from headway.model.families.base import family_of, our_whole, pieces_of, publish
 from headway.model.layout import param_specs
 from headway.model.loading.huggingface import read_json
 from headway.model.loading.untrusted import check_finite
+from headway.runtime.digests import check_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,6 +85,7 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
     from safetensors.torch import load_file
 
     settings = _settings(folder)
+    check_digests(folder, (ADAPTER_WEIGHTS,))
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{folder}: has no {ADAPTER_WEIGHTS}. Save the adapter as safetensors; a pickle can run code.")
@@ -121,6 +123,7 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
 
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
+    check_digests(folder, (ADAPTER_CONFIG,))
     found = read_json(path, "a PEFT adapter")
     kind = found.get("peft_type")
     if kind != "LORA":

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from headway.errors import ConfigError, DataError
 from headway.model.head_masks.masks import HeadMasks, num_full_heads, select_heads, warn_if_unreached
+from headway.runtime.digests import check_digests, record_digests
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import write_atomic
 
@@ -22,7 +23,7 @@ FILE_NAMES = ("masks.tsv", "full_attention_heads.tsv")
 
 
 def write_masks(masks: HeadMasks, path: Path) -> None:
-    """Write the table and, if they are known, the window and sinks next to it."""
+    """Write the table and, if they are known, the window and sinks next to it; digests of both are recorded beside them."""
     prepare_output(path)
     lines = ("\t".join("1.0" if is_full else "0.0" for is_full in row) for row in masks.full)
     write_atomic(path, "\n".join(lines) + "\n")
@@ -31,6 +32,7 @@ def write_masks(masks: HeadMasks, path: Path) -> None:
         write_atomic(reach_file, json.dumps({"window": masks.window, "sinks": masks.sinks}) + "\n")
     else:
         reach_file.unlink(missing_ok=True)  # else the numbers of an earlier export would be read with this table
+    record_digests(path.parent, (path.name, reach_file.name))
 
 
 def prepare_output(path: Path) -> None:
@@ -50,6 +52,7 @@ def read_masks(path: Path | str, sparsity: float | None = None, *, equal_per_lay
     A table of 0 and 1 ranks no heads, so it cannot be selected at another sparsity.
     """
     file = find_masks(Path(path))
+    check_digests(file.parent, (file.name, file.with_suffix(".json").name, "config.json"))
     scores = read_table(file)
     window, sinks = _read_reach(file)
     hard = HeadMasks(tuple(tuple(value >= 0.5 for value in row) for row in scores), window, sinks)

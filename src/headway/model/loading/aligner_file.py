@@ -21,6 +21,7 @@ from headway.errors import CheckpointError, ConfigError, first_line
 from headway.model.aligner_config import AlignerConfig
 from headway.model.encoders.base import MODALITIES
 from headway.model.loading.untrusted import check_finite, open_pickled
+from headway.runtime.digests import check_digests, write_digests
 from headway.runtime.json_file import read_object
 from headway.runtime.storage import write_atomic, writing
 
@@ -91,6 +92,7 @@ def _heads_file(path: Path) -> Path:
 def read_aligner(path: Path) -> AlignerHeads:
     """The heads of an aligner.safetensors, a PurrSight aligner.pt (bare, or below `state_dict`), or a folder with aligner.safetensors."""
     path = _heads_file(path)
+    check_digests(path.parent, (path.name,))
     given: Any = _read_safetensors(path) if path.suffix == ".safetensors" else open_pickled(path)
     if isinstance(given.get("state_dict"), dict):
         given = given["state_dict"]
@@ -193,7 +195,7 @@ def heads_of(weights: Mapping[str, torch.Tensor], log_scales: Mapping[str, float
 
 
 def write_aligner_folder(folder: Path, config: AlignerConfig, weights: Mapping[str, torch.Tensor], log_scales: Mapping[str, float]) -> None:
-    """Write the three files of an aligner into a folder."""
+    """Write the three files of an aligner into a folder, and their digests."""
     from safetensors.torch import save
 
     write_aligner(heads_of(weights, log_scales), folder / ALIGNER)
@@ -202,6 +204,7 @@ def write_aligner_folder(folder: Path, config: AlignerConfig, weights: Mapping[s
         write_atomic(folder / TOWERS, save(towers, metadata=NOTES))
     described = {"aligner": config.model_dump(mode="json"), "log_scales": dict(log_scales)}
     write_atomic(folder / DESCRIPTION, json.dumps(described, indent=1) + "\n")
+    write_digests(folder)
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,7 @@ def is_aligner_folder(folder: Path) -> bool:
 
 def read_aligner_folder(folder: Path) -> StoredAligner:
     """An aligner with its towers."""
+    check_digests(folder, (DESCRIPTION, ALIGNER, TOWERS))
     described = read_object(folder / DESCRIPTION, CheckpointError)
     if not isinstance(described.get("aligner"), dict):
         raise CheckpointError(f"{folder / DESCRIPTION}: does not describe an aligner. Export it again.")

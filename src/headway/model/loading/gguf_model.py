@@ -7,6 +7,7 @@ file's metadata. Every parameter must exist with its shape; a tensor or architec
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,12 +26,16 @@ from headway.model.loading.gguf_names import (
     gguf_name,
     unpermuted,
 )  # fmt: skip
+from headway.runtime.digests import read_digests, write_digests
 from headway.runtime.paths import cache_home
-from headway.runtime.storage import rename_folder, writing
+from headway.runtime.storage import remove_folder, rename_folder, writing
 from headway.runtime.temporary import clear_leftovers, temporary_name
+from headway.store.file_lock import file_lock
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("headway")
 
 SUFFIX = ".gguf"
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
@@ -122,31 +127,53 @@ class GgufModel:
 
     def tokenizer_folder(self) -> Path | None:
         """A folder with the file's tokenizer, in the cache; None where the file has none."""
-        from headway.tokenizer.gguf_vocabulary import write_files
-
-        values = self.file.values
-        if values.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
+        if self.file.values.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
             return None
         folder = cache_home() / "headway" / "gguf" / hashlib.sha256(self.file.header_bytes).hexdigest()[:32]
-        if folder.is_dir():
+        if _is_whole(folder):
             return folder
-        with writing(folder, error=DataError):
-            clear_leftovers(folder)
-            temporary = temporary_name(folder)
-            temporary.mkdir(parents=True)
-            try:
-                write_files(values, temporary)
-                rename_folder(temporary, folder)
-            except DataError as problem:
-                raise DataError(f"{self.file.path}: {problem}. {REMEDY}") from None
-            except UnicodeEncodeError:
-                raise DataError(f"{self.file.path}: its vocabulary is no UTF-8. {REMEDY}") from None
-            finally:
-                if temporary.exists():
-                    import shutil
-
-                    shutil.rmtree(temporary)
+        with (
+            writing(folder, error=DataError),
+            file_lock(folder.with_name(f"{folder.name}.lock"), until=lambda: _is_whole(folder)) as is_writer,
+        ):
+            if is_writer:
+                self._write_tokenizer(folder)
         return folder
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        from headway.tokenizer.gguf_vocabulary import write_files
+
+        clear_leftovers(folder)
+        temporary = temporary_name(folder)
+        temporary.mkdir(parents=True)
+        try:
+            write_files(self.file.values, temporary)
+            write_digests(temporary)
+            if folder.is_dir():
+                log.warning("%s: damaged, or without digests; writing this tokenizer again", folder)
+                remove_folder(folder)
+            rename_folder(temporary, folder)
+        except DataError as problem:
+            raise DataError(f"{self.file.path}: {problem}. {REMEDY}") from None
+        except UnicodeEncodeError:
+            raise DataError(f"{self.file.path}: its vocabulary is no UTF-8. {REMEDY}") from None
+        finally:
+            if temporary.exists():
+                import shutil
+
+                shutil.rmtree(temporary)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a tokenizer in the cache is as it was written; one without digests, or a damaged one, is written again."""
+    try:
+        digests = read_digests(folder)
+        if digests is None:
+            return False
+        digests.check()
+    except DataError:
+        return False
+    return True
 
 
 def _config(file: GgufFile, architecture: GgufArchitecture) -> ModelConfig:

@@ -19,6 +19,7 @@ from headway.model.loading import mxfp4
 from headway.model.loading.fp8_blocks import SCALE, BlockFile, BlockSize, block_size, without_scales
 from headway.model.loading.unsupported import named_format, pointer, quantised
 from headway.model.loading.untrusted import open_pickled, zero2all_file
+from headway.runtime.digests import FolderDigests
 from headway.runtime.json_file import read_object
 
 if TYPE_CHECKING:
@@ -101,11 +102,23 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
             _check_shapes(folder, config, where, _opened(folder, where, opened))
 
 
-def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our name and the tensor of every parameter, in forward order, read lazily; all shapes are checked before the first."""
+def read_weights(folder: Path, config: ModelConfig, digests: FolderDigests | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our name and the tensor of every parameter, in forward order, read lazily; all shapes are checked before the first.
+
+    With the folder's digests, the files are hashed meanwhile, and the last tensor comes only if they are as they were written.
+    """
+    where = _locations(folder, config)
+    values = _read_all(folder, config, where)
+    if digests is None:
+        return values
+    names = {place.file for places in where.values() for place in places}
+    names |= {place.scales_file for places in where.values() for place in places if place.scales_file is not None}
+    return digests.through(sorted(names), values)
+
+
+def _read_all(folder: Path, config: ModelConfig, where: Locations) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
-    where = _locations(folder, config)
     with ExitStack() as opened:
         files = _opened(folder, where, opened)
         _check_shapes(folder, config, where, files)
