@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from headway.data.batch import Batch, StepBatch
@@ -46,6 +46,18 @@ class DataAmount:
     tokens_read: float
     epochs: float | None
     """None: sources with weights have no common passes."""
+
+
+@dataclass
+class ReplayedBatches:
+    """Which batches of a run held some documents."""
+
+    batches: list[int] = field(default_factory=list)
+    """Their numbers, from 0."""
+    num_batches: int = 0
+    """Batches that were looked at, from the first."""
+    is_exact: bool = False
+    """Whether all batches were looked at, and the plan ended where the run is."""
 
 
 class Loader:
@@ -156,6 +168,33 @@ class Loader:
                 break
         return {name: sorted(documents) for name, documents in found.items()}
 
+    def batches_reading(self, wanted: Mapping[int, range], stops: Callable[[], bool]) -> ReplayedBatches:
+        """Which batches up to the last one returned hold these documents, by source: the plan is made once more, no tokens are read.
+
+        `stops` is asked after each batch. For loaders that are closed: the plan's blocks are cached for one reader.
+        """
+        replayed = ReplayedBatches()
+        skipped = self._config.skipped
+        for rows, after in self._planner_from_start(self._epochs).drawn():
+            batch = after.batch - 1
+            if batch >= self._state.batch:
+                break
+            is_skipped = any(first <= batch <= last for first, last in skipped)
+            if not is_skipped and any(row is not None and _holds(row, wanted) for row in rows):
+                replayed.batches.append(batch)
+            replayed.num_batches = after.batch
+            if after.batch == self._state.batch:
+                replayed.is_exact = after.mixture == self._state.mixture
+            if stops():
+                break
+        return replayed
+
+    def steps_after(self, batch: int) -> int:
+        """How many batches after number `batch` were trained on, up to the last one returned."""
+        later = range(batch + 1, self._state.batch)
+        skipped = self._config.skipped
+        return len(later) - sum(max(0, min(last, later.stop - 1) - max(first, later.start) + 1) for first, last in skipped)
+
     def _planner_from_start(self, epochs: int | None) -> StepPlanner:
         return StepPlanner(self._config, self._shape, Mixture(self._sources, self._streams), 0, epochs)
 
@@ -214,6 +253,16 @@ class Loader:
         finally:
             planner.shutdown(cancel_futures=True)
             fillers.shutdown(cancel_futures=True)
+
+
+def _holds(row: Row, wanted: Mapping[int, range]) -> bool:
+    """Whether a row has one of some documents."""
+    documents = wanted.get(row.source)
+    if documents is None:
+        return False
+    plan = row.block.plan
+    numbers = plan.document[int(plan.first[row.number]) : int(plan.first[row.number + 1])]
+    return bool(((numbers >= documents.start) & (numbers < documents.stop)).any())
 
 
 def _stream(config: DataConfig, source: MixtureSource, number: int, seed: int, shuffle: bool) -> RowStream:

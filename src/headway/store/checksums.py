@@ -1,8 +1,12 @@
-"""SHA-256 checksums of data files, computed once and cached. In: a path; out: its checksum, or a DataError if another one is expected.
+"""SHA-256 checksums of data files. In: a path; out: its checksum, or a DataError if another one is expected.
 
-The cache is one small sealed file per checksum in cache_dir/checksums. Its name depends on the file's path, size, modification time, inode
+A checksum is cached in one small sealed file in cache_dir/checksums. Its name depends on the file's path, size, modification time, inode
 and inode change time, so every ordinary change of a file gives another name. Files that changed a moment ago are not cached: they could
-change again within the resolution of the clock. Large files are checked in the background, by one process, while training reads them.
+change again within the resolution of the clock.
+
+A disk that loses a bit changes none of these, so the cache saves time and proves nothing. A run hashes its data itself: small stores
+before the first step (`verify_now`), the others in a thread while it trains (`verify_in_background`). That thread takes a share of one
+core and of the disk, and the files first that were not hashed for the longest time, so that runs that are restarted get through all.
 """
 
 from __future__ import annotations
@@ -10,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import queue
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from headway.errors import DataError, HeadwayError
@@ -27,7 +32,22 @@ log = logging.getLogger("headway")
 FOLDER = "checksums"
 AT_ONCE_BYTES = 256 << 20
 """Files up to this size are checked before the first use, larger ones in the background."""
+AT_START_BYTES = 1 << 30
+"""Stores of up to this size together are hashed at every start."""
+AT_START_SECONDS = 2.0
+"""What is not hashed after this time at the start is hashed in the background."""
+BACKGROUND_SHARE = 0.2
+"""The part of its time in which the background thread of a run reads and hashes; it sleeps in the rest."""
+LOWEST_PRIORITY = 19
 SETTLED_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file whose bytes are not what they were, and what to tell about it."""
+
+    path: Path
+    problem: str
 
 
 class Checksums:
@@ -35,26 +55,37 @@ class Checksums:
 
     def __init__(self, cache_dir: Path | None = None) -> None:
         self.cache_dir = cache_dir
+        self.is_watched = False
+        """Whether somebody looks at `damage` between steps; then readers do not raise it."""
         self._background = _Background(cache_dir)
         weakref.finalize(self, self._background.end).atexit = False
 
     @property
+    def damage(self) -> Damage | None:
+        """The damage that the background thread found."""
+        return self._background.damage
+
+    @property
     def failed(self) -> DataError | None:
-        """The damage that the background check found; readers raise it."""
-        return self._background.failed
+        """The damage as an error for readers to raise; None where it is watched."""
+        damage = self.damage
+        if damage is None or self.is_watched:
+            return None
+        return DataError(damage.problem)
 
     @property
     def unchecked(self) -> list[Path]:
-        """Files in use that are not checked yet."""
-        return sorted(self._background.unchecked)
+        """Files in use that were never checked, by this process or another."""
+        return sorted(self._background.unknown)
+
+    @property
+    def waiting(self) -> list[Path]:
+        """Files that the background thread was to hash and has not hashed yet."""
+        return sorted(self._background.rechecks)
 
     def of(self, path: Path) -> str:
         """The checksum of a file, from the cache or computed now."""
-        known = cached_checksum(self.cache_dir, path)
-        if known is None:
-            known = _compute(self.cache_dir, path, threading.Event())
-            assert known is not None
-        return known
+        return cached_checksum(self.cache_dir, path) or self._hash(path)
 
     def of_all(self, paths: Sequence[Path]) -> list[str]:
         """The checksums of some files; one process computes them, the others wait."""
@@ -65,62 +96,155 @@ class Checksums:
 
     def require(self, path: Path, expected: str) -> None:
         """Raise a DataError if a file does not have the expected checksum; a large file is checked in the background."""
+        self._background.used.add(path)
         known = cached_checksum(self.cache_dir, path)
         if known is None and path.stat().st_size > AT_ONCE_BYTES:
             self._background.add(path, expected)
-        elif (known or self.of(path)) != expected:
+        # A cached checksum is no proof of damage, either: the bytes may have been misread that time.
+        elif known != expected and self._hash(path) != expected:
             raise damaged(path)
 
     def is_cached(self, path: Path) -> bool:
         """Whether the checksum of a file is cached."""
         return cached_checksum(self.cache_dir, path) is not None
 
+    def verify_now(self, stores: Sequence[Mapping[Path, str]], *, everything: bool = False) -> dict[Path, str]:
+        """Hash the files of small stores, whatever the cache says; damage is a DataError.
+
+        In: the expected checksums of each store's files. Out: those of the files that were not hashed, because their stores are large
+        or the time was over. Files that this object has hashed before are not hashed again. `everything`: take the time.
+        """
+        ends = float("inf") if everything else time.monotonic() + AT_START_SECONDS
+        room = float("inf") if everything else AT_START_BYTES
+        left: dict[Path, str] = {}
+        for files in sorted(stores, key=_size_of):
+            room -= _size_of(files)
+            for path, expected in files.items():
+                computed = self._background.computed.get(path)
+                if computed is None and room >= 0:
+                    computed = _compute(self.cache_dir, path, lambda: time.monotonic() > ends)
+                if computed is None:
+                    left[path] = expected
+                    continue
+                self._background.computed[path] = computed
+                if computed != expected:
+                    raise damaged(path, in_cache=self._is_in_cache(path))
+        return left
+
+    def verify_in_background(self, files: Mapping[Path, str], share: float = BACKGROUND_SHARE) -> None:
+        """Hash these files in a thread, whatever the cache says; `damage` says what it found."""
+        self._background.recheck(files, share)
+
+    def end(self) -> None:
+        """End the background thread without waiting for it."""
+        self._background.end()
+
+    def _hash(self, path: Path) -> str:
+        computed = _compute(self.cache_dir, path, lambda: False)
+        assert computed is not None
+        self._background.computed[path] = computed
+        return computed
+
+    def _is_in_cache(self, path: Path) -> bool:
+        return self.cache_dir is not None and path.absolute().is_relative_to(self.cache_dir.absolute())
+
 
 class _Background:
-    """Checks large files one after another while their `Checksums` is in use."""
+    """Checks files one after another in a thread while their `Checksums` is in use."""
 
     def __init__(self, cache_dir: Path | None) -> None:
         self.cache_dir = cache_dir
-        self.failed: DataError | None = None
-        self.unchecked: set[Path] = set()
-        self._waiting: queue.SimpleQueue[tuple[Path, str] | None] = queue.SimpleQueue()
-        self._over = threading.Event()
-        self._guard = threading.Lock()
+        self.damage: Damage | None = None
+        self.computed: dict[Path, str] = {}
+        """What this process has hashed."""
+        self.used: set[Path] = set()
+        """Files that were opened."""
+        self.unknown: dict[Path, str] = {}
+        """Files in use without a cached checksum."""
+        self.rechecks: dict[Path, str] = {}
+        """Files to hash whatever the cache says, in this order."""
+        self._share = 1.0
+        self._is_over = threading.Event()
+        self._changed = threading.Condition()
         self._worker: threading.Thread | None = None
 
     def add(self, path: Path, expected: str) -> None:
-        with self._guard:
-            if path not in self.unchecked:
-                self.unchecked.add(path)
-                self._waiting.put((path, expected))
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="headway-checksums", daemon=True)
-                self._worker.start()
+        with self._changed:
+            if path in self.computed:
+                return
+            self.unknown[path] = expected
+            self._start()
+
+    def recheck(self, files: Mapping[Path, str], share: float) -> None:
+        oldest_first = sorted(files, key=lambda path: _cached_at(self.cache_dir, path))
+        with self._changed:
+            self._share = share
+            self.rechecks.update({path: files[path] for path in oldest_first if path not in self.computed})
+            if self.rechecks:
+                self._start()
 
     def end(self) -> None:
-        self._over.set()
-        self._waiting.put(None)
+        self._is_over.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        self._changed.notify_all()
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="headway-checksums", daemon=True)
+            self._worker.start()
 
     def _work(self) -> None:
-        while (given := self._waiting.get()) is not None and not self._over.is_set():
-            path, expected = given
+        _lower_priority()
+        while (chosen := self._next()) is not None:
+            path, expected, is_unknown = chosen
             try:
-                found = self._check(path)
+                computed = self._check_unknown(path) if is_unknown else self._compute(path)
             except OSError as problem:
-                self.failed = DataError(f"{path}: cannot be read: {problem.strerror or problem}. Copy or build the store again.")
+                self.damage = Damage(path, f"{path}: cannot be read: {problem.strerror or problem}. Copy or build the store again.")
                 return
-            if found is not None:
-                self.unchecked.discard(path)
-                if found != expected:
-                    self.failed = damaged(path)
+            if computed is None:
+                return
+            self.computed[path] = computed
+            if computed != expected:
+                self.damage = Damage(path, str(damaged(path)))
+                return
+            with self._changed:
+                self.unknown.pop(path, None)
+                self.rechecks.pop(path, None)
 
-    def _check(self, path: Path) -> str | None:
-        """The checksum, computed by one process only; None after `end`."""
+    def _next(self) -> tuple[Path, str, bool] | None:
+        """The next file: those that nobody has checked, then those in use, then the others. Waits for one; None after `end`."""
+        with self._changed:
+            while not self._is_over.is_set():
+                if self.unknown:
+                    return *next(iter(self.unknown.items())), True
+                if self.rechecks:
+                    path = next((path for path in self.rechecks if path in self.used), next(iter(self.rechecks)))
+                    return path, self.rechecks[path], False
+                self._changed.wait()
+        return None
+
+    def _check_unknown(self, path: Path) -> str | None:
+        """The checksum, computed by one process of a machine only; None after `end`."""
         if self.cache_dir is None:
-            return _compute(None, path, self._over)
+            return self._compute(path)
         lock = self.cache_dir / FOLDER / f"{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32]}.lock"
-        with file_lock(lock, until=lambda: self._over.is_set() or cached_checksum(self.cache_dir, path) is not None):
-            return cached_checksum(self.cache_dir, path) or _compute(self.cache_dir, path, self._over)
+        with file_lock(lock, until=lambda: self._is_over.is_set() or cached_checksum(self.cache_dir, path) is not None):
+            return cached_checksum(self.cache_dir, path) or self._compute(path)
+
+    def _compute(self, path: Path) -> str | None:
+        begun = time.monotonic()
+
+        def pause() -> bool:
+            """Sleep as long as the share of time demands; True if the thread is to end."""
+            nonlocal begun
+            worked = time.monotonic() - begun
+            is_over = self._is_over.wait(worked * (1 / self._share - 1))
+            begun = time.monotonic()
+            return is_over
+
+        return _compute(self.cache_dir, path, pause)
 
 
 def cached_checksum(cache_dir: Path | None, path: Path) -> str | None:
@@ -136,34 +260,55 @@ def cached_checksum(cache_dir: Path | None, path: Path) -> str | None:
     return None if content is None else content.decode()
 
 
+def _cached_at(cache_dir: Path | None, path: Path) -> float:
+    """When the checksum of a file was computed; 0 if that is not known."""
+    if cache_dir is None:
+        return 0.0
+    try:
+        return _entry(cache_dir, path).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def _entry(cache_dir: Path, path: Path) -> Path:
     status = os.stat(path)
     parts = (os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
     return cache_dir / FOLDER / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _compute(cache_dir: Path | None, path: Path, over: threading.Event) -> str | None:
-    """Compute the checksum of a file and cache it; None if that was stopped."""
+def _compute(cache_dir: Path | None, path: Path, stops: Callable[[], bool]) -> str | None:
+    """Compute the checksum of a file and cache it; None if `stops`, which is asked before each chunk, said so."""
     entry = None if cache_dir is None else _entry(cache_dir, path)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
-            if over.is_set():
+            if stops():
                 return None
             digest.update(chunk)
-    found = digest.hexdigest()
-    if (
-        cache_dir is not None
-        and entry is not None
-        and entry == _entry(cache_dir, path)
-        and time.time() - os.stat(path).st_ctime > SETTLED_SECONDS
-    ):
-        with suppress(OSError, HeadwayError):  # without the cache only time is lost
+    computed = digest.hexdigest()
+    if cache_dir is None or entry is None or entry != _entry(cache_dir, path):
+        return computed
+    with suppress(OSError, HeadwayError):  # without the cache only time is lost
+        if time.time() - os.stat(path).st_ctime > SETTLED_SECONDS:
             entry.parent.mkdir(parents=True, exist_ok=True)
-            write_sealed(entry, found.encode(), durable=False)
-    return found
+            write_sealed(entry, computed.encode(), durable=False)
+        else:
+            entry.unlink(missing_ok=True)
+    return computed
 
 
-def damaged(path: Path) -> DataError:
+def _size_of(files: Mapping[Path, str]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
+def _lower_priority() -> None:
+    """Let every other thread go first. Only Linux has priorities of threads; elsewhere the share of time has to do."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+
+
+def damaged(path: Path, *, in_cache: bool = False) -> DataError:
     """The error for a file with a wrong checksum."""
-    return DataError(f"{path}: damaged: its checksum differs from the one it was written with. Copy or build it again.")
+    remedy = "It is in the cache: the same command builds it again." if in_cache else "Copy or build it again."
+    return DataError(f"{path}: damaged: its checksum differs from the one it was written with. {remedy}")

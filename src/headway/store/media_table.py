@@ -24,7 +24,7 @@ import numpy as np
 
 from headway.errors import DataError
 from headway.runtime.json_file import read_bounded
-from headway.runtime.storage import parse_sealed_json, remove_folder, sealed_json, write_atomic, writing
+from headway.runtime.storage import parse_sealed_json, remove_folder, sealed_json, sha256_file, write_atomic, writing
 from headway.store.checksums import AT_ONCE_BYTES, Checksums, damaged
 from headway.store.file_lock import file_lock
 from headway.store.manifest import JOURNAL_NAME, ShardFile
@@ -118,11 +118,13 @@ class MediaTable:
         return np.where(keys[at] == wanted, order[at], -1)
 
     def verify(self, at_once: bool = False) -> None:
-        """Check the checksums of all files; `at_once`: of those that are small or whose checksum is cached."""
+        """Hash all files; `at_once`: check those that are small or whose checksum is cached, by the cache."""
         for shard in self.manifest.shards:
             for name, file in shard.files.items():
                 quick = file.bytes <= AT_ONCE_BYTES or self._checksums.is_cached(self.folder / name)
-                if (quick or not at_once) and self._checksums.of(self.folder / name) != file.sha256:
+                if quick and at_once:
+                    self._checksums.require(self.folder / name, file.sha256)
+                elif not at_once and sha256_file(self.folder / name) != file.sha256:
                     raise damaged(self.folder / name)
 
     @property

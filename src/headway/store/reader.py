@@ -192,6 +192,14 @@ class Store(TokenSource):
             found[here] = self._first_token[shard] + self._map("docs", shard)[documents[here] - self._first_document[shard]]
         return found + starts
 
+    def shard_of(self, file: str) -> int:
+        """The shard that a file of the store belongs to."""
+        return next(number for number, shard in enumerate(self.manifest.shards) if file in shard.files)
+
+    def documents_of_shard(self, shard: int) -> range:
+        """The documents of one shard."""
+        return range(int(self._first_document[shard]), int(self._first_document[shard + 1]))
+
     def verify(self) -> None:
         """Check all checksums and offsets; damage is a DataError that names the file."""
         for number, shard in enumerate(self.manifest.shards):

@@ -140,7 +140,8 @@ class DocumentRange(SourceView):
 
     def __init__(self, source: TokenSource, first: int, last: int, label: str) -> None:
         super().__init__(source, label, f"{first}-{last}")
-        self._first = first
+        self.first = first
+        """The number that its first document has in the source."""
         self._lengths = source.lengths(first, last)
         self._begin = int(source.lengths(0, first).sum())
         self.num_documents, self.num_tokens = len(self._lengths), int(self._lengths.sum())
@@ -149,25 +150,25 @@ class DocumentRange(SourceView):
         return self._lengths[first:last]
 
     def first_at(self, token: int) -> int:
-        return min(max(0, self.source.first_at(self._begin + token) - self._first), self.num_documents)
+        return min(max(0, self.source.first_at(self._begin + token) - self.first), self.num_documents)
 
     def tokens(self, document: int, start: int, stop: int) -> Ids:
-        return self.source.tokens(self._first + document, start, stop)
+        return self.source.tokens(self.first + document, start, stop)
 
     def mask(self, document: int, start: int, stop: int) -> Flags | None:
-        return self.source.mask(self._first + document, start, stop)
+        return self.source.mask(self.first + document, start, stop)
 
     def span_starts(self, document: int) -> Longs | None:
-        return self.source.span_starts(self._first + document)
+        return self.source.span_starts(self.first + document)
 
     def type_of(self, document: int) -> str:
-        return self.source.type_of(self._first + document)
+        return self.source.type_of(self.first + document)
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
-        return self.source.gather(documents + self._first, starts, lengths)
+        return self.source.gather(documents + self.first, starts, lengths)
 
     def token_positions(self, documents: Longs, starts: Longs) -> Longs:
-        return self.source.token_positions(documents + self._first, starts)
+        return self.source.token_positions(documents + self.first, starts)
 
 
 class TokenRange(SourceView):

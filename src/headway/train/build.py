@@ -37,6 +37,7 @@ from headway.runtime.s3 import StoreDown
 from headway.train.alignment import first_heads, sample_flops
 from headway.train.batches import count_steps, make_loader, open_run_data, plan_rows
 from headway.train.config import Recipe
+from headway.train.data_check import DataCheck
 from headway.train.dpo_reference import make_reference
 from headway.train.health import Healer, LossMonitor, with_healed
 from headway.train.memory import apply_limit, check_host_memory, describe_job, fit_micro_rows
@@ -67,6 +68,8 @@ def build(
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
     batch = recipe.batch.resolve(recipe.data.seq_len, ranks.data.size)
     data = open_run_data(resolved, compute.device)
+    data_check = DataCheck(data, recipe, session)
+    data_check.at_start()
     targets = check_targets(data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset())
     spec = engine_spec(recipe, model, compute, ranks)
     position = first_position(recipe, start.checkpoint, data.contents())
@@ -107,6 +110,7 @@ def build(
         meter=make_meter(recipe, compute, state, batch.micro_rows, total_steps, tuple(data.names)),
         targets=targets,
         reference=reference,
+        data_check=data_check,
         saver=make_saver(resolved, start, ranks, process),
         first_step=state.step if start.checkpoint is None else 0,
     )

@@ -101,29 +101,32 @@ class Decision:
     bad_step: int | None = None
     """A step to roll back."""
     gives_up: bool = False
+    is_damaged: bool = False
+    """Some data is not what it was."""
 
 
 class Control:
-    """Agrees with all ranks on a Decision between steps, in one exchange of four numbers."""
+    """Agrees with all ranks on a Decision between steps, in one exchange of five numbers."""
 
     def __init__(self, world: RankGroup, run_dir: Path, stop: StopSignal, steps_before: int = 0) -> None:
         self.world, self.stop, self.steps_before = world, stop, steps_before
         self.requests = RequestPoller(run_dir) if world.rank == 0 else None
 
-    def decide(self, step: int, bad_step: int | None = None, *, gives_up: bool = False) -> Decision:
-        """What to do after this step; `bad_step` and `gives_up` are what this rank's health check says."""
+    def decide(self, step: int, bad_step: int | None = None, *, gives_up: bool = False, is_damaged: bool = False) -> Decision:
+        """What to do after this step; `bad_step` and `gives_up` are what this rank's health check says, `is_damaged` its data check."""
         request = self.requests.due(self.steps_before + step) if self.requests is not None else None
         local = [
             0 if self.stop.requested is None else signal.Signals[self.stop.requested].value,
             0 if request is None else SAVE if request.save_only else STOP,
             0 if bad_step is None else bad_step,
             int(gives_up),
+            int(is_damaged),
         ]
-        number, requested, bad, any_gives_up = self.world.max_each(local)
+        number, requested, bad, any_gives_up, any_damaged = self.world.max_each(local)
         if request is not None and self.requests is not None:
             self.requests.clear()
         stopped_by = signal.Signals(number).name if number else STOP_COMMAND if requested == STOP else None
-        return Decision(stopped_by, requested == SAVE, bad or None, bool(any_gives_up))
+        return Decision(stopped_by, requested == SAVE, bad or None, bool(any_gives_up), bool(any_damaged))
 
     def in_hurry(self) -> bool:
         """Whether any rank has little time left to save."""

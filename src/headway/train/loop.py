@@ -31,6 +31,7 @@ def run_loop(run: Run) -> dict[str, Any]:
     gc.disable()
     run.clock.start()
     run.session.stop.starting = False
+    run.data_check.begin()
     try:
         with run.finishing_saves():
             if run.recipe.heal.rolls_back and not step_folders(run.checkpoints):
@@ -39,7 +40,14 @@ def run_loop(run: Run) -> dict[str, Any]:
             sample_before(run)
             while continues(run):
                 run.session.locks.check()
-                decision = run.control.decide(state.step, healer.bad.step if healer.bad else None, gives_up=bool(healer.gave_up))
+                decision = run.control.decide(
+                    state.step,
+                    healer.bad.step if healer.bad else None,
+                    gives_up=bool(healer.gave_up),
+                    is_damaged=run.data_check.is_damaged,
+                )
+                if decision.is_damaged:
+                    run.refuse_damaged_data()
                 if decision.gives_up:
                     raise GaveUpError(healer.gave_up or "another rank gave up")
                 if decision.bad_step is not None:
@@ -56,6 +64,7 @@ def run_loop(run: Run) -> dict[str, Any]:
                     run.save(snapshot=due == "snapshot")
                 if state.step % COLLECT_EVERY == 0:
                     gc.collect()
+            run.refuse_damaged_data()
             run.report(everything=True)
             run.heart.beat("save", state.step)
             run.saver.wait_for_save()
@@ -65,6 +74,7 @@ def run_loop(run: Run) -> dict[str, Any]:
                 run.saver.leave_uploads(run.recipe.run.grace_seconds / 2)
     finally:
         run.loader.close()
+        run.data_check.end()
         gc.enable()
     return finish(run, stopped_by)
 

@@ -45,6 +45,7 @@ from headway.train.batches import count_steps, make_loader, plan_rows, valid_bat
 from headway.train.clock import Clock
 from headway.train.config import Recipe
 from headway.train.control import Control
+from headway.train.data_check import DataCheck, explain_damage
 from headway.train.dpo_reference import Reference
 from headway.train.health import BadStep, Healer, LossMonitor, add_skipped_batches, plan_rollback, repair_healed
 from headway.train.meter import AT_START, Meter, means
@@ -109,6 +110,7 @@ class Run:
     saver: Saver
     loss_monitor: LossMonitor
     healer: Healer
+    data_check: DataCheck
     targets: TargetReport = TargetReport()
     """Findings about the targets of masked data."""
     reference: Reference | None = None
@@ -346,6 +348,11 @@ class Run:
             raise
         self.heart.beat("save", self.state.step)
         self.saver.require()
+
+    def refuse_damaged_data(self) -> None:
+        """End the run if any rank has found damaged data; all ranks together. Nothing is saved after steps that may have read it."""
+        if self.ranks.world.max(int(self.data_check.is_damaged)):
+            raise GaveUpError(explain_damage(self))
 
     # ---- rolling back
 

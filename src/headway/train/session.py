@@ -143,10 +143,7 @@ def _train(run: Run, tokenizer: Tokenizer | None) -> dict[str, Any]:
     )
     run.saver.resume_upload()
     with run.session.hook(run):
-        summary = run_loop(run)
-    if left := run.data.checksums.unchecked:
-        log.warning("%d data files were read but not verified before the run ended, the first is %s", len(left), left[0])
-    return summary
+        return run_loop(run)
 
 
 def try_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
