@@ -21,6 +21,7 @@ from headway.model.head_masks.choice import MaskChoice
 from headway.model.head_masks.file import read_masks, write_masks
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.layout import GATES
+from headway.runtime.digests import DIGESTS
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
@@ -178,11 +179,13 @@ def test_an_exported_model_is_the_plain_one_with_gates_beside_it(world: Path) ->
     for (name, one), (_, other) in zip(loaded.model.named_parameters(), plain.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
     (final / "head_gates.json").rename(world / "aside")
+    (final / DIGESTS).rename(world / DIGESTS)
     try:
         (final / "head_gates.json").write_text("{}")
         assert main(["masks", "export", "--model", str(final), "--out", str(world / "x.tsv")]) == 1
     finally:
         (world / "aside").rename(final / "head_gates.json")
+        (world / DIGESTS).rename(final / DIGESTS)
 
 
 def test_runs_checkpoints_and_exports_are_read_under_what_their_gates_have_come_to(world: Path) -> None:

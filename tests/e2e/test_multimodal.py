@@ -27,6 +27,7 @@ from headway.model.layout import param_specs
 from headway.model.loading.aligner_file import AlignerHeads, write_aligner
 from headway.model.media_shape import MediaInput, MediaShape
 from headway.prepare.encode_media import MediaPositions
+from headway.runtime.digests import DIGESTS
 from headway.store.media_items import MediaItem
 from headway.store.media_table import MediaTableWriter
 from headway.text.document import Record
@@ -160,6 +161,9 @@ def test_damaged_or_foreign_files_are_refused_by_name(made: Path, run: Path, tmp
     shutil.copytree(run / "final", tmp_path / "final")
     damaged = (tmp_path / "final/projector.safetensors").read_bytes()
     (tmp_path / "final/projector.safetensors").write_bytes(damaged[:-1] + b"x")
+    with pytest.raises(DataError, match=r"projector\.safetensors: damaged, or changed since headway wrote it"):
+        load_model(tmp_path / "final")
+    (tmp_path / "final" / DIGESTS).unlink()
     with pytest.raises(CheckpointError, match=r"projector\.safetensors: damaged"):
         load_model(tmp_path / "final")
     loaded = load_model(run)
@@ -262,6 +266,14 @@ def test_batch_prediction_keeps_order_and_continues(made: Path, run: Path, tmp_p
     assert out.read_text() == whole and again.answered == report.records - 7
     with pytest.raises(ConfigError, match="is of another input"):
         answer_records(loaded, made / "set/chat_heldout.jsonl", out, "chatml", options)
+    side = out.with_name(out.name + ".settings")
+    settings = json.loads(side.read_text())
+    side.write_text(json.dumps({**settings, "weights_digest": "0" * 64}))
+    with pytest.raises(ConfigError, match=r"begun with other content of model .*: its weights changed"):
+        answer_records(loaded, source, out, "chatml", options)
+    side.unlink()  # of an earlier version, which wrote none
+    assert answer_records(loaded, source, out, "chatml", options).answered == 0
+    assert json.loads(side.read_text()) == settings
 
 
 def random_features(loaded: Any, refs: Any) -> dict[str, np.ndarray]:

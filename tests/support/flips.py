@@ -1,11 +1,13 @@
-"""Bit flips: in each kind of file that a run reads, one random bit is changed, and the file is read as a run reads it.
+"""Bit flips: in each kind of file that a run or a user of a model reads, one random bit is changed, and the file is read as they read it.
 
-A flip is *caught* if reading ends in one clear error (a HeadwayError), *rebuilt* if the right content comes back with a warning, *harmless*
-if the content is right and the flipped bit decides nothing, and *silent* if other content comes back. `flip_all` counts them.
+Size, times and inode of the file stay what they were, and so does what was remembered of it. A flip is *caught* if reading ends in one
+clear error (a HeadwayError), *rebuilt* if the right content comes back with a warning, *harmless* if all that comes back is bit for bit
+what it was before, so that the flipped bit decides nothing, and *silent* if anything else comes back. `flip_all` counts them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from collections import Counter
@@ -21,14 +23,24 @@ import torch
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
+from headway.data.open import open_data
 from headway.data.selection import Selection
+from headway.data.stored_files import stored_files
 from headway.errors import HeadwayError
+from headway.export.huggingface import export_huggingface
+from headway.infer.load import load_model
+from headway.model.config import HeadGatesConfig, ModelConfig
+from headway.model.head_masks.choice import MaskChoice
+from headway.model.init import initial_value
+from headway.model.layout import GATES, param_specs
 from headway.prepare.build import cached_store
 from headway.runtime.storage import write_sealed
 from headway.store.checksums import Checksums
+from headway.store.media_table import MediaTableWriter, open_table
 from headway.store.reader import StoreWriter, open_store
 from headway.train.dpo_reference import read_table
-from support.byte_model import byte_tokenizer
+from support.byte_model import CONFIG, byte_tokenizer, write_model, write_small_adapter
+from support.rot import random_bit, rot
 
 DOCUMENTS = 40
 
@@ -52,16 +64,19 @@ def flip_all(kind: str, folder: Path, count: int, seed: int) -> Counter[str]:
     for _ in range(count):
         path = draw.choice(one.files(folder))
         content = path.read_bytes()
-        place = draw.randrange(8 * len(content))
-        damaged = bytearray(content)
-        damaged[place // 8] ^= 1 << place % 8
-        path.write_bytes(damaged)
+        bit = random_bit(path, draw)
+        rot(path, bit, folder / "cache")
+        damaged = path.read_bytes()
         outcome = _outcome(one, folder, before)
         outcomes[outcome] += 1
         if outcome == "silent":
-            print(f"silent: seed {seed}, {kind}, {path.name}, bit {place}")  # noqa: T201
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+            print(f"silent: seed {seed}, {kind}, {path.name}, bit {bit}")  # noqa: T201
+        if path.exists() and path.read_bytes() == damaged:
+            rot(path, bit, folder / "cache")
+        else:  # it was made again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            one.read(folder)  # its checksum is remembered again
     return outcomes
 
 
@@ -102,11 +117,71 @@ def _make_store(folder: Path) -> None:
         writer.finish()
 
 
-def _read_store(path: Path) -> Any:
-    """All that training sees of a store."""
-    store = open_store(path, checksums=Checksums(path.parent / "memory"))
-    documents = [(store.document(i), store.document_mask(i)) for i in range(store.num_documents)]
-    return [store.max_id, store.fingerprint, store.masked, store.manifest.content, documents]
+def _read_store(folder: Path) -> Any:
+    """All that a run sees of a store: it opens the data, hashes it, and reads every row of an epoch."""
+    given = {"train": [str(folder / "store")], "seq_len": 64, "workers": 0, "cache_dir": folder / "cache", "tokenizer_unchecked": True}
+    config = DataConfig.model_validate(given)
+    data = open_data(config, tokenizer=None, vocab_size=64, seed=0)
+    left = data.checksums.verify_now(stored_files(data))
+    assert not left
+    (source,) = data.train
+    store: Any = source.selection.source
+    with Loader(config, sources=data.train, rows_per_step=4, micro_rows=4, seed=1, epochs=1) as loader:
+        rows = [(step.microbatches[0].tokens.numpy(), step.microbatches[0].loss_weight.numpy()) for step, _ in loader]
+    return [store.max_id, store.fingerprint, store.masked, store.manifest.content, rows]
+
+
+def _make_table(folder: Path) -> None:
+    rng = np.random.default_rng(3)
+    with MediaTableWriter(folder / "table", (4, 3), "float32", "made by hand", shard_bytes=1000) as writer:
+        writer.add(_hashes(), rng.normal(size=(30, 4, 3)).astype(np.float32))
+        writer.finish()
+
+
+def _hashes() -> list[str]:
+    return [hashlib.sha256(str(number).encode()).hexdigest() for number in range(30)]
+
+
+def _read_table(folder: Path) -> Any:
+    """A table as a run reads it: its files are hashed first."""
+    checksums = Checksums(folder / "cache")
+    table = open_table(folder / "table", checksums)
+    files = {table.folder / name: file.sha256 for shard in table.manifest.shards for name, file in shard.files.items()}
+    assert not checksums.verify_now([files])
+    return [table.identity, table.shape, table.rows(table.indices_of(_hashes()))]
+
+
+def _make_model(folder: Path) -> None:
+    write_model(folder / "made", CONFIG).rename(folder / "final")
+
+
+def _make_gated(folder: Path) -> None:
+    """A model with head gates, and masks that they give."""
+    config = CONFIG.with_(head_gates=HeadGatesConfig(window=8, sinks=2))
+    shapes = [(spec.name, spec.shape) for spec in param_specs(config)]
+    gates = torch.linspace(-6, 6, config.num_layers * config.kv_heads).reshape(config.num_layers, config.kv_heads)
+    weights = ((name, gates if name == GATES else initial_value(name, shape, config, 4)) for name, shape in shapes)
+    byte_tokenizer().save(folder / "tokenizer")
+    export_huggingface(config, weights, folder / "final", tokenizer=folder / "tokenizer")
+
+
+def _read_model(path: Path) -> Any:
+    """All that decides what a model answers."""
+    loaded = load_model(path).with_mask_choice(MaskChoice())
+    tokenizer = loaded.tokenizer
+    words = None if tokenizer is None else [tokenizer.fingerprint, tokenizer.roles, tokenizer.chat_template, tokenizer.encode("a text")]
+    weights = [value.numpy() for _, value in loaded.model.named_parameters()]
+    return [loaded.config.model_dump_json(), sorted(loaded.end_ids), words, str(loaded.masks), weights]
+
+
+def _make_adapter(folder: Path) -> None:
+    base = ModelConfig.model_validate(CONFIG.model_dump())
+    write_model(folder / "made", base).rename(folder / "base")
+    write_small_adapter(folder / "base", folder / "adapter", base)
+
+
+def _files_in(name: str) -> Callable[[Path], list[Path]]:
+    return lambda folder: sorted(path for path in (folder / name).iterdir() if path.is_file())
 
 
 def _make_texts(folder: Path) -> None:
@@ -124,8 +199,16 @@ def _read_store_of(path: Path) -> Any:
 
 
 def _build_files(folder: Path) -> list[Path]:
-    found = [path for path in sorted((folder / "cache").rglob("*")) if path.is_file() and path.stat().st_size and path.suffix != ".lock"]
-    return found
+    stored = sorted((folder / "cache" / "stores").rglob("*"))
+    return [path for path in stored if path.is_file() and path.stat().st_size and path.suffix != ".lock"]
+
+
+def _make_remembered(folder: Path) -> None:
+    (folder / "data.bin").write_bytes(bytes(range(200)))
+
+
+def _read_remembered(folder: Path) -> Any:
+    return Checksums(folder / "cache").of(folder / "data.bin")
 
 
 def _make_rows(folder: Path) -> None:
@@ -158,10 +241,18 @@ KINDS = {
     "store shard": Kind(
         _make_store,
         lambda folder: sorted(path for path in (folder / "store").iterdir() if path.suffix != ".json"),
-        lambda f: _read_store(f / "store"),
+        _read_store,
     ),
-    "store manifest": Kind(_make_store, lambda folder: [folder / "store" / "store.json"], lambda f: _read_store(f / "store")),
+    "store manifest": Kind(_make_store, lambda folder: [folder / "store" / "store.json"], _read_store),
+    "media table": Kind(_make_table, _files_in("table"), _read_table),
+    "final": Kind(_make_model, _files_in("final"), lambda folder: _read_model(folder / "final")),
+    "final weights": Kind(
+        _make_model, lambda folder: [folder / "final" / "model.safetensors"], lambda folder: _read_model(folder / "final")
+    ),
+    "final with gates": Kind(_make_gated, _files_in("final"), lambda folder: _read_model(folder / "final")),
+    "adapter": Kind(_make_adapter, _files_in("adapter"), lambda folder: _read_model(folder / "adapter")),
     "cached build": Kind(_make_texts, _build_files, _read_build),
+    "cached checksum": Kind(_make_remembered, lambda folder: sorted((folder / "cache" / "checksums").iterdir()), _read_remembered),
     "reference numbers": Kind(_make_numbers, lambda folder: [folder / "numbers.sealed"], _read_numbers),
     "cached rows": Kind(_make_rows, lambda folder: sorted((folder / "cache" / "rows").iterdir()), _read_rows),
 }

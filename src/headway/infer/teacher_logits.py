@@ -94,6 +94,7 @@ def write_logits(loaded: LoadedModel, store: Store, out: Path, options: LogitsOp
             before = writer.next_position - origin.tokens[0]
             require_space(out, (origin.tokens[1] - writer.next_position) * sum(origin.widths), DataError)
             _fill(writer, loaded.model, store, options)
+            store.require_checked()
             writer.finish()
             return _result(out, store, origin, writer.mass, before, time.monotonic() - began)
     finally:

@@ -192,6 +192,7 @@ def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
                 f"{source}: has too few tokens for a pack of {options.pack_length}. "
                 "Lower --pack-length or --min-length, or use --keep-last."
             )
+        opened.require_checked()
         writer.finish()
     return report
 

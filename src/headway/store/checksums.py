@@ -135,6 +135,12 @@ class Checksums:
         """Hash these files in a thread, whatever the cache says; `damage` says what it found."""
         self._background.recheck(files, share)
 
+    def wait(self) -> None:
+        """Wait until no file in use is unchecked; damage is a DataError."""
+        self._background.wait()
+        if self.failed is not None:
+            raise self.failed
+
     def end(self) -> None:
         """End the background thread without waiting for it."""
         self._background.end()
@@ -183,6 +189,11 @@ class _Background:
             if self.rechecks:
                 self._start()
 
+    def wait(self) -> None:
+        with self._changed:
+            while self.unknown and self.damage is None:
+                self._changed.wait()
+
     def end(self) -> None:
         self._is_over.set()
         with self._changed:
@@ -196,6 +207,13 @@ class _Background:
 
     def _work(self) -> None:
         _lower_priority()
+        try:
+            self._check_all()
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _check_all(self) -> None:
         while (chosen := self._next()) is not None:
             path, expected, is_unknown = chosen
             try:
@@ -212,6 +230,7 @@ class _Background:
             with self._changed:
                 self.unknown.pop(path, None)
                 self.rechecks.pop(path, None)
+                self._changed.notify_all()
 
     def _next(self) -> tuple[Path, str, bool] | None:
         """The next file: those that nobody has checked, then those in use, then the others. Waits for one; None after `end`."""

@@ -51,6 +51,8 @@ def merge(stores: Sequence[Path], out: Path) -> Store:
             for store, begin, end in _in_order(opened) if divided else ((store, 0, store.num_documents) for store in opened):
                 copy_documents(store, writer, begin, end)
                 advance(end - begin)
+        for store in opened:
+            store.require_checked()
         writer.finish()
     return open_store(out)
 

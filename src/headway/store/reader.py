@@ -192,6 +192,9 @@ class Store(TokenSource):
             found[here] = self._first_token[shard] + self._map("docs", shard)[documents[here] - self._first_document[shard]]
         return found + starts
 
+    def require_checked(self) -> None:
+        self._checksums.wait()
+
     def shard_of(self, file: str) -> int:
         """The shard that a file of the store belongs to."""
         return next(number for number, shard in enumerate(self.manifest.shards) if file in shard.files)

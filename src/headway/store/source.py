@@ -89,6 +89,13 @@ class TokenSource(ABC):
         """Where tokens `starts` of some documents stand in the whole native store: the sum of the lengths before them."""
         raise DataError(f"{self.name}: only headway stores number their tokens. Make one with `headway data convert`.")
 
+    def require_checked(self) -> None:
+        """Wait until all that was read is checked, where large files are checked meanwhile; damage is a DataError.
+
+        For who writes something that is made of what was read: it would have checksums of its own, which say that it is good.
+        """
+        return
+
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
         """The ids (and loss mask) of many pieces of documents, concatenated."""
         pieces = list(zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
@@ -100,7 +107,7 @@ class TokenSource(ABC):
 
 
 def iter_documents(source: TokenSource, split_packs: bool = False) -> Iterator[TokenDocument]:
-    """All documents of a source; `split_packs` yields the true documents of a pack one by one."""
+    """All documents of a source; `split_packs` yields the true documents of a pack one by one. At the end all that was read is checked."""
     for first in range(0, source.num_documents, READ_DOCUMENTS):
         lengths = source.lengths(first, min(first + READ_DOCUMENTS, source.num_documents)).tolist()
         for i, length in enumerate(lengths, first):
@@ -110,6 +117,7 @@ def iter_documents(source: TokenSource, split_packs: bool = False) -> Iterator[T
                 continue
             for start, stop in zip(spans.tolist(), [*spans.tolist()[1:], length], strict=True):
                 yield TokenDocument(ids[start:stop], None if mask is None else mask[start:stop], kind)
+    source.require_checked()
 
 
 class SourceView(TokenSource):
@@ -133,6 +141,9 @@ class SourceView(TokenSource):
     @cached_property
     def content_key(self) -> str:
         return f"{self.source.content_key}-{self.part_key}"
+
+    def require_checked(self) -> None:
+        self.source.require_checked()
 
 
 class DocumentRange(SourceView):

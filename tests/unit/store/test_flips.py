@@ -5,6 +5,14 @@ from pathlib import Path
 import pytest
 from support.flips import KINDS, flip_all
 
+from headway.store import checksums
+
+
+@pytest.fixture(autouse=True)
+def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums are remembered at once, as those of files that were written long ago are."""
+    monkeypatch.setattr(checksums, "SETTLED_SECONDS", -1.0)
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_flipped_bit_is_used_silently(tmp_path: Path, kind: str) -> None:
