@@ -32,6 +32,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
               {"url": "data:image/png;base64,aGVsbG8="}}, {"type": "input_audio", "input_audio": {"data": "aGVsbG8=", "format": "wav"}}]}]}),
     ("chat", {"model": "m", "messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema", "json_schema": {"name": "n",
               "schema": {"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}}}, "stop": ["a", "b"], "seed": 3}),
+    ("chat", {"model": "m", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}],
+              "continue_final_message": True, "add_generation_prompt": False}),
     ("text", {"model": "m", "prompt": ["a", "b"], "echo": True, "logprobs": 2, "max_tokens": 0, "stream": True, "stream_options": {"include_usage": True}}),
     ("text", {"model": "m", "prompt": [1, 2, 3], "logit_bias": {"5": -100}, "best_of": 1, "top_k": 3, "min_p": 0.1, "stop_token_ids": [4]}),
     ("embed", {"model": "m", "input": ["a", "b"], "encoding_format": "base64", "dimensions": 8}),
