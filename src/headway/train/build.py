@@ -1,4 +1,7 @@
-"""The wiring: a resolved recipe and how it starts come in, a `Run` goes out. Writes nothing, and nothing here is used after that."""
+"""The wiring: a resolved recipe and how it starts come in, a `Run` goes out. Nothing here is used after that.
+
+Writes nothing into the run folder. What data lacks is made in the cache: token stores, features of media, scores of a reference.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from headway.errors import ConfigError
 from headway.train.config import Recipe
 from headway.workflows.import_config import SYSTEMS, import_config
 from headway.workflows.import_config.literals import Unread, read_python
-from headway.workflows.import_config.rules import shown
+from headway.workflows.import_config.rules import has_setting, shown
 
 HERE = Path(__file__).parents[2] / "support" / "imported"
 FILES = {
@@ -348,6 +348,18 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     assert "headway[wandb]" in capfd.readouterr().err
     assert main(["config", "import", "prulong-masks.sh", "--from", "prulong"]) == 0
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("system", ["axolotl", "llamafactory"])
+def test_code_in_a_models_folder_is_named_with_the_setting_that_runs_it(tmp_path: Path, system: str) -> None:
+    path = tmp_path / "theirs.yml"
+    model = "base_model" if system == "axolotl" else "model_name_or_path"
+    path.write_text(f"{model}: x\ntrust_remote_code: true\nlearning_rate: 1e-4\n")
+    imported = import_config(path, system)
+    (line,) = [line for line in imported.report if line.key == "trust_remote_code"]
+    assert "family: transformers, trust_remote_code: true" in line.headway + line.note
+    assert has_setting("model.trust_remote_code")
+    assert "model" not in imported.recipe, "no recipe runs code that nobody asked for"
 
 
 def test_an_imported_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

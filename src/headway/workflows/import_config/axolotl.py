@@ -247,7 +247,9 @@ RULES: dict[str, Rule] = {
     **{key: rule for key, rule in hugging_face.LORA.items() if key not in ("lora_rank", "use_rslora")},
     "base_model": sets("init.from", text),
     "tokenizer_config": sets("tokenizer", text),
-    "trust_remote_code": missing("headway never runs a model's own code", "the families of `headway list`"),
+    "trust_remote_code": missing(
+        "the families of `headway list` need no code of a model", "model: {family: transformers, trust_remote_code: true}"
+    ),
     "revision_of_model": missing("a revision is chosen at the download", "headway download ORG/NAME --revision REVISION"),
     "adapter": adapter,
     "lora_target_linear": target_all,

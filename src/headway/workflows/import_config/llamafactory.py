@@ -200,7 +200,9 @@ RULES: dict[str, Rule] = {
     **hugging_face.LORA,
     "model_name_or_path": sets("init.from", text),
     "adapter_name_or_path": sets("init.adapter", text),
-    "trust_remote_code": automatic("headway never runs a model's own code; its families are those of `headway list`"),
+    "trust_remote_code": automatic(
+        "families of `headway list` need no code of a model; others: model: {family: transformers, trust_remote_code: true}"
+    ),
     "cache_dir": sets("data.cache_dir", text),
     "model_revision": missing("a revision is chosen at the download", "headway download ORG/NAME --revision REVISION", off=("main",)),
     "stage": stage,
