@@ -11,7 +11,7 @@ CONSTRAINTS ?= constraints.txt
 help:
 	@echo "make demo      set up .venv (without developers' tools) and run the whole pipeline in small (CPU, offline, minutes)"
 	@echo "make test      set up .venv and run the tests"
-	@echo "make slow      the tests of whole runs that make test leaves out (two minutes)"
+	@echo "make slow      the tests of whole runs that make test leaves out (five minutes)"
 	@echo "make check     formatting, lint, types, import layers"
 	@echo "make drill     the long tests: full matrices, kill drills"
 	@echo "make test-gpu  the tests that need a CUDA device"
