@@ -21,6 +21,10 @@ class Table:
     def rows(self, indices: Any) -> np.ndarray:
         return self.values[indices]
 
+    def key(self, row: int) -> str:
+        """The content hash of a row; tables with the same first number hold the same content."""
+        return f"{int(self.values[row, 0]):064x}"[::-1]
+
 
 def source(name: str, rows: list[list[int]], first: float) -> SampleSource:
     tables: Any = (Table(first), Table(first + 100))
@@ -42,3 +46,11 @@ def test_absent_media_are_zeros_and_empty_rows_are_no_samples() -> None:
     assert found["media.image"].tolist() == [[0, 0], [0, 0], [16, 17], [12, 13]]
     assert found["media.audio"].tolist() == [[152, 153], [0, 0], [0, 0], [114, 115]]
     assert found["media.image"].dtype == torch.float32
+    assert found["content.image"].tolist()[:2] == [-1, -1] and found["content.audio"].tolist()[1:3] == [-1, -1]
+
+
+def test_equal_content_has_equal_numbers_in_every_source() -> None:
+    first, second = source("a", [[0, 0], [3, 1]], 10.0), source("b", [[3, 0], [2, 1]], 10.0)
+    numbers, others = first.contents(np.array([0, 1])), second.contents(np.array([0, 1]))
+    assert numbers[1, 0] == others[0, 0] and (numbers[:, 1] == others[:, 1]).all()
+    assert len({*numbers[:, 0].tolist(), *others[:, 0].tolist()}) == 3

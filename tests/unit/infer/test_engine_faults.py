@@ -111,6 +111,39 @@ def test_penalties_count_the_tokens_of_before_a_preemption(models: FuzzModels, l
         assert tokens_of(some) == plain_answer(models.base, request).tokens
 
 
+def test_penalties_begin_anew_with_every_request_of_a_slot(models: FuzzModels) -> None:
+    few = tuple((token, 14.0) for token in range(64, 72))
+    rules = [Sampling(repetition_penalty=1.5, logit_bias=few), Sampling(presence_penalty=2.0, frequency_penalty=1.0, logit_bias=few)]
+    engine = InferenceEngine(models.base, EngineOptions(max_running=1))
+    for number, rule in enumerate([*rules, *rules[::-1]]):
+        request = EngineRequest((number, 64 + number), 12, rule, ignore_eos=True)
+        assert tokens_of(collect(engine, [request])[0]) == plain_answer(models.base, request).tokens
+
+
+def test_scores_and_vectors_of_a_prompt_are_whole_where_others_have_left_its_pages(models: FuzzModels) -> None:
+    prompt = tuple(range(40))
+    engine = InferenceEngine(models.base, EngineOptions(page_tokens=4))
+    collect(engine, [EngineRequest(prompt, 3)])
+    scored = EngineRequest(prompt, 1, logprobs=0, prompt_logprobs=True)
+    vector = EngineRequest(prompt, 1, embed=True)
+    first, second = collect(engine, [scored, vector])
+    given = first[0].prompt_logprobs
+    assert given is not None
+    assert [score.logprob for score in given if score is not None] == pytest.approx(
+        plain_answer(models.base, scored).prompt_logprobs, abs=1e-3
+    )
+    expected = plain_answer(models.base, vector).embedding
+    assert expected is not None
+    assert second[0].embedding == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_text_that_fills_the_context_says_so(loaded: LoadedModel) -> None:
+    prompt = (1,) * 150
+    asked = [EngineRequest(prompt, count, ignore_eos=True) for count in (60, 11, 10)]
+    events = collect(InferenceEngine(loaded, EngineOptions()), asked)
+    assert [(len(tokens_of(some)), some[-1].finished) for some in events] == [(10, "context"), (10, "context"), (10, "length")]
+
+
 FAULTS = {
     "grammar that cannot be made": EngineRequest((1, 2), 9, constraint="3 5 make"),
     "first mask": EngineRequest((1, 2), 9, constraint="3 5 mask 0"),

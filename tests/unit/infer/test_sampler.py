@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.infer.engine import sampler
-from headway.infer.engine.sampler import RowChoice, choose_rows
+from headway.infer.engine.sampler import NO_TOKEN, RowChoice, choose_rows
 from headway.infer.sampling import Sampling, choose
 
 RULES = [
@@ -38,3 +38,16 @@ def test_each_row_is_chosen_as_it_is_alone(bounded: bool, coarse: bool, monkeypa
         rows = [RowChoice(0, rule, draw) for rule, draw in zip(rules, draws, strict=True)]
         expected = [int(choose(scores[i : i + 1].clone(), rule, [draws[i]])[0]) for i, rule in enumerate(rules)]
         assert choose_rows(scores, rows).tolist() == expected
+
+
+@pytest.mark.parametrize("rule", [Sampling(), Sampling(0.8), Sampling(0.8, top_k=5), Sampling(0.8, top_p=0.5)])
+def test_a_row_whose_scores_are_no_numbers_has_no_token_and_the_others_have_theirs(rule: Sampling) -> None:
+    """On a GPU an index below zero would end the process, not raise."""
+    scores = 3 * torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+    expected = choose_rows(scores.clone(), [RowChoice(0, rule, 0.4)] * 4).tolist()
+    scores[1] = torch.nan
+    scores[2] = -torch.inf
+    assert choose_rows(scores, [RowChoice(0, rule, 0.4)] * 4).tolist() == [expected[0], NO_TOKEN, NO_TOKEN, expected[3]]
+    scores[0, 7] = torch.inf
+    largest = 7 if rule.temperature == 0 else NO_TOKEN
+    assert choose_rows(scores, [RowChoice(0, rule, 0.4)] * 4)[0] == largest

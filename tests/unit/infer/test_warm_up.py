@@ -42,6 +42,8 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kinds: set[tuple[Any, ...]] = set()
+        self.sizes: set[int] = set()
+        """Tokens of prompts in one launch."""
         prefill, logits, choose, record = EngineDevice.prefill, EngineDevice.logits, Sampler.choose, self.record
 
         def seen_prefill(
@@ -53,6 +55,7 @@ class Launches:
         ) -> torch.Tensor:
             total = sum(piece.count for piece in pieces)
             has_past = any(piece.start > 0 for piece in pieces)
+            self.sizes.add(total)
             self.kinds.add((device.model, "prefill", "one token" if total == 1 else "tokens", has_past))
             self.kinds.add((device.model, "prefill", "one piece" if len(pieces) == 1 else "pieces", has_past))
             self.kinds.add((device.model, "prefill", "size", total.bit_length()))
@@ -117,6 +120,7 @@ def test_no_launch_of_the_first_requests_is_of_a_new_kind(models: FuzzModels, sp
     engine = launches.on_a_gpu(InferenceEngine(models.load(), replace(OPTIONS, speculation=guess), models.adapters, TokenRule))
     engine.warm_up()
     warmed = set(launches.kinds)
+    assert set(prompt_lengths(OPTIONS.prefill_tokens, OPTIONS.prefill_tokens)) <= launches.sizes
     assert {rows for _, kind, rows, *_ in warmed if kind == "recorded"} == {1, 2, 3}
     requests = [request for request in RequestPool(models, 7, 16).requests if not request.constraint or "make" not in request.constraint]
     run(engine, requests, random.Random(1))
@@ -164,7 +168,16 @@ def test_a_warm_up_leaves_an_engine_as_it_was(models: FuzzModels, monkeypatch: p
     expected = run(InferenceEngine(models.load(), options, models.adapters), requests, random.Random(3))
     launches = Launches(monkeypatch)
     engine = launches.on_a_gpu(InferenceEngine(models.load(), options, models.adapters))
+    reset = engine._reset_counters
+    cached: list[int] = []
+
+    def seen_reset() -> None:
+        cached.append(engine.stats().cached_tokens)
+        reset()
+
+    monkeypatch.setattr(engine, "_reset_counters", seen_reset)
     engine.warm_up()
+    assert cached == [0], "no prompt found its pages computed by an earlier batch"
     stats = engine.stats()
     assert stats == replace(
         stats, prompt_tokens=0, cached_tokens=0, generated_tokens=0, finished=0, preempted=0, steps=0, proposed_tokens=0

@@ -64,7 +64,6 @@ class EngineSequence:
         What was summed up or collected of the prompt belongs to pieces that will come again."""
         assert self.slot < 0 and self.in_flight == 0
         self.target = len(self.tokens)
-        self.keep_at = 0
         self.hidden_sum = None
         self.prompt_logprobs = [None]
 
