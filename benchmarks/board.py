@@ -35,14 +35,28 @@ def write_runs(root: Path, runs: int, points: int) -> None:
     for number in range(runs):
         folder = root / f"group-{number % 5}" / f"run-{number:03}"
         folder.mkdir(parents=True)
-        (folder / "recipe.yaml").write_text(f"run: {{name: run-{number:03}}}\noptim: {{lr: {1e-3 * (1 + number)}}}\nsteps: {points}\n")
-        events = [{"time": 1e9, "event": "start", "step": 0, "text": ""}, {"time": 1e9, "event": "finish", "step": points, "text": ""}]
+        (folder / "recipe.yaml").write_text(
+            f"run: {{name: run-{number:03}}}\noptim: {{lr: {1e-3 * (1 + number)}}}\nsteps: {points}\n"
+        )
+        events = [
+            {"time": 1e9, "event": "start", "step": 0, "text": ""},
+            {"time": 1e9, "event": "finish", "step": points, "text": ""},
+        ]
         (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
-        (folder / "summary.json").write_text(json.dumps({"steps": points, "seconds": 1.0, "checkpoint": None}))
+        (folder / "summary.json").write_text(
+            json.dumps({"steps": points, "seconds": 1.0, "checkpoint": None})
+        )
         with open(folder / "metrics.jsonl", "w") as file:
             for step in range(1, points + 1):
-                loss = 2 + 6 / (1 + step / 2000) + rng.gauss(0, 0.05) + (5 if step % 33_333 == 0 else 0)
-                file.write(f'{{"step": {step}, "loss": {loss!r}, "grad_norm": {rng.random()!r}, {rest[step - 1]}')
+                loss = (
+                    2
+                    + 6 / (1 + step / 2000)
+                    + rng.gauss(0, 0.05)
+                    + (5 if step % 33_333 == 0 else 0)
+                )
+                file.write(
+                    f'{{"step": {step}, "loss": {loss!r}, "grad_norm": {rng.random()!r}, {rest[step - 1]}'
+                )
 
 
 def _rest(step: int, rng: random.Random) -> str:
@@ -68,7 +82,9 @@ class Server:
         self.begun = time.monotonic()
         environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-P", "-m", "headway", "board", str(root), "--port", "0"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
         assert self.process.stdout is not None
         found = re.search(r":(\d+)/", self.process.stdout.readline())
         assert found is not None, "headway board did not start"
@@ -91,7 +107,9 @@ class Server:
 
     def stop(self) -> float:
         begun = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)  # a process started in the background ignores Ctrl-C
+        self.process.send_signal(
+            signal.SIGTERM
+        )  # a process started in the background ignores Ctrl-C
         self.process.wait(30)
         return time.monotonic() - begun
 
@@ -117,7 +135,9 @@ class Viewer:
         self.version = found["version"]
         return found["runs"]
 
-    def charts(self, runs: list[str], points: int, metrics: tuple[str, ...] = METRICS) -> list[dict[str, Any]]:
+    def charts(
+        self, runs: list[str], points: int, metrics: tuple[str, ...] = METRICS
+    ) -> list[dict[str, Any]]:
         heads: list[dict[str, Any]] = []
         for metric in metrics:
             query = "&".join(f"run={run}" for run in runs)
@@ -141,13 +161,24 @@ def measure_open(root: Path, cache: Path, *, wait: bool = True) -> tuple[dict[st
     viewer = Viewer(server.port)
     listening = server.seconds()
     heads = viewer.open()
-    found = {"listening_seconds": listening, "open_seconds": server.seconds(), "cpu_seconds": server.cpu_seconds()}
-    found |= {"load_average": os.getloadavg()[0], "points": sum(one["n"] for one in heads), "bytes_to_open": viewer.bytes}
+    found = {
+        "listening_seconds": listening,
+        "open_seconds": server.seconds(),
+        "cpu_seconds": server.cpu_seconds(),
+    }
+    found |= {
+        "load_average": os.getloadavg()[0],
+        "points": sum(one["n"] for one in heads),
+        "bytes_to_open": viewer.bytes,
+    }
     found["partial_curves"] = sum(one["partial"] for one in heads)
     runs = sorted({one["run"] for one in heads})
     while wait and any(one["partial"] for one in viewer.charts(runs, 120, ("loss",))):
         time.sleep(0.5)
-    found |= {"complete_seconds": server.seconds() if wait else None, "memory_bytes": server.memory()}
+    found |= {
+        "complete_seconds": server.seconds() if wait else None,
+        "memory_bytes": server.memory(),
+    }
     return found, server
 
 
@@ -171,7 +202,9 @@ def measure_live(server: Server, folder: Path, points: int) -> float:
     return worst
 
 
-def measure_viewers(server: Server, folder: Path, points: int, viewers: int, seconds: float) -> dict[str, Any]:
+def measure_viewers(
+    server: Server, folder: Path, points: int, viewers: int, seconds: float
+) -> dict[str, Any]:
     """Memory and answer times while viewers poll once a second and one run writes ten steps a second."""
     over, slowest, asked = threading.Event(), [0.0], [0]
 
@@ -214,8 +247,16 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=100_000)
     parser.add_argument("--viewers", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--indexed", type=Path, help="A complete cache of these runs: the first start is not waited for.")
-    parser.add_argument("--folder", type=Path, help="Where the runs are, or are written and kept; default: a temporary folder.")
+    parser.add_argument(
+        "--indexed",
+        type=Path,
+        help="A complete cache of these runs: the first start is not waited for.",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="Where the runs are, or are written and kept; default: a temporary folder.",
+    )
     given = parser.parse_args()
     root = given.folder or Path(tempfile.mkdtemp(prefix="board-"))
     try:
@@ -227,13 +268,21 @@ def main() -> None:
         print(f"wrote {size / 1e9:.2f} GB in {time.monotonic() - begun:.0f} s", file=sys.stderr)
         cache = root / "cache"
         shutil.rmtree(cache, ignore_errors=True)
-        result: dict[str, Any] = {"runs": given.runs, "points_each": given.points, "metrics_bytes": size}
+        result: dict[str, Any] = {
+            "runs": given.runs,
+            "points_each": given.points,
+            "metrics_bytes": size,
+        }
         result["first_start"], server = measure_open(runs, cache, wait=given.indexed is None)
         print(json.dumps(result), file=sys.stderr)
         result["stop_seconds"] = server.stop()
         result["second_start"], server = measure_open(runs, given.indexed or cache)
         print(json.dumps(result), file=sys.stderr)
-        result["cache_bytes"] = sum(one.stat().st_size for one in cache.rglob("*") if one.is_file()) if given.indexed is None else None
+        result["cache_bytes"] = (
+            sum(one.stat().st_size for one in cache.rglob("*") if one.is_file())
+            if given.indexed is None
+            else None
+        )
         folder = runs / "group-0" / "run-000"
         with open(folder / "metrics.jsonl", "rb") as file:
             before = file.seek(0, os.SEEK_END)

@@ -28,18 +28,30 @@ from headway.parallel.engine import EngineSpec
 SHAPES = {
     "laptop, 8 x 512": (ModelConfig(preset="laptop", vocab_size=4096), 8, 512),
     "wide, 4 x 256": (
-        ModelConfig(hidden_size=512, num_layers=4, num_heads=8, num_kv_heads=4, ffn_size=1408, vocab_size=8192, max_seq_len=256),
+        ModelConfig(
+            hidden_size=512,
+            num_layers=4,
+            num_heads=8,
+            num_kv_heads=4,
+            ffn_size=1408,
+            vocab_size=8192,
+            max_seq_len=256,
+        ),
         4,
         256,
     ),
 }
 
 
-def headway_step(config: ModelConfig, rows: int, seq_len: int, compile_blocks: bool = False) -> Callable[[], float]:
+def headway_step(
+    config: ModelConfig, rows: int, seq_len: int, compile_blocks: bool = False
+) -> Callable[[], float]:
     """One update through headway's engine."""
     optim = AdamW(lr=1e-4)
     engine = assemble(EngineSpec(config, NextToken(), optim, compile_blocks=compile_blocks))
-    engine.fill((name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items())
+    engine.fill(
+        (name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items()
+    )
     numbers = hypers(optim, engine.groups, 10, 100)
     position = torch.arange(seq_len, dtype=torch.int32).expand(rows, seq_len)
     zeros = torch.zeros(rows, seq_len, dtype=torch.int32)
@@ -49,10 +61,20 @@ def headway_step(config: ModelConfig, rows: int, seq_len: int, compile_blocks: b
         data = torch.randint(0, config.vocab, (rows, seq_len + 1))
         weight = torch.ones(rows, seq_len)
         source = torch.zeros(rows, dtype=torch.int32)
-        batch = Batch(data[:, :-1].contiguous(), data[:, 1:].contiguous(), weight, position, zeros, source, bounds, single_document=True)
+        batch = Batch(
+            data[:, :-1].contiguous(),
+            data[:, 1:].contiguous(),
+            weight,
+            position,
+            zeros,
+            source,
+            bounds,
+            single_document=True,
+        )
         totals = {"targets": float(rows * seq_len), "rows": float(rows)}
         result = engine.forward_backward(
-            StepBatch((batch,), totals, StepStats(rows * seq_len, rows, seq_len, rows, rows, 0)), StepInfo(0, 100)
+            StepBatch((batch,), totals, StepStats(rows * seq_len, rows, seq_len, rows, rows, 0)),
+            StepInfo(0, 100),
         )
         engine.update(numbers)
         return result.loss.item()
@@ -113,7 +135,10 @@ def main() -> None:
     torch.manual_seed(0)
     results = []
     for shape, (config, rows, seq_len) in SHAPES.items():
-        steps = {"headway": headway_step(config, rows, seq_len), "transformers": transformers_step(config, rows, seq_len)}
+        steps = {
+            "headway": headway_step(config, rows, seq_len),
+            "transformers": transformers_step(config, rows, seq_len),
+        }
         rates = measure(steps, rows * seq_len, options.rounds)
         results.append({"shape": shape, **rates, "ratio": rates["headway"] / rates["transformers"]})
     if options.json:
@@ -122,7 +147,9 @@ def main() -> None:
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{'shape':<20}{'headway tok/s':>16}{'transformers tok/s':>20}{'ratio':>8}")
     for row in results:
-        print(f"{row['shape']:<20}{row['headway']:>16,.0f}{row['transformers']:>20,.0f}{row['ratio']:>8.2f}")
+        print(
+            f"{row['shape']:<20}{row['headway']:>16,.0f}{row['transformers']:>20,.0f}{row['ratio']:>8.2f}"
+        )
 
 
 if __name__ == "__main__":

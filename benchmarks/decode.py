@@ -37,7 +37,12 @@ def build(shape: str, device: str) -> Transformer:
     config = ModelConfig.model_validate(SHAPES[shape])
     with torch.device("meta"):
         model = Transformer(config)
-    model = model.to(torch.bfloat16 if device == "cuda" else torch.float32).to_empty(device=device).requires_grad_(False).eval()
+    model = (
+        model.to(torch.bfloat16 if device == "cuda" else torch.float32)
+        .to_empty(device=device)
+        .requires_grad_(False)
+        .eval()
+    )
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)
@@ -50,7 +55,9 @@ def masks_at(config: ModelConfig, sparsity: float, window: int, sinks: int) -> H
         return None
     kept, heads = num_full_heads(config.num_layers * config.kv_heads, sparsity), config.kv_heads
     flat = [index < kept for index in range(config.num_layers * heads)]
-    rows = tuple(tuple(flat[layer * heads : (layer + 1) * heads]) for layer in range(config.num_layers))
+    rows = tuple(
+        tuple(flat[layer * heads : (layer + 1) * heads]) for layer in range(config.num_layers)
+    )
     return random_masks(HeadMasks(rows, window, sinks), seed=0)
 
 
@@ -65,24 +72,43 @@ def time_prefill(model: Transformer, context: int, masks: HeadMasks | None, devi
     """Seconds for one row."""
     dtype = model.head_weight.dtype
     tokens = torch.randint(0, model.config.vocab, (1, context), device=device)
-    cache = KVCache(model.config, 1, context, device=device, dtype=dtype, masks=masks, prompt_lengths=[context])
+    cache = KVCache(
+        model.config, 1, context, device=device, dtype=dtype, masks=masks, prompt_lengths=[context]
+    )
     began = wait(device)
     for _ in chunks(model, tokens, cache, CHUNK_TOKENS):
         pass
     return wait(device) - began
 
 
-def time_decode(model: Transformer, context: int, rows: int, masks: HeadMasks | None, device: str, options: argparse.Namespace) -> Any:
+def time_decode(
+    model: Transformer,
+    context: int,
+    rows: int,
+    masks: HeadMasks | None,
+    device: str,
+    options: argparse.Namespace,
+) -> Any:
     """Seconds of a step, and the cache it ran on."""
     steps, tries = options.steps, 3
     slots, dtype = context + tries * steps + 8, model.head_weight.dtype
-    cache = KVCache(model.config, rows, slots, device=device, dtype=dtype, masks=masks, prompt_lengths=[context] * rows)
+    cache = KVCache(
+        model.config,
+        rows,
+        slots,
+        device=device,
+        dtype=dtype,
+        masks=masks,
+        prompt_lengths=[context] * rows,
+    )
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
     cache.advance(context)
     compiled = device == "cuda" and not options.eager
-    decoder = Decoder(model, cache, steps=steps, compile_blocks=compiled, search_kernels=options.search_kernels)
+    decoder = Decoder(
+        model, cache, steps=steps, compile_blocks=compiled, search_kernels=options.search_kernels
+    )
     token = torch.zeros(rows, dtype=torch.int64, device=device)
     for _ in range(4):
         token = decoder.step(token).argmax(-1)
@@ -95,14 +121,25 @@ def time_decode(model: Transformer, context: int, rows: int, masks: HeadMasks | 
     return best, cache.num_bytes
 
 
-def measure(model: Transformer, context: int, rows: int, sparsity: float, device: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    model: Transformer,
+    context: int,
+    rows: int,
+    sparsity: float,
+    device: str,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
     """One line of the table."""
     masks = masks_at(model.config, sparsity, options.window, options.sinks)
     began = time.perf_counter()
     with torch.inference_mode():
         seconds, num_bytes = time_decode(model, context, rows, masks, device, options)
         # The first prefill under new masks loads kernels; the best counts.
-        prefill = min(time_prefill(model, context, masks, device) for _ in range(3)) if options.prefill else None
+        prefill = (
+            min(time_prefill(model, context, masks, device) for _ in range(3))
+            if options.prefill
+            else None
+        )
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return {
         "context": context,
@@ -119,15 +156,23 @@ def measure(model: Transformer, context: int, rows: int, sparsity: float, device
 
 def main() -> None:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="1b")
-    parser.add_argument("--cases", default="2048x1,32768x8,131072x8", help="context x rows, comma separated")
+    parser.add_argument(
+        "--cases", default="2048x1,32768x8,131072x8", help="context x rows, comma separated"
+    )
     parser.add_argument("--sparsities", default="0,0.5,0.7")
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--sinks", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=48, help="steps of one timing; the best of three counts")
+    parser.add_argument(
+        "--steps", type=int, default=48, help="steps of one timing; the best of three counts"
+    )
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks")
-    parser.add_argument("--search-kernels", action="store_true", help="let the compiler search for the best kernels")
+    parser.add_argument(
+        "--search-kernels", action="store_true", help="let the compiler search for the best kernels"
+    )
     parser.add_argument("--no-prefill", dest="prefill", action="store_false")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -138,7 +183,9 @@ def main() -> None:
         model.compile_prefill(compile_any_length)
     if options.prefill:
         with torch.inference_mode():
-            time_prefill(model, min(2 * CHUNK_TOKENS, 2048 if device == "cpu" else 1 << 20), None, device)  # warm-up
+            time_prefill(
+                model, min(2 * CHUNK_TOKENS, 2048 if device == "cpu" else 1 << 20), None, device
+            )  # warm-up
     results: list[dict[str, Any]] = []
     for case in options.cases.split(","):
         context, rows = map(int, case.split("x"))
@@ -152,7 +199,10 @@ def main() -> None:
                 "decode_ratio": round(base["step_ms"] / results[-1]["step_ms"], 2),
             }
             print(json.dumps(results[-1]), flush=True)
-    print("\n| context, batch | sparsity | cache GiB | smaller | ms/step | decode tok/s | faster | prefill tok/s |\n|" + "---|" * 8)
+    print(
+        "\n| context, batch | sparsity | cache GiB | smaller | ms/step | decode tok/s | faster | prefill tok/s |\n|"
+        + "---|" * 8
+    )
     for one in results:
         prefill = "" if one["prefill_tok_s"] is None else f"{one['prefill_tok_s']:,}"
         print(
@@ -161,7 +211,10 @@ def main() -> None:
         )
     if options.out:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-        options.out.write_text(json.dumps({"device": name, "torch": torch.__version__, "results": results}, indent=2) + "\n")
+        options.out.write_text(
+            json.dumps({"device": name, "torch": torch.__version__, "results": results}, indent=2)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

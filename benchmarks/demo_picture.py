@@ -18,23 +18,45 @@ TRAIN, VALID, GREY = "#9fa8da", "#303f9f", "#616161"
 
 def records(run: Path) -> list[dict[str, Any]]:
     """The steps of a run."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def smooth(values: list[float], width: int = 15) -> list[float]:
     """The mean of the last values, so that a curve of single batches can be read."""
-    return [sum(values[max(0, at - width) : at + 1]) / len(values[max(0, at - width) : at + 1]) for at in range(len(values))]
+    return [
+        sum(values[max(0, at - width) : at + 1]) / len(values[max(0, at - width) : at + 1])
+        for at in range(len(values))
+    ]
 
 
 def curve(axes: Axes, run: Path, title: str, key: str, label: str) -> None:
     """Training as a thin line, validation as points."""
     steps = [one for one in records(run) if one.get(key) is not None]
-    axes.plot([one["step"] for one in steps], smooth([one[key] for one in steps]), color=TRAIN, label="training")
-    checked = [(one["step"], next(iter(one["valid"].values()))) for one in records(run) if one.get("valid")]
+    axes.plot(
+        [one["step"] for one in steps],
+        smooth([one[key] for one in steps]),
+        color=TRAIN,
+        label="training",
+    )
+    checked = [
+        (one["step"], next(iter(one["valid"].values()))) for one in records(run) if one.get("valid")
+    ]
     points = [(step, found[key]) for step, found in checked if found.get(key) is not None]
-    axes.plot([step for step, _ in points], [value for _, value in points], "o-", color=VALID, markersize=4, label="held out")
+    axes.plot(
+        [step for step, _ in points],
+        [value for _, value in points],
+        "o-",
+        color=VALID,
+        markersize=4,
+        label="held out",
+    )
     first, last = points[0][1], points[-1][1]
-    axes.set_title(f"{title}\n{label} {first:.2f} → {last:.2f}", fontsize=10, loc="left", color="#212121")
+    axes.set_title(
+        f"{title}\n{label} {first:.2f} → {last:.2f}", fontsize=10, loc="left", color="#212121"
+    )
     axes.set_xlabel("step", fontsize=9, color=GREY)
     axes.tick_params(labelsize=8, colors=GREY)
     axes.grid(alpha=0.25)

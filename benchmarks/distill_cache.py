@@ -34,7 +34,10 @@ WARM_STEPS = 3
 
 
 def make_store(folder: Path, vocab: int, tokens: int) -> Path:
-    rng, writer = np.random.default_rng(0), StoreWriter(folder / "store", dtype=dtype_for(vocab), tokenizer_fingerprint=None)
+    rng, writer = (
+        np.random.default_rng(0),
+        StoreWriter(folder / "store", dtype=dtype_for(vocab), tokenizer_fingerprint=None),
+    )
     while tokens > 0:
         size = int(rng.integers(50, 400))
         writer.add(rng.integers(0, vocab, size).astype(dtype_for(vocab)))
@@ -57,14 +60,39 @@ def main() -> None:
 
         def settings(run: str, shape: tuple[int, int, int, int], steps: int) -> list[str]:
             width, layers, heads, ffn = shape
-            model = f"model.hidden_size={width}", f"model.num_layers={layers}", f"model.num_heads={heads}", f"model.ffn_size={ffn}"
-            data = f"data.train=[{store}]", f"data.seq_len={seq_len}", "data.tokenizer_unchecked=true", f"data.cache_dir={folder}/cache"
-            rest = f"model.vocab_size={vocab}", f"model.max_seq_len={seq_len}", f"batch.rows={rows}", f"steps={steps}", "log.every=1"
-            return [f"run.dir={folder}/runs", f"run.name={run}", *model, *data, *rest, "checkpoint.every=null"]
+            model = (
+                f"model.hidden_size={width}",
+                f"model.num_layers={layers}",
+                f"model.num_heads={heads}",
+                f"model.ffn_size={ffn}",
+            )
+            data = (
+                f"data.train=[{store}]",
+                f"data.seq_len={seq_len}",
+                "data.tokenizer_unchecked=true",
+                f"data.cache_dir={folder}/cache",
+            )
+            rest = (
+                f"model.vocab_size={vocab}",
+                f"model.max_seq_len={seq_len}",
+                f"batch.rows={rows}",
+                f"steps={steps}",
+                "log.every=1",
+            )
+            return [
+                f"run.dir={folder}/runs",
+                f"run.name={run}",
+                *model,
+                *data,
+                *rest,
+                "checkpoint.every=null",
+            ]
 
         train(load(Recipe, None, [*settings("teacher", teacher, 1), "optim.lr=0"]))
         loaded = load_model(folder / "runs" / "teacher", device=compute.device, dtype=compute.dtype)
-        made = write_logits(loaded, open_store(store), folder / "logits", LogitsOptions(top_k, seq_len=seq_len))
+        made = write_logits(
+            loaded, open_store(store), folder / "logits", LogitsOptions(top_k, seq_len=seq_len)
+        )
         del loaded
         kinds = {
             "next_token": [],
@@ -74,7 +102,9 @@ def main() -> None:
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         for turn in range(options.turns):
             for kind, more in kinds.items():
-                recipe = load(Recipe, None, [*settings(f"{kind}{turn}", student, options.steps), *more])
+                recipe = load(
+                    Recipe, None, [*settings(f"{kind}{turn}", student, options.steps), *more]
+                )
                 train(recipe)
                 lines = read_metrics(recipe.run.folder / "metrics.jsonl")
                 seconds[kind] += [line["time"]["step_seconds"] for line in lines[WARM_STEPS:]]

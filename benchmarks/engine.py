@@ -50,7 +50,12 @@ def prompts(count: int, tokens: int, vocab: int, seed: int = 0) -> list[tuple[in
 
 
 def make_engine(
-    loaded: LoadedModel, options: argparse.Namespace, running: int, context: int, sparsity: float, **more: Any
+    loaded: LoadedModel,
+    options: argparse.Namespace,
+    running: int,
+    context: int,
+    sparsity: float,
+    **more: Any,
 ) -> tuple[Any, float]:
     """An engine, recorded, and the seconds that took."""
     masks = masks_at(loaded.config, sparsity, WINDOW, SINKS)
@@ -61,7 +66,9 @@ def make_engine(
     began = wait(options.device)
     engine = InferenceEngine(loaded.with_masks(masks), chosen)
     engine.warm_up()
-    warm = EngineRequest(prompts(1, min(300, context - 8), loaded.config.vocab, 9)[0], 4, ignore_eos=True)
+    warm = EngineRequest(
+        prompts(1, min(300, context - 8), loaded.config.vocab, 9)[0], 4, ignore_eos=True
+    )
     for _ in range(2):
         run(engine, [warm, warm], options.device)
     return engine, wait(options.device) - began
@@ -102,14 +109,29 @@ def say(part: str, case: dict[str, Any]) -> None:
 
 
 def measure(
-    part: str, loaded: LoadedModel, options: argparse.Namespace, count: int, lengths: tuple[int, int], sparsity: float
+    part: str,
+    loaded: LoadedModel,
+    options: argparse.Namespace,
+    count: int,
+    lengths: tuple[int, int],
+    sparsity: float,
 ) -> dict[str, Any]:
     """One work: `count` requests of (in, out)."""
     prompt, new = lengths
-    engine, cold = make_engine(loaded, options, min(count, options.max_running), prompt + new, sparsity)
-    requests = [EngineRequest(one, new, ignore_eos=True) for one in prompts(count, prompt, loaded.config.vocab)]
+    engine, cold = make_engine(
+        loaded, options, min(count, options.max_running), prompt + new, sparsity
+    )
+    requests = [
+        EngineRequest(one, new, ignore_eos=True)
+        for one in prompts(count, prompt, loaded.config.vocab)
+    ]
     found = run(engine, requests, options.device)
-    case = {"sparsity": sparsity, **found, "cold_s": round(cold, 1), "cache_gib": round(engine.cache.num_bytes / 2**30, 2)}
+    case = {
+        "sparsity": sparsity,
+        **found,
+        "cold_s": round(cold, 1),
+        "cache_gib": round(engine.cache.num_bytes / 2**30, 2),
+    }
     say(part, case)
     del engine
     gc.collect()
@@ -118,13 +140,20 @@ def measure(
     return case
 
 
-def lock_step(loaded: LoadedModel, options: argparse.Namespace, rows: int, prompt: int, new: int) -> None:
+def lock_step(
+    loaded: LoadedModel, options: argparse.Namespace, rows: int, prompt: int, new: int
+) -> None:
     """The rate of `Decoder` over the same lengths: every row at once, greedy."""
     cache = loaded.new_cache(rows, prompt + new + 8, [prompt] * rows)
     began = wait(options.device)
     with torch.inference_mode():
         cache.advance(prompt)
-        decoder = Decoder(loaded.model, cache, steps=new, compile_blocks=options.compile == "auto" and options.device == "cuda")
+        decoder = Decoder(
+            loaded.model,
+            cache,
+            steps=new,
+            compile_blocks=options.compile == "auto" and options.device == "cuda",
+        )
         token = torch.zeros(rows, dtype=torch.int64, device=options.device)
         for _ in range(4):
             token = decoder.step(token).argmax(-1)
@@ -133,15 +162,34 @@ def lock_step(loaded: LoadedModel, options: argparse.Namespace, rows: int, promp
         for _ in range(new):
             token = decoder.step(token).argmax(-1)
         seconds = wait(options.device) - began
-    say("answers", {"what": "lock-step", "requests": rows, "new_tok_s": round(rows * new / seconds, 1), "cold_s": round(cold, 1)})
+    say(
+        "answers",
+        {
+            "what": "lock-step",
+            "requests": rows,
+            "new_tok_s": round(rows * new / seconds, 1),
+            "cold_s": round(cold, 1),
+        },
+    )
 
 
 def fit(loaded: LoadedModel, options: argparse.Namespace) -> None:
     """How many requests of one length run at once within one budget."""
     context, count = options.context or 32768, {}
     for sparsity in (0.0, 0.7):
-        engine, _ = make_engine(loaded, options, 256, context, sparsity, cache_bytes=options.budget_gib << 30, record=False)
-        requests = [EngineRequest(one, 8, ignore_eos=True) for one in prompts(options.fit_requests, context - 8, loaded.config.vocab)]
+        engine, _ = make_engine(
+            loaded,
+            options,
+            256,
+            context,
+            sparsity,
+            cache_bytes=options.budget_gib << 30,
+            record=False,
+        )
+        requests = [
+            EngineRequest(one, 8, ignore_eos=True)
+            for one in prompts(options.fit_requests, context - 8, loaded.config.vocab)
+        ]
         for one in requests:
             engine.submit(one)
         began, most = wait(options.device), 0
@@ -151,7 +199,15 @@ def fit(loaded: LoadedModel, options: argparse.Namespace) -> None:
             if engine.num_waiting and not options.whole:
                 break  # admission is what counts; the prompts need not be read
         count[sparsity] = most
-        say("fit", {"context": context, "sparsity": sparsity, "budget_gib": options.budget_gib, "running": most})
+        say(
+            "fit",
+            {
+                "context": context,
+                "sparsity": sparsity,
+                "budget_gib": options.budget_gib,
+                "running": most,
+            },
+        )
         del engine
         gc.collect()
         torch.cuda.empty_cache() if options.device == "cuda" else None
@@ -171,9 +227,15 @@ def sampled(loaded: LoadedModel, options: argparse.Namespace) -> None:
     engine, cold = make_engine(loaded, options, 64, 128 + 256, 0.0)
     for name, rule in rules.items():
         made = prompts(64, 128, loaded.config.vocab)
-        requests = [EngineRequest(one, 256, key=str(i), ignore_eos=True, **rule) for i, one in enumerate(made)]
+        requests = [
+            EngineRequest(one, 256, key=str(i), ignore_eos=True, **rule)
+            for i, one in enumerate(made)
+        ]
         run(engine, requests[:2], options.device)
-        say("sampled", {"rule": name, **run(engine, requests, options.device), "cold_s": round(cold, 1)})
+        say(
+            "sampled",
+            {"rule": name, **run(engine, requests, options.device), "cold_s": round(cold, 1)},
+        )
 
 
 def start(loaded: LoadedModel, options: argparse.Namespace) -> None:
@@ -200,12 +262,34 @@ def start(loaded: LoadedModel, options: argparse.Namespace) -> None:
             ready = wait(options.device) - began
             rates: list[float] = []
             for number in range(3):
-                made = prompts(options.requests, prompt, loaded.config.vocab, seed=number)  # none repeats an earlier batch's
-                requests = [EngineRequest(ids, new, rule, key=str(index), ignore_eos=True) for index, ids in enumerate(made)]
+                made = prompts(
+                    options.requests, prompt, loaded.config.vocab, seed=number
+                )  # none repeats an earlier batch's
+                requests = [
+                    EngineRequest(ids, new, rule, key=str(index), ignore_eos=True)
+                    for index, ids in enumerate(made)
+                ]
                 batch = run(engine, requests, options.device)
                 rates.append(batch["new_tok_s"])
-                say("start", {"sparsity": sparsity, "rule": name, "batch": number + 1, "ready_s": round(ready, 1), **batch})
-            say("start", {"sparsity": sparsity, "rule": name, "warm_up": not options.cold, "ratio": round(rates[0] / rates[1], 3)})
+                say(
+                    "start",
+                    {
+                        "sparsity": sparsity,
+                        "rule": name,
+                        "batch": number + 1,
+                        "ready_s": round(ready, 1),
+                        **batch,
+                    },
+                )
+            say(
+                "start",
+                {
+                    "sparsity": sparsity,
+                    "rule": name,
+                    "warm_up": not options.cold,
+                    "ratio": round(rates[0] / rates[1], 3),
+                },
+            )
             del engine
             gc.collect()
             if options.device == "cuda":
@@ -225,28 +309,66 @@ def transformers_part(loaded: LoadedModel, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights = ((name, value.detach()) for name, value in loaded.model.named_parameters())
         export_huggingface(loaded.config, weights, Path(folder) / "out", tokenizer=None)
-        model: Any = AutoModelForCausalLM.from_pretrained(Path(folder) / "out", dtype=loaded.model.head_weight.dtype).to(options.device)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            Path(folder) / "out", dtype=loaded.model.head_weight.dtype
+        ).to(options.device)
     made = prompts(count, prompt, loaded.config.vocab)
     ids = torch.tensor(made, device=options.device)
     with torch.inference_mode():
-        model.generate(ids[:1, :64], max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+        model.generate(
+            ids[:1, :64], max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0
+        )
         began = wait(options.device)
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+        )
         seconds = wait(options.device) - began
-    say("transformers", {"what": "generate", "requests": count, "prompt": prompt, "new": new, "new_tok_s": round(count * new / seconds, 1)})
+    say(
+        "transformers",
+        {
+            "what": "generate",
+            "requests": count,
+            "prompt": prompt,
+            "new": new,
+            "new_tok_s": round(count * new / seconds, 1),
+        },
+    )
     model.set_attn_implementation("paged|sdpa")
-    chosen = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False)
+    chosen = GenerationConfig(
+        max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
+    )
     began = wait(options.device)
-    found = model.generate_batch(inputs=[list(one) for one in made], generation_config=chosen, progress_bar=False)
+    found = model.generate_batch(
+        inputs=[list(one) for one in made], generation_config=chosen, progress_bar=False
+    )
     seconds = wait(options.device) - began
     tokens = sum(len(one.generated_tokens) for one in found.values())
-    say("transformers", {"what": "generate_batch", "requests": count, "prompt": prompt, "new_tok_s": round(tokens / seconds, 1)})
+    say(
+        "transformers",
+        {
+            "what": "generate_batch",
+            "requests": count,
+            "prompt": prompt,
+            "new_tok_s": round(tokens / seconds, 1),
+        },
+    )
 
 
 def main() -> None:
     """Run one part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["prompts", "answers", "fit", "grid", "sampled", "start", "transformers"], required=True)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part",
+        choices=["prompts", "answers", "fit", "grid", "sampled", "start", "transformers"],
+        required=True,
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="1b")
     parser.add_argument("--context", type=int, help="of the parts grid and fit")
     parser.add_argument("--requests", type=int, default=64)
@@ -257,7 +379,9 @@ def main() -> None:
     parser.add_argument("--max-running", type=int, default=256)
     parser.add_argument("--budget-gib", type=int, default=16, help="of the part fit")
     parser.add_argument("--fit-requests", type=int, default=128)
-    parser.add_argument("--whole", action="store_true", help="part fit: run the requests to their end")
+    parser.add_argument(
+        "--whole", action="store_true", help="part fit: run the requests to their end"
+    )
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks")
     parser.add_argument("--cold", action="store_true", help="part start: no warm-up")
     options = parser.parse_args()
@@ -270,7 +394,9 @@ def main() -> None:
     if options.part == "prompts":
         measure("prompts", loaded, options, options.requests, options.lengths, 0.0)
     elif options.part == "answers":
-        prompt, new = (128, options.new or 1024) if options.shape == "1b" else (16, options.new or 32)
+        prompt, new = (
+            (128, options.new or 1024) if options.shape == "1b" else (16, options.new or 32)
+        )
         lock_step(loaded, options, options.requests, prompt, new)
         measure("answers", loaded, options, options.requests, (prompt, new), 0.0)
     elif options.part == "fit":

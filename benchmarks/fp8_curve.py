@@ -30,7 +30,9 @@ LAST = 50
 
 def main() -> None:
     """Run all precisions beside each other, print how far their curves are apart."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--store", type=Path, required=True, help="a token store of real text")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", action="append", choices=list(RUNS))
@@ -41,16 +43,25 @@ def main() -> None:
         started = {}
         for name in options.only or RUNS:
             run = name.replace(" ", "-")
-            settings = [*BASE, f"data.train=[{options.store}]", f"data.cache_dir={folder}/cache-{run}", f"steps={options.steps}"]
+            settings = [
+                *BASE,
+                f"data.train=[{options.store}]",
+                f"data.cache_dir={folder}/cache-{run}",
+                f"steps={options.steps}",
+            ]
             settings += [f"run.dir={folder}", f"run.name={run}", *RUNS[name], *options.settings]
             command = [sys.executable, "-m", "headway", "train", *settings]
-            started[name] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            started[name] = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
         curves: dict[str, list[float]] = {}
         for name, process in started.items():
             errors = process.communicate()[1]
             if process.returncode:
                 raise SystemExit(f"{name} failed:\n{errors[-2000:]}")
-            lines = (Path(folder) / name.replace(" ", "-") / "metrics.jsonl").read_text().splitlines()
+            lines = (
+                (Path(folder) / name.replace(" ", "-") / "metrics.jsonl").read_text().splitlines()
+            )
             curves[name] = [json.loads(line)["loss"] for line in lines]
     print(json.dumps(compared(curves)))
     if options.out:
@@ -64,8 +75,13 @@ def compared(curves: dict[str, list[float]]) -> dict[str, Any]:
         end = statistics.mean(losses[-LAST:])
         found[name] = {"first": losses[0], f"mean of last {LAST}": end}
         if "bf16" in curves and name != "bf16":
-            apart = [abs(a / b - 1) for a, b in zip(smooth(losses), smooth(curves["bf16"]), strict=True)]
-            found[name] |= {"end against bf16": end / statistics.mean(curves["bf16"][-LAST:]) - 1, "largest distance": max(apart)}
+            apart = [
+                abs(a / b - 1) for a, b in zip(smooth(losses), smooth(curves["bf16"]), strict=True)
+            ]
+            found[name] |= {
+                "end against bf16": end / statistics.mean(curves["bf16"][-LAST:]) - 1,
+                "largest distance": max(apart),
+            }
     return found
 
 

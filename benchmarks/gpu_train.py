@@ -32,7 +32,13 @@ TINY: dict[str, Any] = {"model": ["model.preset=laptop"], "vocab": 1024}
 CASES: dict[str, dict[str, Any]] = {
     "1b-4k": {**LLAMA_1B, "seq_len": 4096, "rows": 8},
     "1b-8k": {**LLAMA_1B, "seq_len": 8192, "rows": 4},
-    "1b-8k-fp8": {**LLAMA_1B, "seq_len": 8192, "rows": 4, "extra": ["precision=fp8"], "peer": "fp8=tensorwise"},
+    "1b-8k-fp8": {
+        **LLAMA_1B,
+        "seq_len": 8192,
+        "rows": 4,
+        "extra": ["precision=fp8"],
+        "peer": "fp8=tensorwise",
+    },
     "1b-8k-muon": {**LLAMA_1B, "seq_len": 8192, "rows": 4, "extra": ["optim.kind=muon"]},
     "1b-8k-lion": {**LLAMA_1B, "seq_len": 8192, "rows": 4, "extra": ["optim.kind=lion"]},
     "1b-2k": {**LLAMA_1B, "seq_len": 2048, "rows": 16},
@@ -42,8 +48,20 @@ CASES: dict[str, dict[str, Any]] = {
     "1b-64k-packed": {**LLAMA_1B, "seq_len": 65536, "rows": 1, "documents": 48},
     "3b-8k": {**LLAMA_3B, "seq_len": 8192, "rows": 2},
     "8b10L-8k": {**WIDE, "seq_len": 8192, "rows": 4},
-    "8b10L-8k-fp8": {**WIDE, "seq_len": 8192, "rows": 4, "extra": ["precision=fp8"], "peer": "fp8=tensorwise"},
-    "8b10L-8k-fp8-rowwise": {**WIDE, "seq_len": 8192, "rows": 4, "extra": ["precision=fp8", "fp8.scaling=rowwise"], "peer": "fp8=rowwise"},
+    "8b10L-8k-fp8": {
+        **WIDE,
+        "seq_len": 8192,
+        "rows": 4,
+        "extra": ["precision=fp8"],
+        "peer": "fp8=tensorwise",
+    },
+    "8b10L-8k-fp8-rowwise": {
+        **WIDE,
+        "seq_len": 8192,
+        "rows": 4,
+        "extra": ["precision=fp8", "fp8.scaling=rowwise"],
+        "peer": "fp8=rowwise",
+    },
     "tiny": {**TINY, "seq_len": 256, "rows": 4},
     "tiny-muon": {**TINY, "seq_len": 256, "rows": 4, "extra": ["optim.kind=muon"]},
     "tiny-packed": {**TINY, "seq_len": 256, "rows": 4, "documents": 3},
@@ -51,7 +69,9 @@ CASES: dict[str, dict[str, Any]] = {
 WARM_UP = 3
 
 
-def make_store(folder: Path, *, seq_len: int, documents_per_row: int, rows: int, vocab: int, longest: float) -> Path:
+def make_store(
+    folder: Path, *, seq_len: int, documents_per_row: int, rows: int, vocab: int, longest: float
+) -> Path:
     """Fresh random tokens; each row of the run is one document, or a few, the last `longest` times as long as the first."""
     rng = np.random.default_rng(0)
     writer = StoreWriter(folder, dtype="uint32", tokenizer_fingerprint=None)
@@ -85,11 +105,19 @@ def run_headway(case: dict[str, Any], steps: int, extra: list[str]) -> dict[str,
             "checkpoint.every=null", "checkpoint.at_end=false", "eval.every=null", "log.every=1", *case.get("extra", []), *extra,
         ]  # fmt: skip
         began = time.time()
-        done = subprocess.run([sys.executable, "-m", "headway", "train", *settings], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "headway", "train", *settings],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         seconds = time.time() - began
         if done.returncode:
             return {"framework": "headway", "error": done.stderr[-2000:]}
-        records = [json.loads(line) for line in (Path(folder) / "runs" / "bench" / "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line)
+            for line in (Path(folder) / "runs" / "bench" / "metrics.jsonl").read_text().splitlines()
+        ]
     timed = [record["time"] for record in records[WARM_UP:]]
     median = statistics.median(record["step_seconds"] for record in timed)
     middle = min(timed, key=lambda record: abs(record["step_seconds"] - median))
@@ -100,10 +128,19 @@ def run_headway(case: dict[str, Any], steps: int, extra: list[str]) -> dict[str,
         "mfu_full": middle["mfu_full"],
         "mfu_causal": middle["mfu_causal"],
         "peak_gib": round(max(record["memory_bytes"] for record in timed) / 2**30, 1),
-        "update_ms": round(1000 * statistics.median(record["step_seconds"] - record["fwd_bwd_time"] for record in timed), 2),
-        "data_wait_share": sum(record["data_wait_seconds"] for record in timed) / sum(record["step_seconds"] for record in timed),
+        "update_ms": round(
+            1000
+            * statistics.median(
+                record["step_seconds"] - record["fwd_bwd_time"] for record in timed
+            ),
+            2,
+        ),
+        "data_wait_share": sum(record["data_wait_seconds"] for record in timed)
+        / sum(record["step_seconds"] for record in timed),
         "first_step_seconds": round(records[0]["time"]["step_seconds"], 1),
-        "startup_seconds": round(seconds - sum(record["time"]["step_seconds"] for record in records), 1),
+        "startup_seconds": round(
+            seconds - sum(record["time"]["step_seconds"] for record in records), 1
+        ),
         "seconds": round(seconds, 1),
         "first_loss": records[0]["loss"],
         "last_loss": records[-1]["loss"],
@@ -112,13 +149,28 @@ def run_headway(case: dict[str, Any], steps: int, extra: list[str]) -> dict[str,
 
 def run_peer(script: str, case: dict[str, Any], more: str) -> list[dict[str, Any]]:
     """Run one peer on a case's shape and collect its RESULT lines."""
-    wanted = [f"shape={case['shape']}", f"T={case['seq_len']}", f"B={case['rows']}", case.get("peer", ""), more]
+    wanted = [
+        f"shape={case['shape']}",
+        f"T={case['seq_len']}",
+        f"B={case['rows']}",
+        case.get("peer", ""),
+        more,
+    ]
     command = [sys.executable, script, ",".join(part for part in wanted if part)]
     folder = str(Path(script).parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    found = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return found or [{"framework": Path(script).stem, "error": (done.stderr or done.stdout)[-1000:]}]
+    found = [
+        json.loads(line.removeprefix("RESULT "))
+        for line in done.stdout.splitlines()
+        if line.startswith("RESULT ")
+    ]
+    return found or [
+        {"framework": Path(script).stem, "error": (done.stderr or done.stdout)[-1000:]}
+    ]
 
 
 def percent(share: Any) -> Any:
@@ -135,13 +187,22 @@ def table(results: list[dict[str, Any]]) -> str:
     lines.append("|---|---|---|---|---|---|---|---|---|---|---|")
     for one in results:
         if "tok_s" not in one:
-            lines.append(f"| {one['case']} | {one['framework']} | failed: {str(one.get('error', one))[-200:]!r} | | | | | | | | |")
+            lines.append(
+                f"| {one['case']} | {one['framework']} | failed: {str(one.get('error', one))[-200:]!r} | | | | | | | | |"
+            )
             continue
         mine = one["framework"] == "headway"
-        full, causal = (percent(one["mfu_full"]), percent(one["mfu_causal"])) if mine else (one.get("mfu_full"), one.get("mfu_half"))
+        full, causal = (
+            (percent(one["mfu_full"]), percent(one["mfu_causal"]))
+            if mine
+            else (one.get("mfu_full"), one.get("mfu_half"))
+        )
         base = ours.get(one["case"])
         ratio = "" if mine or not base else f"{base / one['tok_s']:.3f}x"
-        start, first = one.get("startup_seconds", ""), one.get("first_step_seconds", one.get("compile_s", ""))
+        start, first = (
+            one.get("startup_seconds", ""),
+            one.get("first_step_seconds", one.get("compile_s", "")),
+        )
         lines.append(
             f"| {one['case']} | {one['framework']} | {one['tok_s']:,} | {one['step_ms']:.1f} | {full} % | {causal} % "
             f"| {one.get('update_ms', '')} | {one['peak_gib']} | {start} | {first} | {ratio} |"
@@ -151,10 +212,19 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run the cases and peers, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", action="append", choices=list(CASES), default=[])
-    parser.add_argument("--peer", action="append", default=[], help="script of a peer, run beside every case whose shape it knows")
-    parser.add_argument("--peer-options", default="", help="added to what a peer is asked for, e.g. attn=fa4")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        help="script of a peer, run beside every case whose shape it knows",
+    )
+    parser.add_argument(
+        "--peer-options", default="", help="added to what a peer is asked for, e.g. attn=fa4"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path)
     parser.add_argument("settings", nargs="*", help="further settings of the recipe")
@@ -165,7 +235,9 @@ def main() -> None:
         results.append({"case": name, **run_headway(case, options.steps, options.settings)})
         print(json.dumps(results[-1]), flush=True)
         for script in options.peer if "shape" in case and "documents" not in case else []:
-            results += [{"case": name, **found} for found in run_peer(script, case, options.peer_options)]
+            results += [
+                {"case": name, **found} for found in run_peer(script, case, options.peer_options)
+            ]
             print(json.dumps(results[-1]), flush=True)
     print(table(results))
     if options.out:

@@ -39,10 +39,16 @@ def make_store(folder: Path, tokens: int, masked: bool) -> Store:
     return open_store(folder)
 
 
-def rate(store: Store, packing: str, seq_len: int, workers: int, seconds: float) -> tuple[float, float]:
+def rate(
+    store: Store, packing: str, seq_len: int, workers: int, seconds: float
+) -> tuple[float, float]:
     """Document tokens per second, and per second of CPU time (what counts where others use the machine too)."""
-    config = DataConfig.model_validate({"seq_len": seq_len, "packing": packing, "workers": workers, "pin_memory": False})
-    with Loader(config, sources=[MixtureSource(Selection(store))], rows_per_step=32, micro_rows=8, seed=1) as loader:
+    config = DataConfig.model_validate(
+        {"seq_len": seq_len, "packing": packing, "workers": workers, "pin_memory": False}
+    )
+    with Loader(
+        config, sources=[MixtureSource(Selection(store))], rows_per_step=32, micro_rows=8, seed=1
+    ) as loader:
         for _ in range(4):
             next(loader)
         began, busy, tokens = time.perf_counter(), time.process_time(), 0
@@ -53,7 +59,9 @@ def rate(store: Store, packing: str, seq_len: int, workers: int, seconds: float)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--json", action="store_true")
@@ -65,17 +73,28 @@ def main() -> None:
             for packing, seq_len in CASES:
                 for workers in (0, 1):
                     name = f"{packing} {seq_len}, {workers} workers{', masked' if masked else ''}"
-                    rates = [rate(store, packing, seq_len, workers, given.seconds) for _ in range(given.rounds)]
+                    rates = [
+                        rate(store, packing, seq_len, workers, given.seconds)
+                        for _ in range(given.rounds)
+                    ]
                     wall, busy = (statistics.median(column) for column in zip(*rates, strict=True))
                     found[name] = wall
                     found[f"{name}, per CPU second"] = busy
                     if not given.json:
                         verdict = "ok" if wall >= TARGET else "below target"
-                        print(f"{name:36} {wall / 1e6:7.1f} M tokens/s  {busy / 1e6:7.1f} M per CPU second  {verdict}")
+                        print(
+                            f"{name:36} {wall / 1e6:7.1f} M tokens/s  {busy / 1e6:7.1f} M per CPU second  {verdict}"
+                        )
         store = open_store(Path(folder) / "store-False")
         began = time.perf_counter()
         config = DataConfig(seq_len=8192, cache_dir=Path(folder) / "cache")
-        loader = Loader(config, sources=[MixtureSource(Selection(store))], rows_per_step=32, micro_rows=8, seed=1)
+        loader = Loader(
+            config,
+            sources=[MixtureSource(Selection(store))],
+            rows_per_step=32,
+            micro_rows=8,
+            seed=1,
+        )
         opened = time.perf_counter()
         loader.rows_per_epoch()
         counted = time.perf_counter()
@@ -84,7 +103,9 @@ def main() -> None:
     if given.json:
         print(json.dumps(found, indent=2))
     else:
-        print(f"open a cursor: {1e3 * (opened - began):.1f} ms; row index: {found['row index, M tokens/s']:.0f} M tokens/s")
+        print(
+            f"open a cursor: {1e3 * (opened - began):.1f} ms; row index: {found['row index, M tokens/s']:.0f} M tokens/s"
+        )
 
 
 if __name__ == "__main__":

@@ -34,9 +34,15 @@ def passages(paths: list[str]) -> list[str]:
     for path in map(Path, paths):
         text = path.read_text(encoding="utf-8", errors="replace")
         parts = (
-            [str(json.loads(line).get("text", "")) for line in text.splitlines() if line] if path.suffix == ".jsonl" else text.split("\n\n")
+            [str(json.loads(line).get("text", "")) for line in text.splitlines() if line]
+            if path.suffix == ".jsonl"
+            else text.split("\n\n")
         )
-        found += [sentence for part in parts for sentence in re.findall(r"[^.。!?\n]{20,400}[.。!?\n]?", part)]
+        found += [
+            sentence
+            for part in parts
+            for sentence in re.findall(r"[^.。!?\n]{20,400}[.。!?\n]?", part)
+        ]
     return found
 
 
@@ -63,7 +69,10 @@ def documents(sentences: list[str], total_bytes: int, chance: random.Random) -> 
 
 def make(arguments: argparse.Namespace) -> None:
     arguments.corpus.mkdir(parents=True)
-    files = [open(arguments.corpus / f"part-{number}.jsonl", "w", encoding="utf-8") for number in range(SHARDS)]  # noqa: SIM115
+    files = [
+        open(arguments.corpus / f"part-{number}.jsonl", "w", encoding="utf-8")  # noqa: SIM115
+        for number in range(SHARDS)
+    ]
     total = parse_bytes(arguments.bytes, "--bytes")
     written, count = 0, 0
     for text in documents(passages(arguments.text), total, random.Random(0)):
@@ -73,7 +82,14 @@ def make(arguments: argparse.Namespace) -> None:
         count += 1
     for file in files:
         file.close()
-    print(json.dumps({"documents": count, "bytes": sum(path.stat().st_size for path in arguments.corpus.iterdir())}))
+    print(
+        json.dumps(
+            {
+                "documents": count,
+                "bytes": sum(path.stat().st_size for path in arguments.corpus.iterdir()),
+            }
+        )
+    )
 
 
 def peaks_below(root: int) -> dict[int, tuple[str, int]]:
@@ -82,8 +98,16 @@ def peaks_below(root: int) -> dict[int, tuple[str, int]]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                status = dict(line.partition(":")[::2] for line in Path(f"/proc/{entry}/status").read_text().splitlines())
-                name = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:60]
+                status = dict(
+                    line.partition(":")[::2]
+                    for line in Path(f"/proc/{entry}/status").read_text().splitlines()
+                )
+                name = (
+                    Path(f"/proc/{entry}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")[:60]
+                )
             except OSError:
                 continue
             parents[int(entry)] = int(status["PPid"])
@@ -98,7 +122,12 @@ def peaks_below(root: int) -> dict[int, tuple[str, int]]:
 def run_verb(words: list[str], kill: bool) -> dict[str, object]:
     """Run a verb of headway; with `kill`, one Ray worker is killed when the first tasks are done."""
     began, cpu_before = time.monotonic(), sum(os.times()[2:4])
-    child = subprocess.Popen([sys.executable, "-P", "-m", "headway", *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "headway", *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
     assert child.stderr is not None
     peaks: dict[int, tuple[str, int]] = {}
     lines: list[str] = []
@@ -109,8 +138,18 @@ def run_verb(words: list[str], kill: bool) -> dict[str, object]:
     while child.poll() is None:
         for pid, (name, peak) in peaks_below(child.pid).items():
             peaks[pid] = (name if "IDLE" not in name else peaks.get(pid, (name, 0))[0], peak)
-        tasks = [pid for pid, (name, _) in peaks.items() if name.startswith("ray::run_task") and Path(f"/proc/{pid}").exists()]
-        if kill and killed is None and tasks and work.is_dir() and sum(not name.startswith(".") for name in os.listdir(work)) >= 3:
+        tasks = [
+            pid
+            for pid, (name, _) in peaks.items()
+            if name.startswith("ray::run_task") and Path(f"/proc/{pid}").exists()
+        ]
+        if (
+            kill
+            and killed is None
+            and tasks
+            and work.is_dir()
+            and sum(not name.startswith(".") for name in os.listdir(work)) >= 3
+        ):
             killed = tasks[0]
             os.kill(killed, signal.SIGKILL)
         time.sleep(0.2)
@@ -132,16 +171,42 @@ def run_verb(words: list[str], kill: bool) -> dict[str, object]:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    on = ["--on", arguments.on, "--workers", str(arguments.workers), "--task-size", arguments.task_size] if arguments.on else []
+    on = (
+        [
+            "--on",
+            arguments.on,
+            "--workers",
+            str(arguments.workers),
+            "--task-size",
+            arguments.task_size,
+        ]
+        if arguments.on
+        else []
+    )
     arguments.out.mkdir(parents=True)
     cleaned, store = arguments.out / "clean.jsonl", arguments.out / "store"
     files = sorted(str(path) for path in arguments.corpus.glob("*.jsonl"))
     corpus_bytes = sum(os.path.getsize(file) for file in files)
-    found: dict[str, object] = {"on": arguments.on or "one process", "corpus_bytes": corpus_bytes, "load_before": os.getloadavg()[0]}
+    found: dict[str, object] = {
+        "on": arguments.on or "one process",
+        "corpus_bytes": corpus_bytes,
+        "load_before": os.getloadavg()[0],
+    }
     found["clean"] = run_verb(["data", "clean", *on, *files, str(cleaned)], arguments.kill)
     workers = [] if on else ["--workers", "1"]
     os.chdir(arguments.out)
-    command = ["data", "tokenize", *on, *workers, "--input", "clean.jsonl", "--tokenizer", str(arguments.tokenizer), "--out", "store"]
+    command = [
+        "data",
+        "tokenize",
+        *on,
+        *workers,
+        "--input",
+        "clean.jsonl",
+        "--tokenizer",
+        str(arguments.tokenizer),
+        "--out",
+        "store",
+    ]
     found["tokenize"] = run_verb(command, arguments.kill)
     for path in [cleaned, *sorted(store.iterdir())]:
         with open(path, "rb") as file:
@@ -168,25 +233,50 @@ def memory(arguments: argparse.Namespace) -> None:
         order = np.argsort(keys)
         np.save(folder / "keys-0000.npy", keys[order])
         np.save(folder / "keys-rows-0000.npy", (order // bands).astype(np.uint32))
-        np.save(folder / "entries-0000.npy", random_.integers(0, 256, (RUN_DOCUMENTS, 128), dtype=np.uint8))
-    (work / "runs.json").write_text(json.dumps({"values": [[f"map-{run}", 0, RUN_DOCUMENTS] for run in range(runs)]}))
+        np.save(
+            folder / "entries-0000.npy",
+            random_.integers(0, 256, (RUN_DOCUMENTS, 128), dtype=np.uint8),
+        )
+    (work / "runs.json").write_text(
+        json.dumps({"values": [[f"map-{run}", 0, RUN_DOCUMENTS] for run in range(runs)]})
+    )
     write_sealed(work / "alive.bin", np.packbits(np.ones(runs * RUN_DOCUMENTS, np.bool_)).tobytes())
     batch = dedup.records_at_once(parse_bytes(arguments.max_memory, "--max-memory"))
     ranges = -(-runs * RUN_DOCUMENTS * bands // batch)
-    given = {"runs": "runs.json", "alive": "alive.bin", "similarity": 0.8, "batch": batch, "low": 0, "high": (1 << 64) // ranges}
-    child = os.fork()  # its peak begins with the memory it has in use, not with what making the files took
+    given = {
+        "runs": "runs.json",
+        "alive": "alive.bin",
+        "similarity": 0.8,
+        "batch": batch,
+        "low": 0,
+        "high": (1 << 64) // ranges,
+    }
+    child = (
+        os.fork()
+    )  # its peak begins with the memory it has in use, not with what making the files took
     if child == 0:
         Path("/proc/self/clear_refs").write_text("5")
         before = peaks_below(os.getpid())[os.getpid()][1] >> 20
         (work / "out").mkdir()
         dedup.near_range(given, work, work / "out")
-        print(json.dumps({"ranges": ranges, "before_mb": before, "peak_mb": peaks_below(os.getpid())[os.getpid()][1] >> 20}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "ranges": ranges,
+                    "before_mb": before,
+                    "peak_mb": peaks_below(os.getpid())[os.getpid()][1] >> 20,
+                }
+            ),
+            flush=True,
+        )
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(required=True)
     making = verbs.add_parser("make")
     making.add_argument("corpus", type=Path)

@@ -39,10 +39,20 @@ RUNGS: dict[str, list[str]] = {
     "every-2": ["memory.recompute=every-2"],
     "activations": ["memory.offload=[activations]"],
     "bf16": ["optim.state_dtype=bf16"],
-    "least": ["memory.recompute=1", "memory.offload=[activations, optimizer]", "optim.state_dtype=8bit", "memory.loss_chunk_tokens=2048"],
+    "least": [
+        "memory.recompute=1",
+        "memory.offload=[activations, optimizer]",
+        "optim.state_dtype=8bit",
+        "memory.loss_chunk_tokens=2048",
+    ],
 }
 LEAST = RUNGS["least"]
-LEAST_ON_DEVICE = ["memory.recompute=1", "memory.offload=[activations]", "optim.state_dtype=8bit", "memory.loss_chunk_tokens=2048"]
+LEAST_ON_DEVICE = [
+    "memory.recompute=1",
+    "memory.offload=[activations]",
+    "optim.state_dtype=8bit",
+    "memory.loss_chunk_tokens=2048",
+]
 WARM_UP = 2
 
 
@@ -81,14 +91,19 @@ def measure(case: Case, timeout: float) -> dict[str, Any]:
         began = time.monotonic()
         command = [sys.executable, "-m", "headway", "train", *settings]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=timeout
+            )
         except subprocess.TimeoutExpired:
             return {"result": "no time"}
         seconds = time.monotonic() - began
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
             short = any("out of memory" in line for line in errors)
-            return {"result": "out of memory" if short else "error", "message": (errors or [done.stderr[-500:]])[-1][:900]}
+            return {
+                "result": "out of memory" if short else "error",
+                "message": (errors or [done.stderr[-500:]])[-1][:900],
+            }
         run = Path(folder) / "runs" / "rung"
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         estimate = re.search(r"by estimate: (\S+ \S+) \(", (run / "train.log").read_text())
@@ -110,8 +125,21 @@ def ladder(options: argparse.Namespace, deadline: float) -> list[dict[str, Any]]
     found: list[dict[str, Any]] = []
     for rung in options.rung or list(RUNGS):
         left = deadline - time.monotonic()
-        case = Case([f"model.preset={options.model}"], options.seq_len, options.rows, options.vocab, options.steps, RUNGS[rung])
-        found.append({"rung": rung, "settings": " ".join(RUNGS[rung]), **(measure(case, left) if left > 10 else {"result": "left out"})})
+        case = Case(
+            [f"model.preset={options.model}"],
+            options.seq_len,
+            options.rows,
+            options.vocab,
+            options.steps,
+            RUNGS[rung],
+        )
+        found.append(
+            {
+                "rung": rung,
+                "settings": " ".join(RUNGS[rung]),
+                **(measure(case, left) if left > 10 else {"result": "left out"}),
+            }
+        )
         print(json.dumps(found[-1]), flush=True)
     return found
 
@@ -122,7 +150,12 @@ def search_context(options: argparse.Namespace, deadline: float) -> list[dict[st
     length = max(options.seq_len, 65536) if options.model != "laptop" else options.seq_len
     while (left := deadline - time.monotonic()) > 10:
         model = [f"model.preset={options.model}", f"model.max_seq_len={length}"]
-        found.append({"seq_len": length, **measure(Case(model, length, 1, options.vocab, 1, LEAST_ON_DEVICE), left)})
+        found.append(
+            {
+                "seq_len": length,
+                **measure(Case(model, length, 1, options.vocab, 1, LEAST_ON_DEVICE), left),
+            }
+        )
         print(json.dumps(found[-1]), flush=True)
         if found[-1]["result"] != "ok":
             break
@@ -137,7 +170,12 @@ def search_model(options: argparse.Namespace, deadline: float) -> list[dict[str,
     fits, layers, jump = 0, options.layers, options.layers // 2
     while (left := deadline - time.monotonic()) > 10 and jump >= max(1, options.layers // 8):
         model = [f"model.preset={preset}", f"model.num_layers={layers}"]
-        found.append({"layers": layers, **measure(Case(model, options.seq_len, 1, options.vocab, 2, LEAST), left)})
+        found.append(
+            {
+                "layers": layers,
+                **measure(Case(model, options.seq_len, 1, options.vocab, 2, LEAST), left),
+            }
+        )
         print(json.dumps(found[-1]), flush=True)
         if found[-1]["result"] == "ok":
             fits, layers = layers, layers + jump
@@ -149,23 +187,43 @@ def search_model(options: argparse.Namespace, deadline: float) -> list[dict[str,
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown."""
-    keys = [key for key in ("rung", "seq_len", "layers") if key in results[0]] + ["result", "tok_s", "step_ms", "peak_gib", "estimate"]
+    keys = [key for key in ("rung", "seq_len", "layers") if key in results[0]] + [
+        "result",
+        "tok_s",
+        "step_ms",
+        "peak_gib",
+        "estimate",
+    ]
     lines = ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
-    return "\n".join([*lines, *("| " + " | ".join(str(one.get(key, "")) for key in keys) + " |" for one in results)])
+    return "\n".join(
+        [
+            *lines,
+            *("| " + " | ".join(str(one.get(key, "")) for key in keys) + " |" for one in results),
+        ]
+    )
 
 
 def main() -> None:
     """Run, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rung", action="append", choices=list(RUNGS), default=[])
     parser.add_argument("--search", choices=["context", "model"])
     parser.add_argument("--model", default="llama-1b", help="preset")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--layers", type=int, default=32, help="layers the search for the largest model begins with")
+    parser.add_argument(
+        "--layers", type=int, default=32, help="layers the search for the largest model begins with"
+    )
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=145.0, help="no rung starts after this, and one that runs is stopped")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=145.0,
+        help="no rung starts after this, and one that runs is stopped",
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds

@@ -43,8 +43,19 @@ SMALL = {
 CASES: dict[str, dict[str, Any]] = {
     "olmoe-4k": {"shape": SHAPE, "experts": EXPERTS, "seq_len": 4096, "rows": 4},
     "olmoe-4k-32k-tokens": {"shape": SHAPE, "experts": EXPERTS, "seq_len": 4096, "rows": 8},
-    "olmoe-4k-recompute": {"shape": SHAPE, "experts": EXPERTS, "seq_len": 4096, "rows": 8, "extra": ["memory.recompute=selective"]},
-    "tiny": {"shape": SMALL, "experts": {**EXPERTS, "num": 8, "per_token": 2, "ffn_size": 64}, "seq_len": 128, "rows": 4},
+    "olmoe-4k-recompute": {
+        "shape": SHAPE,
+        "experts": EXPERTS,
+        "seq_len": 4096,
+        "rows": 8,
+        "extra": ["memory.recompute=selective"],
+    },
+    "tiny": {
+        "shape": SMALL,
+        "experts": {**EXPERTS, "num": 8, "per_token": 2, "ffn_size": 64},
+        "seq_len": 128,
+        "rows": 4,
+    },
 }
 PEERS = ("grouped_mm", "grouped_mm+compile", "eager")
 MEMORY = ["optim.state_dtype=bf16", "parallel.accumulate_dtype=compute"]
@@ -53,8 +64,13 @@ WARM_UP = 3
 
 def settings(case: dict[str, Any]) -> list[str]:
     """The model of a case as settings of a recipe."""
-    shape = [f"model.{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in case["shape"].items()]
-    return shape + [f"model.experts.{key}={json.dumps(value)}" for key, value in case["experts"].items()]
+    shape = [
+        f"model.{key}={json.dumps(value) if not isinstance(value, str) else value}"
+        for key, value in case["shape"].items()
+    ]
+    return shape + [
+        f"model.experts.{key}={json.dumps(value)}" for key, value in case["experts"].items()
+    ]
 
 
 def flops_of(case: dict[str, Any]) -> Any:
@@ -68,7 +84,12 @@ def flops_of(case: dict[str, Any]) -> Any:
 
 def headway_case(case: dict[str, Any], steps: int, extra: list[str]) -> dict[str, Any]:
     """The figures of headway's own run."""
-    given = {"model": settings(case), "vocab": case["shape"]["vocab_size"], "seq_len": case["seq_len"], "rows": case["rows"]}
+    given = {
+        "model": settings(case),
+        "vocab": case["shape"]["vocab_size"],
+        "seq_len": case["seq_len"],
+        "rows": case["rows"],
+    }
     return run_headway({**given, "extra": [*MEMORY, *case.get("extra", [])]}, steps, extra)
 
 
@@ -76,8 +97,16 @@ def run_peer(name: str, case_name: str, steps: int) -> dict[str, Any]:
     """One measurement of transformers, in a process of its own."""
     command = [sys.executable, __file__, "--peer", name, "--case", case_name, "--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return found[0] if found else {"framework": f"transformers {name}", "error": (done.stderr or done.stdout)[-1500:]}
+    found = [
+        json.loads(line.removeprefix("RESULT "))
+        for line in done.stdout.splitlines()
+        if line.startswith("RESULT ")
+    ]
+    return (
+        found[0]
+        if found
+        else {"framework": f"transformers {name}", "error": (done.stderr or done.stdout)[-1500:]}
+    )
 
 
 def peer(name: str, case: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -98,7 +127,9 @@ def peer(name: str, case: dict[str, Any], steps: int) -> dict[str, Any]:
     how, _, compiled = name.partition("+")
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model: Any = transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa", experts_implementation=how)
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            theirs, attn_implementation="sdpa", experts_implementation=how
+        )
     torch.set_default_dtype(torch.float32)
     model.train()
     step_model = torch.compile(model) if compiled else model
@@ -107,7 +138,9 @@ def peer(name: str, case: dict[str, Any], steps: int) -> dict[str, Any]:
     times: list[float] = []
     losses: list[float] = []
     for _ in range(steps):
-        tokens = torch.randint(0, shape["vocab_size"], (case["rows"], case["seq_len"]), generator=generator).to(device)
+        tokens = torch.randint(
+            0, shape["vocab_size"], (case["rows"], case["seq_len"]), generator=generator
+        ).to(device)
         _wait(device)
         began = time.perf_counter()
         loss = step_model(input_ids=tokens, labels=tokens).loss
@@ -129,7 +162,9 @@ def peer(name: str, case: dict[str, Any], steps: int) -> dict[str, Any]:
         "step_ms": round(median * 1000, 2),
         "mfu_causal": None if peak is None else rate * flops.causal / peak,
         "mfu_full": None if peak is None else rate * flops.full / peak,
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device == "cuda" else None,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        if device == "cuda"
+        else None,
         "first_step_seconds": round(times[0], 1),
         "parameters": parameters,
         "first_loss": losses[0],
@@ -174,16 +209,33 @@ def kernels(case: dict[str, Any]) -> str:
     config = ModelConfig(**{**case["shape"], "num_layers": 2}, experts=case["experts"])
     dtype = torch.bfloat16 if on_cuda else torch.float32
     optim, parallel = AdamW(state_dtype="bf16"), ParallelConfig(accumulate_dtype="compute")
-    engine = assemble(EngineSpec(config, NextToken(), optim, device, dtype, compile_blocks=on_cuda, parallel=parallel))
-    engine.fill((name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items())
+    engine = assemble(
+        EngineSpec(
+            config, NextToken(), optim, device, dtype, compile_blocks=on_cuda, parallel=parallel
+        )
+    )
+    engine.fill(
+        (name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items()
+    )
     rows, length = case["rows"], case["seq_len"]
     tokens = torch.randint(1, config.vocab, (rows, length))
     zeros = torch.zeros(rows, length, dtype=torch.int32)
     position = torch.arange(length, dtype=torch.int32).expand(rows, length).contiguous()
     bounds = torch.tensor([[0, length]] * rows, dtype=torch.int32)
-    batch = Batch(tokens, tokens, torch.ones(rows, length), position, zeros, torch.zeros(rows, dtype=torch.int32), bounds, True)
+    batch = Batch(
+        tokens,
+        tokens,
+        torch.ones(rows, length),
+        position,
+        zeros,
+        torch.zeros(rows, dtype=torch.int32),
+        bounds,
+        True,
+    )
     step = StepBatch(
-        (batch,), {"targets": float(tokens.numel()), "rows": float(rows)}, StepStats(tokens.numel(), rows, length, rows, rows, 0)
+        (batch,),
+        {"targets": float(tokens.numel()), "rows": float(rows)},
+        StepStats(tokens.numel(), rows, length, rows, rows, 0),
     )
 
     def run() -> None:
@@ -192,7 +244,9 @@ def kernels(case: dict[str, Any]) -> str:
 
     for _ in range(WARM_UP):
         run()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as found:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    ) as found:
         run()
         _wait(device.type)
     order = "self_cuda_time_total" if on_cuda else "self_cpu_time_total"
@@ -202,10 +256,15 @@ def kernels(case: dict[str, Any]) -> str:
 def table(results: list[dict[str, Any]]) -> str:
     """One line per measurement; the ratio is headway's rate over the peer's."""
     ours = {one["case"]: one.get("tok_s") for one in results if one["framework"] == "headway"}
-    lines = ["| case | framework | tokens/s | ms/step | MFU of active parameters | peak GiB | ratio |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| case | framework | tokens/s | ms/step | MFU of active parameters | peak GiB | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for one in results:
         if "tok_s" not in one:
-            lines.append(f"| {one['case']} | {one['framework']} | failed: {str(one.get('error', one))[-200:]!r} | | | | |")
+            lines.append(
+                f"| {one['case']} | {one['framework']} | failed: {str(one.get('error', one))[-200:]!r} | | | | |"
+            )
             continue
         share = one["mfu_causal"]
         base = ours.get(one["case"])
@@ -219,9 +278,13 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run the cases and peers, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", action="append", choices=list(CASES), default=[])
-    parser.add_argument("--peer", choices=PEERS, help="measure only this way of transformers, in this process")
+    parser.add_argument(
+        "--peer", choices=PEERS, help="measure only this way of transformers, in this process"
+    )
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
@@ -230,7 +293,9 @@ def main() -> None:
     options = parser.parse_args()
     names = options.case or ["olmoe-4k", "olmoe-4k-32k-tokens"]
     if options.peer:
-        print("RESULT " + json.dumps(peer(options.peer, CASES[names[0]], options.steps)), flush=True)
+        print(
+            "RESULT " + json.dumps(peer(options.peer, CASES[names[0]], options.steps)), flush=True
+        )
         return
     results: list[dict[str, Any]] = []
     for name in names:

@@ -41,7 +41,15 @@ QWEN = {
     "hidden_size": 896, "num_layers": 24, "num_heads": 14, "num_kv_heads": 2, "ffn_size": 4864, "vocab_size": 151_936,
     "max_seq_len": 32_768, "rope_theta": 1e6, "norm_eps": 1e-6,
 }  # fmt: skip
-TINY = {**QWEN, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 96, "vocab_size": 512}
+TINY = {
+    **QWEN,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 96,
+    "vocab_size": 512,
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,9 @@ def samples(case: Case, count: int) -> Iterator[np.ndarray]:
     """Conversations of random tokens; the 8 positions of media come first."""
     rng = np.random.default_rng(0)
     for _ in range(count):
-        yield rng.integers(3, case.shape["vocab_size"], int(rng.integers(case.shortest, case.longest + 1)))
+        yield rng.integers(
+            3, case.shape["vocab_size"], int(rng.integers(case.shortest, case.longest + 1))
+        )
 
 
 def features(name: str, count: int) -> np.ndarray:
@@ -113,11 +123,22 @@ def make_store(folder: Path, case: Case, count: int) -> None:
 
     tokens = dict.fromkeys(WIDTHS, TOKENS)
     listed: list[list[MediaItem]] = []
-    with StoreWriter(folder, dtype="uint32", tokenizer_fingerprint=None, masked=True, sources=["made", media_mark(tokens)]) as writer:
+    with StoreWriter(
+        folder,
+        dtype="uint32",
+        tokenizer_fingerprint=None,
+        masked=True,
+        sources=["made", media_mark(tokens)],
+    ) as writer:
         for number, ids in enumerate(samples(case, count)):
             mask = np.arange(len(ids)) >= targets_from(len(ids))
             writer.add(ids, mask)
-            listed.append([MediaItem(at * TOKENS, name, media_hash(name, number)) for at, name in enumerate(tokens)])
+            listed.append(
+                [
+                    MediaItem(at * TOKENS, name, media_hash(name, number))
+                    for at, name in enumerate(tokens)
+                ]
+            )
         write_items(folder, tokens, listed)
         writer.finish()
 
@@ -149,18 +170,33 @@ def run_headway(case: Case, rows: int, device: str) -> dict[str, Any]:
     count = int(1.3 * steps * rows * case.row_tokens / ((case.shortest + case.longest) / 2)) + 64
     inputs = tuple(MediaInput(name, width, TOKENS) for name, width in WIDTHS.items())
     media = MediaShape(inputs, HIDDEN, shared=True, aligned=ALIGNED)
-    config = ModelConfig(family="qwen2", qkv_bias=True, tie_embeddings=True, media=media, **case.shape)
+    config = ModelConfig(
+        family="qwen2", qkv_bias=True, tie_embeddings=True, media=media, **case.shape
+    )
     on_gpu = device == "cuda"
     adapter = AdapterConfig(rank=RANK, alpha=ALPHA, dropout=DROPOUT, targets=TARGETS)
     optim = AdamW(
-        lr=LR, weight_decay=0.01, groups=(GroupRule(match=("projector",), lr_factor=5.0), GroupRule(match=("adapter",), lr_factor=0.5))
+        lr=LR,
+        weight_decay=0.01,
+        groups=(
+            GroupRule(match=("projector",), lr_factor=5.0),
+            GroupRule(match=("adapter",), lr_factor=0.5),
+        ),
     )
     with tempfile.TemporaryDirectory() as folder:
         make_store(Path(folder) / "store", case, count)
         data = DataConfig.model_validate(
-            {"seq_len": case.row_tokens, "packing": "best_fit", "cache_dir": Path(folder), "workers": 2, "tokenizer_unchecked": True}
+            {
+                "seq_len": case.row_tokens,
+                "packing": "best_fit",
+                "cache_dir": Path(folder),
+                "workers": 2,
+                "tokenizer_unchecked": True,
+            }
         )
-        tables = MediaFeatures({name: ArrayTable(name, count) for name in WIDTHS}, dict.fromkeys(WIDTHS, TOKENS))
+        tables = MediaFeatures(
+            {name: ArrayTable(name, count) for name in WIDTHS}, dict.fromkeys(WIDTHS, TOKENS)
+        )
         source = MixtureSource(Selection(open_store(Path(folder) / "store")))
         spec = EngineSpec(
             config, NextToken(), optim, torch.device(device), torch.bfloat16, adapter=adapter, compile_blocks=on_gpu,
@@ -171,7 +207,9 @@ def run_headway(case: Case, rows: int, device: str) -> dict[str, Any]:
         values = ((name, initial_value(name, engine.shapes[name], config, 1)) for name in names)
         engine.fill(with_updates(values, adapter, adapter.modules(config), 1, {}))
         seen: list[tuple[float, int]] = []
-        with Loader(data, sources=[source], rows_per_step=rows, micro_rows=rows, seed=0, media=tables) as loader:
+        with Loader(
+            data, sources=[source], rows_per_step=rows, micro_rows=rows, seed=0, media=tables
+        ) as loader:
             for step in range(steps):
                 if step == case.warm_up and on_gpu:
                     torch.cuda.reset_peak_memory_stats()
@@ -188,7 +226,9 @@ def run_headway(case: Case, rows: int, device: str) -> dict[str, Any]:
             "step_ms": 1000 * statistics.median(seconds for seconds, _ in timed),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
             "loss": float(result.loss),
-            "trained": sum(int(np.prod(engine.shapes[name])) for group in engine.groups for name in group.names),
+            "trained": sum(
+                int(np.prod(engine.shapes[name])) for group in engine.groups for name in group.names
+            ),
             "setting": f"rows of {case.row_tokens}, {rows} a step, {statistics.mean(count for _, count in timed):.1f} samples a step",
         }
 
@@ -202,7 +242,9 @@ def use_peft(folder: str | None) -> Any:
     except ImportError:
         stand_in = types.ModuleType("psutil")
         stand_in.virtual_memory = lambda: types.SimpleNamespace(available=1 << 40, total=1 << 40)  # pyright: ignore[reportAttributeAccessIssue]
-        stand_in.__spec__ = __import__("importlib.machinery", fromlist=["ModuleSpec"]).ModuleSpec("psutil", None)
+        stand_in.__spec__ = __import__("importlib.machinery", fromlist=["ModuleSpec"]).ModuleSpec(
+            "psutil", None
+        )
         sys.modules["psutil"] = stand_in
     import peft
 
@@ -223,29 +265,55 @@ def build_peer(case: Case, device: str, peft: Any) -> Any:
         max_position_embeddings=shape["max_seq_len"], tie_word_embeddings=True, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     language = Qwen2ForCausalLM(settings).to(torch.bfloat16)
-    lora = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=DROPOUT, target_modules=list(TARGETS), bias="none", task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        lora_dropout=DROPOUT,
+        target_modules=list(TARGETS),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
     width = shape["hidden_size"]
 
     class Peer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.language = peft.get_peft_model(language, lora)
-            self.norms = nn.ModuleDict({name: nn.LayerNorm(size, eps=1e-6) for name, size in WIDTHS.items()})
-            self.heads = nn.ModuleDict({name: nn.Linear(size, ALIGNED, bias=False) for name, size in WIDTHS.items()})
-            self.projector = nn.Sequential(nn.Linear(ALIGNED, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, TOKENS * width))
+            self.norms = nn.ModuleDict(
+                {name: nn.LayerNorm(size, eps=1e-6) for name, size in WIDTHS.items()}
+            )
+            self.heads = nn.ModuleDict(
+                {name: nn.Linear(size, ALIGNED, bias=False) for name, size in WIDTHS.items()}
+            )
+            self.projector = nn.Sequential(
+                nn.Linear(ALIGNED, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, TOKENS * width)
+            )
             self.norms.requires_grad_(False)
             self.heads.requires_grad_(False)
 
-        def forward(self, media: dict[str, torch.Tensor], ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            soft = [self.projector(F.normalize(self.heads[name](self.norms[name](media[name])), dim=-1)) for name in WIDTHS]
+        def forward(
+            self,
+            media: dict[str, torch.Tensor],
+            ids: torch.Tensor,
+            mask: torch.Tensor,
+            labels: torch.Tensor,
+        ) -> torch.Tensor:
+            soft = [
+                self.projector(F.normalize(self.heads[name](self.norms[name](media[name])), dim=-1))
+                for name in WIDTHS
+            ]
             soft = [one.view(len(ids), TOKENS, width).to(torch.bfloat16) for one in soft]
             embedded = self.language.get_input_embeddings()(ids)
-            return self.language(inputs_embeds=torch.cat([*soft, embedded], 1), attention_mask=mask, labels=labels).loss
+            return self.language(
+                inputs_embeds=torch.cat([*soft, embedded], 1), attention_mask=mask, labels=labels
+            ).loss
 
     return Peer().to(device)
 
 
-def run_transformers(case: Case, batch: int, device: str, peft_folder: str | None) -> dict[str, Any]:
+def run_transformers(
+    case: Case, batch: int, device: str, peft_folder: str | None
+) -> dict[str, Any]:
     """Train with transformers and peft; conversations are padded to the longest of their batch."""
     import torch
 
@@ -268,13 +336,19 @@ def run_transformers(case: Case, batch: int, device: str, peft_folder: str | Non
         chosen = texts[step * batch : (step + 1) * batch]
         longest = max(map(len, chosen))
         ids = torch.zeros(batch, longest - soft, dtype=torch.int64)
-        mask, labels = torch.zeros(batch, longest, dtype=torch.int64), torch.full((batch, longest), -100)
+        mask, labels = (
+            torch.zeros(batch, longest, dtype=torch.int64),
+            torch.full((batch, longest), -100),
+        )
         for row, one in enumerate(chosen):
             text = torch.from_numpy(one)
             ids[row, : len(one) - soft] = text[soft:]
             mask[row, : len(one)] = 1
             labels[row, targets_from(len(one)) : len(one)] = text[targets_from(len(one)) :]
-        here = {name: column[step * batch : (step + 1) * batch].to(device, non_blocking=True) for name, column in media.items()}
+        here = {
+            name: column[step * batch : (step + 1) * batch].to(device, non_blocking=True)
+            for name, column in media.items()
+        }
         with torch.autocast(device, torch.bfloat16):
             loss = model(here, ids.to(device), mask.to(device), labels.to(device))
         loss.backward()
@@ -297,10 +371,23 @@ def run_transformers(case: Case, batch: int, device: str, peft_folder: str | Non
 
 def measured(args: argparse.Namespace, side: str, size: int) -> dict[str, Any]:
     """One side in a process of its own; a failure is a line of the table."""
-    command = [sys.executable, __file__, "--case", args.case, "--device", args.device, "--side", side, "--size", str(size)]
+    command = [
+        sys.executable,
+        __file__,
+        "--case",
+        args.case,
+        "--device",
+        args.device,
+        "--side",
+        side,
+        "--size",
+        str(size),
+    ]
     command += ["--peft", args.peft] if args.peft else []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=args.timeout, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"side": side, "size": size, "failed": f"no result in {args.timeout} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -318,9 +405,14 @@ def show(results: list[dict[str, Any]]) -> None:
             print(f"{one['side']:<14}{'failed':>10}  size {one['size']}: {one['failed']}")
             continue
         peak = "-" if one["peak_gib"] is None else f"{one['peak_gib']:.1f}"
-        print(f"{one['side']:<14}{one['samples_s']:>10.1f}{one['step_ms']:>9.1f}{peak:>10}{one['trained']:>13,}  {one['setting']}")
+        print(
+            f"{one['side']:<14}{one['samples_s']:>10.1f}{one['step_ms']:>9.1f}{peak:>10}{one['trained']:>13,}  {one['setting']}"
+        )
     best = {
-        side: max((o["samples_s"] for o in results if o["side"] == side and "failed" not in o), default=None)
+        side: max(
+            (o["samples_s"] for o in results if o["side"] == side and "failed" not in o),
+            default=None,
+        )
         for side in ("headway", "transformers")
     }
     if best["headway"] and best["transformers"]:
@@ -329,14 +421,22 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Measure both sides."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tiny", action="store_true", help="a small shape, on the CPU")
     parser.add_argument("--case", choices=list(CASES), default="qwen2.5-0.5b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=None)
-    parser.add_argument("--peft", default=None, help="a folder with peft and accelerate, where they are not installed")
+    parser.add_argument(
+        "--peft",
+        default=None,
+        help="a folder with peft and accelerate, where they are not installed",
+    )
     parser.add_argument("--timeout", type=int, default=240, help="seconds for one measurement")
     parser.add_argument("--out", type=Path, default=None, help="write the results as JSON")
-    parser.add_argument("--side", choices=("headway", "transformers"), default=None, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--side", choices=("headway", "transformers"), default=None, help=argparse.SUPPRESS
+    )
     parser.add_argument("--size", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.case = "tiny" if args.tiny else args.case

@@ -45,15 +45,32 @@ LLAMA_1B, LLAMA_3B, LLAMA_8B = (["model.preset=llama-" + size] for size in ("1b"
 TINY = ["model.preset=laptop", "model.vocab_size=1024", "data.seq_len=256"]
 CASES: dict[str, list[str]] = {
     "1b-8k": [*LLAMA_1B, "data.seq_len=8192", "batch.rows=4"],
-    "1b-8k-selective": [*LLAMA_1B, "data.seq_len=8192", "batch.rows=4", "memory.recompute=selective"],
+    "1b-8k-selective": [
+        *LLAMA_1B,
+        "data.seq_len=8192",
+        "batch.rows=4",
+        "memory.recompute=selective",
+    ],
     "1b-8k-all": [*LLAMA_1B, "data.seq_len=8192", "batch.rows=4", "memory.recompute=1"],
     "1b-8k-fp8": [*LLAMA_1B, "data.seq_len=8192", "batch.rows=4", "precision=fp8"],
     "1b-4k-accumulate": [*LLAMA_1B, "data.seq_len=4096", "batch.rows=8", "batch.micro_rows=2"],
-    "1b-8k-optimizer": [*LLAMA_1B, "data.seq_len=8192", "batch.rows=4", "memory.offload=[optimizer]", "memory.recompute=1"],
+    "1b-8k-optimizer": [
+        *LLAMA_1B,
+        "data.seq_len=8192",
+        "batch.rows=4",
+        "memory.offload=[optimizer]",
+        "memory.recompute=1",
+    ],
     "0.5b-8k": [*SMALL, "data.seq_len=8192", "batch.rows=4"],
     "3b-8k-8bit": [*LLAMA_3B, "data.seq_len=8192", "batch.rows=2", "optim.state_dtype=8bit"],
     "8b-lora-4k": [*LLAMA_8B, "data.seq_len=4096", "batch.rows=4", "adapter.rank=16"],
-    "8b-lora-4k-all": [*LLAMA_8B, "data.seq_len=4096", "batch.rows=4", "adapter.rank=16", "memory.recompute=1"],
+    "8b-lora-4k-all": [
+        *LLAMA_8B,
+        "data.seq_len=4096",
+        "batch.rows=4",
+        "adapter.rank=16",
+        "memory.recompute=1",
+    ],
     "0.5b-8k-eager": [*SMALL, "data.seq_len=8192", "batch.rows=2", "kernels.compile=false"],
     "8b10L-8k": [*LLAMA_8B, "model.num_layers=10", "data.seq_len=8192", "batch.rows=4"],
     "tiny": [*TINY, "batch.rows=2"],
@@ -111,12 +128,19 @@ def step_of(recipe: Recipe, batch: ResolvedBatch, vocab: int, seed: int) -> Step
         )  # fmt: skip
     tokens = batch.rows * length
     totals = {"targets": float(tokens), "rows": float(batch.rows)}
-    return StepBatch(tuple(made), totals, StepStats(tokens, batch.rows, length, batch.rows, batch.rows, 0))
+    return StepBatch(
+        tuple(made), totals, StepStats(tokens, batch.rows, length, batch.rows, batch.rows, 0)
+    )
 
 
 def measure(name: str, device: str, steps: int) -> dict[str, Any]:
     """Train a few steps and compare."""
-    recipe = load(Recipe, None, [*CASES[name], f"device={device}", f"data.pin_memory={str(device == 'cuda').lower()}"], lambda _: None)
+    recipe = load(
+        Recipe,
+        None,
+        [*CASES[name], f"device={device}", f"data.pin_memory={str(device == 'cuda').lower()}"],
+        lambda _: None,
+    )
     compute = choose_compute(recipe.device, recipe.precision, 0)
     batch = recipe.batch.resolve(recipe.data.seq_len, 1)
     job = describe_job(recipe, recipe.model, compute, batch, 1)
@@ -129,7 +153,9 @@ def measure(name: str, device: str, steps: int) -> dict[str, Any]:
     base = torch.cuda.memory_allocated() if on_cuda else 0
     engine = assemble(engine_spec(recipe, recipe.model, compute, RankGroups()))
     # Not the real initial values: they take longer than the steps. Small noise keeps the arithmetic as it is.
-    engine.fill((one, _noise(one, shape, recipe, on_cuda=on_cuda)) for one, shape in engine.shapes.items())
+    engine.fill(
+        (one, _noise(one, shape, recipe, on_cuda=on_cuda)) for one, shape in engine.shapes.items()
+    )
     peaks = Peaks(on_cuda)
     peaks.mark("build")
     peaks.note("standing")
@@ -145,7 +171,11 @@ def measure(name: str, device: str, steps: int) -> dict[str, Any]:
             torch.cuda.synchronize()
         peaks.mark("update")
         seconds.append(time.perf_counter() - began)
-    found: dict[str, Any] = {"case": name, "settings": " ".join(CASES[name]), "planned_gib": _gib(planned.total)}
+    found: dict[str, Any] = {
+        "case": name,
+        "settings": " ".join(CASES[name]),
+        "planned_gib": _gib(planned.total),
+    }
     if on_cuda:
         peak = max(peaks.marks[phase] for phase in ("forward", "head", "backward", "update")) - base
         found |= {
@@ -162,7 +192,11 @@ def measure(name: str, device: str, steps: int) -> dict[str, Any]:
 
 def _noise(name: str, shape: tuple[int, ...], recipe: Recipe, *, on_cuda: bool) -> torch.Tensor:
     if not on_cuda:
-        return initial_value(name, shape, recipe.model, 0) if name.startswith(("model.", "lm_head")) else torch.zeros(shape)
+        return (
+            initial_value(name, shape, recipe.model, 0)
+            if name.startswith(("model.", "lm_head"))
+            else torch.zeros(shape)
+        )
     if len(shape) < 2:
         return torch.ones(shape) if "norm" in name else torch.zeros(shape)
     return torch.empty(shape, device="cuda").normal_(0.0, 0.02)
@@ -174,7 +208,9 @@ def _gib(size: float) -> float:
 
 def main() -> None:
     """Run, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", action="append", choices=list(CASES), default=[])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--steps", type=int, default=3)

@@ -70,9 +70,16 @@ def timed(step: Callable[[int], float], tokens: int, device: str) -> dict[str, A
             torch.cuda.synchronize()
         seen.append(time.perf_counter() - began)
     middle = statistics.median(seen[WARM_UP:])
-    found: dict[str, Any] = {"tok_s": round(tokens / middle), "step_ms": round(1000 * middle, 1), "first_step_s": round(seen[0], 1)}
+    found: dict[str, Any] = {
+        "tok_s": round(tokens / middle),
+        "step_ms": round(1000 * middle, 1),
+        "first_step_s": round(seen[0], 1),
+    }
     if on_gpu:
-        found |= {"peak_gib": _gib(torch.cuda.max_memory_allocated()), "reserved_gib": _gib(torch.cuda.max_memory_reserved())}
+        found |= {
+            "peak_gib": _gib(torch.cuda.max_memory_allocated()),
+            "reserved_gib": _gib(torch.cuda.max_memory_reserved()),
+        }
     return found | {"loss": round(loss, 4)}
 
 
@@ -95,7 +102,14 @@ def run_ours(case: str, shape: str, device: str) -> dict[str, Any]:
     from headway.train.config import Recipe
     from headway.train.memory import describe_job
 
-    settings = [*SHAPES[shape], f"adapter.rank={RANK}", f"adapter.alpha={ALPHA}", f"optim.lr={LR}", *OURS[case], f"device={device}"]
+    settings = [
+        *SHAPES[shape],
+        f"adapter.rank={RANK}",
+        f"adapter.alpha={ALPHA}",
+        f"optim.lr={LR}",
+        *OURS[case],
+        f"device={device}",
+    ]
     on_gpu = device == "cuda"
     recipe = load(Recipe, None, settings, lambda _: None)
     compute, batch, model, adapter = choose_compute(recipe.device, recipe.precision, 0), recipe.batch.resolve(recipe.data.seq_len, 1), (
@@ -103,29 +117,45 @@ def run_ours(case: str, shape: str, device: str) -> dict[str, Any]:
     ), recipe.adapter  # fmt: skip
     assert adapter is not None
     planned = estimate(describe_job(recipe, model, compute, batch, 1)).total
-    engine, layouts = assemble(engine_spec(recipe, model, compute, RankGroups())), adapter.layouts(model)
+    engine, layouts = (
+        assemble(engine_spec(recipe, model, compute, RankGroups())),
+        adapter.layouts(model),
+    )
     generator = torch.Generator(compute.device).manual_seed(0)
 
     def drawn(shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) < 2:
             return torch.ones(shape, device=compute.device)
-        return torch.empty(shape, dtype=torch.bfloat16, device=compute.device).normal_(0.0, 0.02, generator=generator)
+        return torch.empty(shape, dtype=torch.bfloat16, device=compute.device).normal_(
+            0.0, 0.02, generator=generator
+        )
 
     began = time.perf_counter()
-    values = packed_values(((spec.name, drawn(spec.shape)) for spec in param_specs(model)), layouts, compute.device)
+    values = packed_values(
+        ((spec.name, drawn(spec.shape)) for spec in param_specs(model)), layouts, compute.device
+    )
     engine.fill(with_updates(values, adapter, adapter.modules(model), 0, {}, layouts=layouts))
     found: dict[str, Any] = {}
     if on_gpu:
         torch.cuda.synchronize()
-        found = {"load_s": round(time.perf_counter() - began, 1), "load_peak_gib": _gib(torch.cuda.max_memory_allocated())}
+        found = {
+            "load_s": round(time.perf_counter() - began, 1),
+            "load_peak_gib": _gib(torch.cuda.max_memory_allocated()),
+        }
         found["standing_gib"] = _gib(torch.cuda.memory_allocated())
 
     def step(index: int) -> float:
-        result = engine.forward_backward(step_of(recipe, batch, model.vocab, index), StepInfo(index, 1000))
+        result = engine.forward_backward(
+            step_of(recipe, batch, model.vocab, index), StepInfo(index, 1000)
+        )
         engine.update(hypers(recipe.optim, engine.groups, index, 1000))
         return float(result.loss)
 
-    return timed(step, batch.tokens, device) | found | {"planned_gib": _gib(planned), "settings": " ".join(OURS[case])}
+    return (
+        timed(step, batch.tokens, device)
+        | found
+        | {"planned_gib": _gib(planned), "settings": " ".join(OURS[case])}
+    )
 
 
 def run_peer(quantised: bool, shape: str, device: str) -> dict[str, Any]:
@@ -138,7 +168,11 @@ def run_peer(quantised: bool, shape: str, device: str) -> dict[str, Any]:
     from headway.train.config import Recipe
 
     recipe = load(Recipe, None, [*SHAPES[shape], "device=cpu"], lambda _: None)
-    model, rows, length = recipe.model, recipe.batch.resolve(recipe.data.seq_len, 1).rows, recipe.data.seq_len
+    model, rows, length = (
+        recipe.model,
+        recipe.batch.resolve(recipe.data.seq_len, 1).rows,
+        recipe.data.seq_len,
+    )
     liger = _apply_liger()
     peft = use_peft(None)
     settings: dict[str, Any] = {
@@ -155,7 +189,9 @@ def run_peer(quantised: bool, shape: str, device: str) -> dict[str, Any]:
     torch.set_default_dtype(torch.float32)
     language.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     language.enable_input_require_grads()
-    lora = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", bias="none", task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", bias="none", task_type="CAUSAL_LM"
+    )
     wrapped = peft.get_peft_model(language, lora).to(device)
     training = [one for one in wrapped.parameters() if one.requires_grad]
     for one in training:
@@ -164,7 +200,9 @@ def run_peer(quantised: bool, shape: str, device: str) -> dict[str, Any]:
     wrapped.train()
 
     def step(index: int) -> float:
-        ids = torch.randint(0, model.vocab, (rows, length), generator=torch.Generator().manual_seed(index)).to(device)
+        ids = torch.randint(
+            0, model.vocab, (rows, length), generator=torch.Generator().manual_seed(index)
+        ).to(device)
         with torch.autocast(device, torch.bfloat16):
             loss = wrapped(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -173,7 +211,10 @@ def run_peer(quantised: bool, shape: str, device: str) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
-    versions = {name: __import__(name).__version__ for name in ("transformers", "peft", *(["bitsandbytes"] if quantised else []))}
+    versions = {
+        name: __import__(name).__version__
+        for name in ("transformers", "peft", *(["bitsandbytes"] if quantised else []))
+    }
     more = {"trained": sum(one.numel() for one in training), "liger": liger, "versions": versions}
     return timed(step, rows * length, device) | more
 
@@ -196,16 +237,22 @@ def _filled(language: Any, device: str, *, quantised: bool) -> Any:
         for leaf, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device).normal_(0.0, 0.02)
+            value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device).normal_(
+                0.0, 0.02
+            )
             value = torch.ones_like(value) if value.dim() < 2 else value
             if bnb is not None and isinstance(module, torch.nn.Linear) and ".layers." in path:
                 new = bnb.nn.Linear4bit(
                     module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16, compress_statistics=True,
                     quant_type="nf4", device="meta",
                 )  # fmt: skip
-                new.weight = bnb.nn.Params4bit(value, requires_grad=False, compress_statistics=True, quant_type="nf4", blocksize=64).to(
-                    device
-                )
+                new.weight = bnb.nn.Params4bit(
+                    value,
+                    requires_grad=False,
+                    compress_statistics=True,
+                    quant_type="nf4",
+                    blocksize=64,
+                ).to(device)
                 above, _, name = path.rpartition(".")
                 setattr(language.get_submodule(above), name, new)
             else:
@@ -230,16 +277,26 @@ def run_check(device: str) -> dict[str, Any]:
             packed, on_host = pack(weight, form), pack(weight.cpu(), form)
             for dtype in (torch.float32, torch.bfloat16):
                 whole = unpack(packed, layout, dtype)
-                assert torch.equal(whole, unpack_reference(packed, layout, dtype)), (form, shape, dtype)
-            found[f"{form}_bytes_unlike_host"] = max(found.get(f"{form}_bytes_unlike_host", 0), int((packed.cpu() != on_host).sum()))
+                assert torch.equal(whole, unpack_reference(packed, layout, dtype)), (
+                    form,
+                    shape,
+                    dtype,
+                )
+            found[f"{form}_bytes_unlike_host"] = max(
+                found.get(f"{form}_bytes_unlike_host", 0), int((packed.cpu() != on_host).sum())
+            )
             x = torch.randn(512, shape[1], device=device, dtype=torch.bfloat16, requires_grad=True)
             y = packed_linear(x, packed, layout)
             g = torch.randn_like(y)
             y.backward(g)
             whole = unpack(packed, layout, torch.bfloat16)
-            torch.testing.assert_close(y, x @ whole.t(), rtol=2e-2, atol=2e-2 * float(y.detach().abs().max()))
+            torch.testing.assert_close(
+                y, x @ whole.t(), rtol=2e-2, atol=2e-2 * float(y.detach().abs().max())
+            )
             assert x.grad is not None
-            torch.testing.assert_close(x.grad, g @ whole, rtol=2e-2, atol=2e-2 * float(x.grad.abs().max()))
+            torch.testing.assert_close(
+                x.grad, g @ whole, rtol=2e-2, atol=2e-2 * float(x.grad.abs().max())
+            )
         if device == "cuda":
             layout = PackedLayout(form, 14336, 4096)
             packed = pack(torch.randn(14336, 4096, device=device), form)
@@ -269,7 +326,9 @@ def _gib(size: float) -> float:
 
 def main() -> None:
     """Run every case in its own process; print and write one JSON line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", action="append", choices=["check", *OURS, *PEERS], default=[])
     parser.add_argument("--shape", choices=list(SHAPES), default="8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -281,7 +340,10 @@ def main() -> None:
     if options.packages:
         sys.path.append(options.packages)
     if options.here:
-        print("RESULT " + json.dumps(run_case(options.case[0], options.shape, options.device)), flush=True)
+        print(
+            "RESULT " + json.dumps(run_case(options.case[0], options.shape, options.device)),
+            flush=True,
+        )
         return
     began = time.monotonic()
     for case in options.case or ORDER:
@@ -289,12 +351,29 @@ def main() -> None:
         if time.monotonic() - began > options.seconds:
             found["result"] = "left out: no time"
         else:
-            command = [sys.executable, __file__, "--here", "--case", case, "--shape", options.shape, "--device", options.device]
+            command = [
+                sys.executable,
+                __file__,
+                "--here",
+                "--case",
+                case,
+                "--shape",
+                options.shape,
+                "--device",
+                options.device,
+            ]
             command += ["--packages", options.packages] if options.packages else []
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-            line = next((one for one in reversed(done.stdout.splitlines()) if one.startswith("RESULT ")), None)
+            line = next(
+                (one for one in reversed(done.stdout.splitlines()) if one.startswith("RESULT ")),
+                None,
+            )
             problem = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1][:300]
-            found |= {"result": "failed", "why": problem} if line is None else json.loads(line.removeprefix("RESULT "))
+            found |= (
+                {"result": "failed", "why": problem}
+                if line is None
+                else json.loads(line.removeprefix("RESULT "))
+            )
         print(json.dumps(found), flush=True)
         if options.out:
             with options.out.open("a", encoding="utf-8") as file:

@@ -46,9 +46,39 @@ class Size:
 
 
 SIZES = {
-    "gpu": Size("hidden_size: 256, num_layers: 4, num_heads: 8, num_kv_heads: 8, ffn_size: 512", 512, 40_000, 64, 4000, 300, 1e-3, 32, 4),
-    "cpu": Size("hidden_size: 128, num_layers: 3, num_heads: 8, num_kv_heads: 8, ffn_size: 256", 256, 20_000, 16, 3000, 250, 3e-3, 32, 4),
-    "tiny": Size("hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 4, ffn_size: 128", 128, 300, 4, 12, 12, 3e-3, 16, 4),
+    "gpu": Size(
+        "hidden_size: 256, num_layers: 4, num_heads: 8, num_kv_heads: 8, ffn_size: 512",
+        512,
+        40_000,
+        64,
+        4000,
+        300,
+        1e-3,
+        32,
+        4,
+    ),
+    "cpu": Size(
+        "hidden_size: 128, num_layers: 3, num_heads: 8, num_kv_heads: 8, ffn_size: 256",
+        256,
+        20_000,
+        16,
+        3000,
+        250,
+        3e-3,
+        32,
+        4,
+    ),
+    "tiny": Size(
+        "hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 4, ffn_size: 128",
+        128,
+        300,
+        4,
+        12,
+        12,
+        3e-3,
+        16,
+        4,
+    ),
 }
 RECIPE = """\
 run: {{name: {name}, dir: {out}/runs}}
@@ -83,24 +113,46 @@ def prepare(out: Path, size: Size) -> None:
         out.mkdir(parents=True, exist_ok=True)
         write_documents(raw, size)
         rng = random.Random("tokenizer")
-        train_bpe((table(pairs(rng, 40)) for _ in range(1500)), vocab_size=1344, out=out / "tokenizer")
+        train_bpe(
+            (table(pairs(rng, 40)) for _ in range(1500)), vocab_size=1344, out=out / "tokenizer"
+        )
         build_store([raw], out / "tokenizer", out / "store")
 
 
-def recipe(out: Path, size: Size, name: str, model: str, steps: int, lr: float, more: str = "") -> Recipe:
+def recipe(
+    out: Path, size: Size, name: str, model: str, steps: int, lr: float, more: str = ""
+) -> Recipe:
     """A run of the benchmark."""
     file = out / f"{name}.yaml"
-    text = RECIPE.format(name=name, out=out.as_posix(), model=model, seq_len=size.seq_len, rows=size.rows, lr=lr, steps=steps) + more
+    text = (
+        RECIPE.format(
+            name=name,
+            out=out.as_posix(),
+            model=model,
+            seq_len=size.seq_len,
+            rows=size.rows,
+            lr=lr,
+            steps=steps,
+        )
+        + more
+    )
     file.write_text(text, encoding="utf-8")
     return load(Recipe, file)
 
 
 def main() -> None:
     """Train, sparsify, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("recall"))
     parser.add_argument("--size", choices=list(SIZES), default="gpu")
-    parser.add_argument("--sparsity", type=float, default=0.7, help="what gates are trained for; 0.5 and 0.6 are read off them too")
+    parser.add_argument(
+        "--sparsity",
+        type=float,
+        default=0.7,
+        help="what gates are trained for; 0.5 and 0.6 are read off them too",
+    )
     parser.add_argument("--samples", type=int, default=8, help="questions of each depth")
     parser.add_argument("--steps", type=int, help="steps of the first training")
     options = parser.parse_args()
@@ -112,7 +164,10 @@ def main() -> None:
         first = train(recipe(out, size, "recall", shape, options.steps or size.steps, size.lr))
         if first.get("exit_code"):
             raise SystemExit(first["exit_code"])
-        told |= {"trained_s": round(time.perf_counter() - began, 1), "valid_loss": first["last_valid_loss"]}
+        told |= {
+            "trained_s": round(time.perf_counter() - began, 1),
+            "valid_loss": first["last_valid_loss"],
+        }
         gates = (
             f"objective: {{kind: head_sparsity, target: {options.sparsity}, window: {size.window}, sinks: {size.sinks}}}\n"
             "freeze: [weights]\n"

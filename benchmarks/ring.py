@@ -42,10 +42,18 @@ def synchronize(device: torch.device) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=65536)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--documents", type=int, nargs="+", default=[1, 16], help="documents of equal length in a row")
+    parser.add_argument(
+        "--documents",
+        type=int,
+        nargs="+",
+        default=[1, 16],
+        help="documents of equal length in a row",
+    )
     parser.add_argument("--heads", type=int, nargs=2, default=[16, 4])
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
@@ -55,21 +63,31 @@ def main() -> None:
             print(json.dumps(line), flush=True)
 
 
-def measure(given: argparse.Namespace, documents: int, device: torch.device) -> Iterator[dict[str, Any]]:
+def measure(
+    given: argparse.Namespace, documents: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """One line for every number of ranks."""
     lengths = [[given.length // documents] * documents]
     mask = mask_of(make_batch(lengths, seq_len=given.length, vocab=9, seed=0).to(device))
     heads, kv_heads = given.heads
     q, k, v, d_o = (
-        torch.randn(1, given.length, number, 128, device=device, dtype=torch.bfloat16) for number in (heads, kv_heads, kv_heads, heads)
+        torch.randn(1, given.length, number, 128, device=device, dtype=torch.bfloat16)
+        for number in (heads, kv_heads, kv_heads, heads)
     )
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     backend = "varlen" if device.type == "cuda" else "auto"
-    whole = seconds(lambda: attend(*leaves, mask, backend=backend).backward(d_o), device, given.repeats)
+    whole = seconds(
+        lambda: attend(*leaves, mask, backend=backend).backward(d_o), device, given.repeats
+    )
     for ranks in given.ranks:
         parts = [split_rows(x, ranks) for x in (q, k, v, d_o)]
         kv = [torch.stack(pair) for pair in zip(parts[1], parts[2], strict=True)]
-        times = [rank_seconds(EmulatedRing(rank, kv), parts[0][rank], parts[3][rank], mask, given.repeats) for rank in range(ranks)]
+        times = [
+            rank_seconds(
+                EmulatedRing(rank, kv), parts[0][rank], parts[3][rank], mask, given.repeats
+            )
+            for rank in range(ranks)
+        ]
         yield {
             "tokens": given.length,
             "documents": documents,
@@ -81,9 +99,14 @@ def measure(given: argparse.Namespace, documents: int, device: torch.device) -> 
         }
 
 
-def rank_seconds(ring: EmulatedRing, q: Tensor, d_o: Tensor, mask: AttentionMask, repeats: int) -> float:
+def rank_seconds(
+    ring: EmulatedRing, q: Tensor, d_o: Tensor, mask: AttentionMask, repeats: int
+) -> float:
     """Time of forward and backward of one rank."""
-    inputs = [q.detach().requires_grad_(), *(x.detach().requires_grad_() for x in ring.kv[ring.rank])]
+    inputs = [
+        q.detach().requires_grad_(),
+        *(x.detach().requires_grad_() for x in ring.kv[ring.rank]),
+    ]
 
     def step() -> None:
         ring.restart()

@@ -22,8 +22,22 @@ from typing import Any
 
 BATCH = ["batch.rows=8", "batch.micro_rows=8"]
 CASES: dict[str, list[str]] = {
-    "demo": ["model.preset=laptop", "data.seq_len=256", "steps=60", "checkpoint.every=12", "device=cpu", *BATCH],
-    "1b": ["model.preset=llama-1b", "data.seq_len=4096", "steps=130", "checkpoint.every=60", "device=cuda", *BATCH],
+    "demo": [
+        "model.preset=laptop",
+        "data.seq_len=256",
+        "steps=60",
+        "checkpoint.every=12",
+        "device=cpu",
+        *BATCH,
+    ],
+    "1b": [
+        "model.preset=llama-1b",
+        "data.seq_len=4096",
+        "steps=130",
+        "checkpoint.every=60",
+        "device=cuda",
+        *BATCH,
+    ],
 }
 EVERY = 500
 
@@ -33,8 +47,15 @@ def measure(case: str, folder: Path, extra: list[str]) -> dict[str, Any]:
     keep = ["checkpoint.keep_last=1", "checkpoint.keep_best=0", "checkpoint.at_end=false"]
     common = [f"run.dir={folder}", f"run.name={case}", "log.every=1000", *keep]
     begun = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "headway", "train", *CASES[case], *common, *extra], check=True, stdout=sys.stderr)
-    times = [json.loads(line)["time"] for line in (folder / case / "metrics.jsonl").read_text().splitlines()]
+    subprocess.run(
+        [sys.executable, "-m", "headway", "train", *CASES[case], *common, *extra],
+        check=True,
+        stdout=sys.stderr,
+    )
+    times = [
+        json.loads(line)["time"]
+        for line in (folder / case / "metrics.jsonl").read_text().splitlines()
+    ]
     stalls = [one["save_stall_seconds"] for one in times if one["save_stall_seconds"]]
     step = statistics.median(one["step_seconds"] for one in times[5:])
     later = stalls[1:] or stalls
@@ -51,10 +72,14 @@ def measure(case: str, folder: Path, extra: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: demo")
     parser.add_argument("--dir", type=Path, help="where runs go; default: a temporary folder")
-    parser.add_argument("overrides", nargs="*", help="settings as key=value, e.g. checkpoint.async=false to compare")
+    parser.add_argument(
+        "overrides", nargs="*", help="settings as key=value, e.g. checkpoint.async=false to compare"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="save-stall-", dir=given.dir) as folder:
         for case in given.case or ["demo"]:

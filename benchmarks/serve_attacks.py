@@ -54,14 +54,25 @@ def build_models(folder: Path) -> tuple[Path, Path]:
     from headway.tokenizer.load import Tokenizer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    backend = tokenizers.Tokenizer(
+        models.BPE({letter: number for number, letter in enumerate(alphabet)}, [])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True) for token in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")]
+    )
     Tokenizer(backend, {"bos": "<s>", "eos": "</s>"}).save(folder / "tokenizer")
     encoder = folder / "encoder"
     ViTModel(
-        ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=32, patch_size=8)
+        ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            image_size=32,
+            patch_size=8,
+        )
     ).save_pretrained(encoder)
     settings = {
         "do_resize": True,
@@ -74,11 +85,24 @@ def build_models(folder: Path) -> tuple[Path, Path]:
         "image_std": [0.5, 0.5, 0.5],
     }
     (encoder / "preprocessor_config.json").write_text(json.dumps(settings))
-    config = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=320, max_seq_len=2048)
+    config = ModelConfig(
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_size=48,
+        vocab_size=320,
+        max_seq_len=2048,
+    )
     described = json.dumps({"kind": "huggingface", "path": str(encoder), "pool": "mean"})
-    pictures = config.with_(media=MediaShape((MediaInput("image", 16, 2, encoder=described),), hidden=16, missing=False))
+    pictures = config.with_(
+        media=MediaShape((MediaInput("image", 16, 2, encoder=described),), hidden=16, missing=False)
+    )
     for name, shape in (("texts", config), ("pictures", pictures)):
-        weights = ((spec.name, initial_value(spec.name, spec.shape, shape, 4)) for spec in param_specs(shape))
+        weights = (
+            (spec.name, initial_value(spec.name, spec.shape, shape, 4))
+            for spec in param_specs(shape)
+        )
         export_huggingface(shape, weights, folder / name, tokenizer=folder / "tokenizer")
     return folder / "texts", folder / "pictures"
 
@@ -87,8 +111,27 @@ class Server:
     """A running server."""
 
     def __init__(self, texts: Path, pictures: Path, log: Path) -> None:
-        command = [sys.executable, "-m", "headway", "serve", "--port", "0", "--json", "--device", "cpu", "--cache-gib", "0.05"]
-        command += ["--model", f"texts={texts}", "--model", f"pictures={pictures}", "--chat-template", "chatml"]
+        command = [
+            sys.executable,
+            "-m",
+            "headway",
+            "serve",
+            "--port",
+            "0",
+            "--json",
+            "--device",
+            "cpu",
+            "--cache-gib",
+            "0.05",
+        ]
+        command += [
+            "--model",
+            f"texts={texts}",
+            "--model",
+            f"pictures={pictures}",
+            "--chat-template",
+            "chatml",
+        ]
         self.log = log
         with open(log, "wb") as errors:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
@@ -103,7 +146,12 @@ class Server:
 
     def engines(self) -> list[int]:
         """Process ids of the engines, in the order of their start."""
-        listed = subprocess.run(["pgrep", "-P", str(self.process.pid), "-f", "engine_process"], capture_output=True, text=True, check=False)
+        listed = subprocess.run(
+            ["pgrep", "-P", str(self.process.pid), "-f", "engine_process"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return sorted(map(int, listed.stdout.split()))
 
     def close(self) -> None:
@@ -113,7 +161,9 @@ class Server:
         self.process.wait()
 
 
-async def ask(port: int, method: str, path: str, body: bytes = b"", seconds: float = MOST_SECONDS) -> tuple[int, dict[str, str], bytes]:
+async def ask(
+    port: int, method: str, path: str, body: bytes = b"", seconds: float = MOST_SECONDS
+) -> tuple[int, dict[str, str], bytes]:
     """One request on a connection of its own: status, headers and body; status 0 where there is no answer."""
     try:
         async with asyncio.timeout(seconds):
@@ -131,7 +181,10 @@ async def ask(port: int, method: str, path: str, body: bytes = b"", seconds: flo
     lines = top.decode("latin-1").split("\r\n")
     if not lines[0].startswith("HTTP/"):
         return 0, {}, b""
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+    headers = {
+        name.lower(): value.strip()
+        for name, _, value in (line.partition(":") for line in lines[1:])
+    }
     return int(lines[0].split()[1]), headers, rest
 
 
@@ -180,7 +233,9 @@ class Probe:
     def report(self) -> None:
         for kind, seconds in self.seconds.items():
             median, worst = statistics.median(seconds) * 1e3, max(seconds) * 1e3
-            print(f"  {kind:11} {len(seconds)} asked, statuses {dict(self.statuses[kind])}, median {median:.0f} ms, worst {worst:.0f} ms")
+            print(
+                f"  {kind:11} {len(seconds)} asked, statuses {dict(self.statuses[kind])}, median {median:.0f} ms, worst {worst:.0f} ms"
+            )
 
 
 async def probed(server: Server, attack: Awaitable[None]) -> None:
@@ -205,7 +260,9 @@ async def pictures(server: Server) -> None:
         picture = data.getvalue() + bytes([number])
         files.append("data:image/png;base64," + base64.b64encode(picture).decode())
     content = [{"type": "image_url", "image_url": {"url": url}} for url in files]
-    body = json.dumps({"model": "pictures", "messages": [{"role": "user", "content": content}], "max_tokens": 4}).encode()
+    body = json.dumps(
+        {"model": "pictures", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    ).encode()
     print(f"  a body of {len(body) / 2**20:.1f} MiB")
     began = time.monotonic()
     status, _, answer = await ask(server.port, "POST", "/v1/chat/completions", body)
@@ -213,13 +270,24 @@ async def pictures(server: Server) -> None:
     for side, count in ((7000, 4), (2000, 20)):
         data = io.BytesIO()
         Image.new("RGB", (side, side), (1, 2, 3)).save(data, "PNG")
-        urls = ["data:image/png;base64," + base64.b64encode(data.getvalue() + bytes([n])).decode() for n in range(count)]
+        urls = [
+            "data:image/png;base64," + base64.b64encode(data.getvalue() + bytes([n])).decode()
+            for n in range(count)
+        ]
         content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        body = json.dumps({"model": "pictures", "messages": [{"role": "user", "content": content}], "max_tokens": 4}).encode()
+        body = json.dumps(
+            {
+                "model": "pictures",
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": 4,
+            }
+        ).encode()
         began = time.monotonic()
         status, _, answer = await ask(server.port, "POST", "/v1/chat/completions", body)
         shown = "" if status == 200 else reason(answer)
-        print(f"  {count} pictures of {side} x {side}: {status} after {time.monotonic() - began:.1f} s {shown}")
+        print(
+            f"  {count} pictures of {side} x {side}: {status} after {time.monotonic() - began:.1f} s {shown}"
+        )
 
 
 async def bodies(server: Server) -> None:
@@ -234,8 +302,12 @@ async def silence(server: Server) -> None:
     for _ in range(1100):
         held.append(await asyncio.open_connection("127.0.0.1", server.port))
     began = time.monotonic()
-    answers = await asyncio.gather(*(ask(server.port, "POST", "/v1/completions", completion(), 60) for _ in range(64)))
-    print(f"  64 honest clients: {dict(Counter(status for status, _, _ in answers))} within {time.monotonic() - began:.1f} s")
+    answers = await asyncio.gather(
+        *(ask(server.port, "POST", "/v1/completions", completion(), 60) for _ in range(64))
+    )
+    print(
+        f"  64 honest clients: {dict(Counter(status for status, _, _ in answers))} within {time.monotonic() - began:.1f} s"
+    )
     for _, writer in held:
         writer.close()
 
@@ -244,7 +316,9 @@ async def schemas(server: Server) -> None:
     for schema in ({"$ref": "#"}, {"$ref": "#"}, {"type": "array", "items": {"$ref": "#"}}):
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         messages = [{"role": "user", "content": "?"}]
-        body = json.dumps({"model": "pictures", "messages": messages, "response_format": form, "max_tokens": 8}).encode()
+        body = json.dumps(
+            {"model": "pictures", "messages": messages, "response_format": form, "max_tokens": 8}
+        ).encode()
         status, _, answer = await ask(server.port, "POST", "/v1/chat/completions", body, 60)
         print(f"  {json.dumps(schema)}: {status} {'' if status == 200 else reason(answer)}")
         await until_answered(server, "pictures", 30)
@@ -254,12 +328,18 @@ async def kills(server: Server) -> None:
     for _ in range(2):
         engines = server.engines()
         if len(engines) < 2:
-            print(f"  engines left: {len(engines)}; the server {'runs' if server.process.poll() is None else 'has ended'}")
+            print(
+                f"  engines left: {len(engines)}; the server {'runs' if server.process.poll() is None else 'has ended'}"
+            )
             return
         os.kill(max(engines), signal.SIGKILL)
         await asyncio.sleep(0.2)
-        status, headers, answer = await ask(server.port, "POST", "/v1/completions", completion("pictures"), 30)
-        print(f"  killed; its next request: {status}, Retry-After {headers.get('retry-after')}: {reason(answer)}")
+        status, headers, answer = await ask(
+            server.port, "POST", "/v1/completions", completion("pictures"), 30
+        )
+        print(
+            f"  killed; its next request: {status}, Retry-After {headers.get('retry-after')}: {reason(answer)}"
+        )
         _, _, health = await ask(server.port, "GET", "/health", b"", 30)
         print(f"  /health: {health.decode('utf-8', 'replace')[:220]}")
         await until_answered(server, "pictures", 60)
@@ -273,7 +353,9 @@ async def until_answered(server: Server, model: str, seconds: float) -> None:
             print(f"  {model} answers {time.monotonic() - began:.1f} s later")
             return
         await asyncio.sleep(0.2)
-    print(f"  {model} does not answer; the server {'runs' if server.process.poll() is None else 'has ended'}")
+    print(
+        f"  {model} does not answer; the server {'runs' if server.process.poll() is None else 'has ended'}"
+    )
 
 
 ATTACKS: dict[str, Callable[[Server], Awaitable[None]]] = {
@@ -287,7 +369,9 @@ ATTACKS: dict[str, Callable[[Server], Awaitable[None]]] = {
 
 def main() -> int:
     """Run the attacks, each on a server of its own."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("attacks", nargs="*", help=f"some of {', '.join(ATTACKS)}; default: all")
     chosen = parser.parse_args().attacks or list(ATTACKS)
     import headway
@@ -300,11 +384,19 @@ def main() -> int:
             server = Server(*models, Path(folder) / "log")
             try:
                 asyncio.run(probed(server, ATTACKS[name](server)))
-                left = "runs" if server.process.poll() is None else f"ended with code {server.process.returncode}"
+                left = (
+                    "runs"
+                    if server.process.poll() is None
+                    else f"ended with code {server.process.returncode}"
+                )
                 print(f"  the server {left}")
             finally:
                 server.close()
-            errors = [line for line in server.log.read_text(errors="replace").splitlines() if re.search("error|killed|failed", line)]
+            errors = [
+                line
+                for line in server.log.read_text(errors="replace").splitlines()
+                if re.search("error|killed|failed", line)
+            ]
             for line in errors[:6]:
                 print(f"  log: {line[:200]}")
     return 0

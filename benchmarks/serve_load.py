@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-SERVER = (
-    "from headway.serve import engine_client; engine_client.ENGINE_MODULE = 'serve_load_engine'; from headway.__main__ import run; run()"
-)
+SERVER = "from headway.serve import engine_client; engine_client.ENGINE_MODULE = 'serve_load_engine'; from headway.__main__ import run; run()"
 MALFORMED = (
     b"{",
     b"[]",
@@ -76,7 +74,13 @@ class Work:
     def body(self, **fields: Any) -> dict[str, Any]:
         """A request for a continuation of exactly its length."""
         prompt, new = self.sizes()
-        asked = {"model": "m", "prompt": self.ids(prompt), "max_tokens": new, "ignore_eos": True, "temperature": self.options.temperature}
+        asked = {
+            "model": "m",
+            "prompt": self.ids(prompt),
+            "max_tokens": new,
+            "ignore_eos": True,
+            "temperature": self.options.temperature,
+        }
         return {**asked, "seed": self.rng.randrange(1 << 30), **fields}
 
 
@@ -93,12 +97,21 @@ class Client:
         writer.write(head.encode() + body)
         return reader, writer
 
-    async def ask(self, kind: str, body: dict[str, Any] | bytes, *, leave_after: int | None = None, pause: float = 0.0) -> bytes:
+    async def ask(
+        self,
+        kind: str,
+        body: dict[str, Any] | bytes,
+        *,
+        leave_after: int | None = None,
+        pause: float = 0.0,
+    ) -> bytes:
         """One request; the bytes of its answer. `leave_after`: bytes after which the client is gone; `pause`: seconds between reads."""
         began = time.perf_counter()
         found = bytearray()
         try:
-            reader, writer = await self.open(body if isinstance(body, bytes) else json.dumps(body).encode())
+            reader, writer = await self.open(
+                body if isinstance(body, bytes) else json.dumps(body).encode()
+            )
             try:
                 while part := await reader.read(1024 if pause else 65536):
                     if b"data: " in part and b"data: " not in found:
@@ -159,7 +172,12 @@ def resident_mib(pid: int) -> float:
     """Memory of a process."""
     try:
         return (
-            next(int(line.split()[1]) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")) / 1024
+            next(
+                int(line.split()[1])
+                for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+                if line.startswith("VmRSS")
+            )
+            / 1024
         )
     except (OSError, StopIteration):
         return 0.0
@@ -186,7 +204,9 @@ def cpu_seconds(pid: int) -> float:
 async def live(port: int) -> dict[str, Any]:
     """What the server says of itself."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET /api/live HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n".encode())
+    writer.write(
+        f"GET /api/live HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n".encode()
+    )
     found = await reader.read()
     writer.close()
     return json.loads(found[found.index(b"\r\n\r\n") + 4 :])
@@ -195,24 +215,37 @@ async def live(port: int) -> dict[str, Any]:
 async def generated(port: int) -> int:
     """The engine's counter of tokens."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n".encode())
+    writer.write(
+        f"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n".encode()
+    )
     text = (await reader.read()).decode()
     writer.close()
     return int(re.findall(r"^headway_generated_tokens_total\{.*\} (\d+)$", text, re.MULTILINE)[0])
 
 
-async def watch(port: int, pids: dict[str, int], samples: list[dict[str, float]], problems: list[str]) -> None:
+async def watch(
+    port: int, pids: dict[str, int], samples: list[dict[str, float]], problems: list[str]
+) -> None:
     """Look at memory and the cache once a second."""
     while True:
         now = await live(port)
         if now["cache_bytes"] > now["cache_budget_bytes"]:
             problems.append(f"cache: {now['cache_bytes']} bytes of {now['cache_budget_bytes']}")
         sample = {f"{name}_mib": resident_mib(pid) for name, pid in pids.items()}
-        samples.append({**sample, "cache_bytes": now["cache_bytes"], "running": now["running"], "waiting": now["waiting"]})
+        samples.append(
+            {
+                **sample,
+                "cache_bytes": now["cache_bytes"],
+                "running": now["running"],
+                "waiting": now["waiting"],
+            }
+        )
         await asyncio.sleep(1)
 
 
-async def load(port: int, pids: dict[str, int], vocab: int, options: argparse.Namespace) -> dict[str, Any]:
+async def load(
+    port: int, pids: dict[str, int], vocab: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """All clients for a while."""
     seen, samples = Seen(), []
     client = Client(port, seen)
@@ -220,7 +253,8 @@ async def load(port: int, pids: dict[str, int], vocab: int, options: argparse.Na
     alone = await texts_of(client, asked)
     until = time.monotonic() + options.warmup + options.seconds
     clients = [
-        asyncio.create_task(one_client(client, Work(options, vocab, number), until, options.faults)) for number in range(options.clients)
+        asyncio.create_task(one_client(client, Work(options, vocab, number), until, options.faults))
+        for number in range(options.clients)
     ]
     await asyncio.sleep(options.warmup)
     watching = asyncio.create_task(watch(port, pids, samples, seen.problems))
@@ -233,11 +267,18 @@ async def load(port: int, pids: dict[str, int], vocab: int, options: argparse.Na
     cpu = {name: round((cpu_seconds(pid) - cpu[name]) / passed, 3) for name, pid in pids.items()}
     await asyncio.gather(*clients)
     watching.cancel()
-    seen.problems += [f"answer {number} differs under load" for number, (a, b) in enumerate(zip(alone, under_load, strict=True)) if a != b]
+    seen.problems += [
+        f"answer {number} differs under load"
+        for number, (a, b) in enumerate(zip(alone, under_load, strict=True))
+        if a != b
+    ]
     waited = sorted(seen.first_token)
     quarter = max(1, len(samples) // 4)
     memory = {
-        name: [round(statistics.mean(one[f"{name}_mib"] for one in part), 1) for part in (samples[:quarter], samples[-quarter:])]
+        name: [
+            round(statistics.mean(one[f"{name}_mib"] for one in part), 1)
+            for part in (samples[:quarter], samples[-quarter:])
+        ]
         for name in pids
     }
     return {
@@ -262,7 +303,9 @@ def setup_of(options: argparse.Namespace) -> Any:
     from headway.serve.engine_setup import EngineSetup
 
     cache = None if options.cache_gib is None else int(options.cache_gib * (1 << 30))
-    limits = EngineOptions(cache_bytes=cache, max_running=options.max_running, compile_blocks=options.compile)
+    limits = EngineOptions(
+        cache_bytes=cache, max_running=options.max_running, compile_blocks=options.compile
+    )
     return EngineSetup("m", options.shape, limits, device=options.device)
 
 
@@ -287,12 +330,31 @@ def run_http(options: argparse.Namespace) -> dict[str, Any]:
     """A server in processes of its own, and the clients here."""
     from serve_load_engine import SHAPES
 
-    command = [sys.executable, "-c", SERVER, "serve", "--model", f"m={options.shape}", "--port", "0", "--json", "--device", options.device]
-    command += ["--max-running", str(options.max_running), "--max-connections", str(options.clients + 64)]
+    command = [
+        sys.executable,
+        "-c",
+        SERVER,
+        "serve",
+        "--model",
+        f"m={options.shape}",
+        "--port",
+        "0",
+        "--json",
+        "--device",
+        options.device,
+    ]
+    command += [
+        "--max-running",
+        str(options.max_running),
+        "--max-connections",
+        str(options.clients + 64),
+    ]
     command += ["--compile"] if options.compile else []
     command += [] if options.cache_gib is None else ["--cache-gib", str(options.cache_gib)]
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
     try:
         assert server.stdout is not None
         text = ""
@@ -302,28 +364,40 @@ def run_http(options: argparse.Namespace) -> dict[str, Any]:
                 raise SystemExit(f"the server ended with {server.wait()}")
             text += line
         pids = {"http": server.pid, "engine": child_of(server.pid)}
-        return asyncio.run(load(json.loads(text)["port"], pids, SHAPES[options.shape]["vocab_size"], options))
+        return asyncio.run(
+            load(json.loads(text)["port"], pids, SHAPES[options.shape]["vocab_size"], options)
+        )
     finally:
         server.terminate()
         server.wait(60)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="tiny", choices=("tiny", "small", "1b", "paced"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--warmup", type=float, default=10)
-    parser.add_argument("--prompt", type=span, default=(4, 200), help="tokens of a prompt: 128 or 4:200")
+    parser.add_argument(
+        "--prompt", type=span, default=(4, 200), help="tokens of a prompt: 128 or 4:200"
+    )
     parser.add_argument("--new", type=span, default=(4, 200), help="tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-running", type=int, default=64)
     parser.add_argument("--cache-gib", type=float)
     parser.add_argument("--compile", action="store_true", help="compile decoding steps")
-    parser.add_argument("--faults", action="store_true", help="clients that leave, read slowly or send nonsense")
+    parser.add_argument(
+        "--faults", action="store_true", help="clients that leave, read slowly or send nonsense"
+    )
     parser.add_argument("--check", action="store_true", help="answers under load equal those alone")
-    parser.add_argument("--engine", action="store_true", help="measure the engine alone too, first, in a process of its own")
+    parser.add_argument(
+        "--engine",
+        action="store_true",
+        help="measure the engine alone too, first, in a process of its own",
+    )
     parser.add_argument("--engine-only", action="store_true", help="measure only that")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -332,10 +406,17 @@ def main() -> None:
     if options.engine_only:
         print(json.dumps(run_engine(options)))
         return
-    found: dict[str, Any] = {"shape": options.shape, "clients": options.clients, "prompt": options.prompt, "new": options.new}
+    found: dict[str, Any] = {
+        "shape": options.shape,
+        "clients": options.clients,
+        "prompt": options.prompt,
+        "new": options.new,
+    }
     if options.engine:
         alone = [*sys.argv[1:], "--engine-only"]
-        done = subprocess.run([sys.executable, __file__, *alone], stdout=subprocess.PIPE, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, *alone], stdout=subprocess.PIPE, check=True
+        )
         found["engine"] = json.loads(done.stdout.splitlines()[-1])
     found["http"] = run_http(options)
     if options.engine:

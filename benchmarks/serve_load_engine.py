@@ -76,7 +76,9 @@ class PacedEngine:
         return events
 
     def stats(self) -> EngineStats:
-        return EngineStats(len(self.running), len(self.waiting), 0, 0, 0, 0, self.generated, 0, 0, 0)
+        return EngineStats(
+            len(self.running), len(self.waiting), 0, 0, 0, 0, self.generated, 0, 0, 0
+        )
 
 
 def make_tokenizer(vocab: int) -> Tokenizer:
@@ -88,7 +90,9 @@ def make_tokenizer(vocab: int) -> Tokenizer:
     letters, rng = "abcdefghijklmnopqrstuvwxyz", np.random.default_rng(0)
     known = set(words)
     while len(words) < vocab - 2:
-        word = "Ġ" * bool(rng.integers(2)) + "".join(letters[i] for i in rng.integers(0, 26, int(rng.integers(2, 8))))
+        word = "Ġ" * bool(rng.integers(2)) + "".join(
+            letters[i] for i in rng.integers(0, 26, int(rng.integers(2, 8)))
+        )
         if word not in known:
             known.add(word)
             words.append(word)
@@ -103,7 +107,17 @@ def opening(setup: EngineSetup) -> OpenedEngine:
     """An engine with a model of the shape that the setup's path names."""
     if setup.path == PACED:
         tokenizer = make_tokenizer(SHAPES[PACED]["vocab_size"])
-        facts = EngineFacts(setup.name, tokenizer, 36864, 128256, 8, frozenset([tokenizer.eos_id or 0]), "none", "none", 0)
+        facts = EngineFacts(
+            setup.name,
+            tokenizer,
+            36864,
+            128256,
+            8,
+            frozenset([tokenizer.eos_id or 0]),
+            "none",
+            "none",
+            0,
+        )
         return PacedEngine(setup.options, 128256), facts, lambda request, refs: request
     import torch
 
@@ -120,7 +134,9 @@ def opening(setup: EngineSetup) -> OpenedEngine:
     model = model.to(compute.dtype).to_empty(device=compute.device).requires_grad_(False).eval()
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
-        parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02 if setup.path == "1b" else 0.2)
+        parameter.fill_(1.0) if "norm" in name else parameter.normal_(
+            std=0.02 if setup.path == "1b" else 0.2
+        )
     tokenizer = make_tokenizer(config.vocab)
     assert tokenizer.eos_id is not None
     loaded = LoadedModel(model, config, tokenizer, Path(setup.path), frozenset([tokenizer.eos_id]))
@@ -133,7 +149,9 @@ def opening(setup: EngineSetup) -> OpenedEngine:
     return engine, facts, lambda request, refs: request
 
 
-def time_engine(setup: EngineSetup, work: Any, clients: int, warmup: float, seconds: float) -> dict[str, float]:
+def time_engine(
+    setup: EngineSetup, work: Any, clients: int, warmup: float, seconds: float
+) -> dict[str, float]:
     """Tokens per second of the engine alone, with as many requests at a time as there would be clients. `work()` makes a request."""
     engine, _, _ = opening(setup)
     for _ in range(clients):

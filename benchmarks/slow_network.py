@@ -41,7 +41,15 @@ VARIANTS: dict[str, dict[str, Any] | str] = {
     "headway + PowerSGD": {**PLAIN, "hook": {"kind": "powersgd"}},
 }
 COMPRESSED = ("torch DDP + PowerSGD", "headway + PowerSGD")
-SHAPE = {"hidden_size": 512, "num_layers": 3, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 1376, "vocab_size": 256, "max_seq_len": 128}
+SHAPE = {
+    "hidden_size": 512,
+    "num_layers": 3,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "ffn_size": 1376,
+    "vocab_size": 256,
+    "max_seq_len": 128,
+}
 ROWS, SEQ_LEN = 4, 64
 
 
@@ -51,7 +59,9 @@ def corpus() -> Any:
     import torch
 
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8
+    )
 
 
 def tokens_of(step: int, rank: int) -> Any:
@@ -74,7 +84,16 @@ def batch_of(step: int, rank: int) -> Any:
     zeros = torch.zeros(ROWS, SEQ_LEN, dtype=torch.int32)
     bounds = torch.tensor([[0, SEQ_LEN]], dtype=torch.int32).expand(ROWS, 2)
     ones, source = torch.ones(ROWS, SEQ_LEN), torch.zeros(ROWS, dtype=torch.int32)
-    return Batch(data[:, :-1].contiguous(), data[:, 1:].contiguous(), ones, position, zeros, source, bounds, single_document=True)
+    return Batch(
+        data[:, :-1].contiguous(),
+        data[:, 1:].contiguous(),
+        ones,
+        position,
+        zeros,
+        source,
+        bounds,
+        single_document=True,
+    )
 
 
 def headway_step(group: Any, settings: dict[str, Any], total_steps: int) -> Callable[[int], float]:
@@ -96,12 +115,19 @@ def headway_step(group: Any, settings: dict[str, Any], total_steps: int) -> Call
     parallel = validate(ParallelConfig, settings)
     ranks = form_groups(parallel.mesh(group.rank, group.size), group)
     engine = assemble(EngineSpec(config, NextToken(), optim, parallel=parallel, ranks=ranks))
-    engine.fill((name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items())
+    engine.fill(
+        (name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items()
+    )
     targets = float(group.size * ROWS * SEQ_LEN)
 
     def step(index: int) -> float:
         stats = StepStats(int(targets), ROWS, SEQ_LEN, ROWS, ROWS, 0)
-        batch = StepBatch((batch_of(index, group.rank),), {"targets": targets, "rows": float(group.size * ROWS)}, stats, group.rank)
+        batch = StepBatch(
+            (batch_of(index, group.rank),),
+            {"targets": targets, "rows": float(group.size * ROWS)},
+            stats,
+            group.rank,
+        )
         result = engine.forward_backward(batch, StepInfo(index, total_steps))
         engine.update(hypers(optim, engine.groups, index, total_steps))
         return float(result.loss)
@@ -135,19 +161,28 @@ def torch_step(group: Any, hook: dict[str, Any] | None, total_steps: int) -> Cal
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(name, tuple(parameter.shape), config, 0))
     # Over gloo torch's PowerSGD hook works with one bucket alone: with more, ranks run its callbacks in different orders and abort.
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1000 if hook else BUCKET_BYTES / 2**20, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(
+        model, bucket_cap_mb=1000 if hook else BUCKET_BYTES / 2**20, gradient_as_bucket_view=True
+    )
     if hook:
-        state = powersgd.PowerSGDState(None, matrix_approximation_rank=hook["rank"], start_powerSGD_iter=hook["start_step"])
+        state = powersgd.PowerSGDState(
+            None, matrix_approximation_rank=hook["rank"], start_powerSGD_iter=hook["start_step"]
+        )
         wrapped.register_comm_hook(state, powersgd.powerSGD_hook)
     decaying = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decaying, "weight_decay": optim.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [
+        {"params": decaying, "weight_decay": optim.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
     def step(index: int) -> float:
         batch = batch_of(index, group.rank)
         hidden = wrapped(batch.tokens, batch.position, mask_of(batch))
-        loss = nn.functional.cross_entropy((hidden @ model.head_weight.T).flatten(0, 1), batch.targets.flatten())
+        loss = nn.functional.cross_entropy(
+            (hidden @ model.head_weight.T).flatten(0, 1), batch.targets.flatten()
+        )
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for one in adam.param_groups:
@@ -163,7 +198,9 @@ def torch_step(group: Any, hook: dict[str, Any] | None, total_steps: int) -> Cal
 
 def sent_bytes() -> int:
     """What this namespace has put on the cable."""
-    return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
+    return int(
+        Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text()
+    )
 
 
 def worker(variant: str, steps: int, total_steps: int, compression: dict[str, Any]) -> None:
@@ -179,7 +216,9 @@ def worker(variant: str, steps: int, total_steps: int, compression: dict[str, An
         if wanted == "alone":
             step = headway_step(RankGroup(), {}, total_steps)
         elif isinstance(wanted, str):
-            step = torch_step(group, compression if wanted == "torch powersgd" else None, total_steps)
+            step = torch_step(
+                group, compression if wanted == "torch powersgd" else None, total_steps
+            )
         else:
             hook = {"hook": {**wanted["hook"], **compression}} if "hook" in wanted else {}
             step = headway_step(group, {**wanted, **hook}, total_steps)
@@ -191,13 +230,32 @@ def worker(variant: str, steps: int, total_steps: int, compression: dict[str, An
             seconds.append(time.perf_counter() - began)
             sent.append(sent_bytes() - before)
         if group.rank == 0:
-            print(json.dumps({"seconds": seconds[WARMUP:], "bytes": sent[WARMUP:], "losses": losses}))
+            print(
+                json.dumps({"seconds": seconds[WARMUP:], "bytes": sent[WARMUP:], "losses": losses})
+            )
 
 
-def measure(nodes: tuple[str, str], variant: str, lengths: tuple[int, int], port: int, compression: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    nodes: tuple[str, str],
+    variant: str,
+    lengths: tuple[int, int],
+    port: int,
+    compression: dict[str, Any],
+) -> dict[str, Any]:
     """Run one variant on both nodes; `lengths`: steps to do, and steps of the whole schedule."""
-    numbers = {"--steps": lengths[0], "--loss-steps": lengths[1], "--rank": compression["rank"], "--start-step": compression["start_step"]}
-    command = [sys.executable, __file__, "--worker", variant, *(text for pair in numbers.items() for text in map(str, pair))]
+    numbers = {
+        "--steps": lengths[0],
+        "--loss-steps": lengths[1],
+        "--rank": compression["rank"],
+        "--start-step": compression["start_step"],
+    }
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        variant,
+        *(text for pair in numbers.items() for text in map(str, pair)),
+    ]
     shared = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": ADDRESSES[0],
@@ -207,11 +265,26 @@ def measure(nodes: tuple[str, str], variant: str, lengths: tuple[int, int], port
     }
     started = []
     for rank, node in enumerate(nodes):
-        listing = subprocess.run(["ip", "netns", "exec", node, "ls", "/sys/class/net"], capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(
+            ["ip", "netns", "exec", node, "ls", "/sys/class/net"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         cable = next(name for name in listing.split() if name.startswith("v"))
-        settings = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": cable}
+        settings = {
+            **os.environ,
+            **shared,
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "GLOO_SOCKET_IFNAME": cable,
+        }
         pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        started.append(subprocess.Popen(["ip", "netns", "exec", node, *command], env=settings, stdout=pipe, text=True))
+        started.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", node, *command], env=settings, stdout=pipe, text=True
+            )
+        )
     answer = started[0].communicate()[0]
     if any(process.wait() for process in started):
         raise SystemExit(f"{variant} failed")
@@ -243,26 +316,42 @@ def report(times: dict[str, float], sent: dict[str, float]) -> list[str]:
     for plain, small in (("torch DDP", COMPRESSED[0]), ("headway, overlap on", COMPRESSED[1])):
         if {plain, small, "alone"} <= times.keys():
             less = sent[plain] / sent[small]
-            possible = times[plain] / (times["alone"] + max(0.0, times[plain] - times["alone"]) / less)
+            possible = times[plain] / (
+                times["alone"] + max(0.0, times[plain] - times["alone"]) / less
+            )
             got = times[plain] / times[small]
-            lines.append(f"{small}: {less:.1f} x fewer bytes allow {possible:.2f} x, reached {got:.2f} x = {got / possible:.0%}")
+            lines.append(
+                f"{small}: {less:.1f} x fewer bytes allow {possible:.2f} x, reached {got:.2f} x = {got / possible:.0%}"
+            )
     return lines
 
 
 def main() -> None:
     """Measure every variant and print tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each variant")
     parser.add_argument("--loss-steps", type=int, default=200, help="0 = leave the second part out")
     parser.add_argument("--rank", type=int, default=16, help="rank of PowerSGD")
-    parser.add_argument("--start-step", type=int, default=20, help="steps with plain sums before compression, in the second part")
+    parser.add_argument(
+        "--start-step",
+        type=int,
+        default=20,
+        help="steps with plain sums before compression, in the second part",
+    )
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.steps, options.loss_steps, {"rank": options.rank, "start_step": options.start_step})
+        worker(
+            options.worker,
+            options.steps,
+            options.loss_steps,
+            {"rank": options.rank, "start_step": options.start_step},
+        )
         return
     if reason := why_not():
         raise SystemExit(f"cannot measure here: {reason}")
@@ -273,26 +362,38 @@ def main() -> None:
     with two_nodes(options.rate) as nodes:
         for number, name in enumerate(variants):
             found["steps"][name] = measure(
-                nodes, name, (WARMUP + options.steps, 1000), 29600 + number, {"rank": options.rank, "start_step": 2}
+                nodes,
+                name,
+                (WARMUP + options.steps, 1000),
+                29600 + number,
+                {"rank": options.rank, "start_step": 2},
             )
     times = {name: statistics.median(one["seconds"]) for name, one in found["steps"].items()}
     sent = {name: statistics.median(one["bytes"]) for name, one in found["steps"].items()}
-    print(f"{options.rate}, 2 ranks with one thread each, {ROWS} x {SEQ_LEN} tokens per rank, buckets of {BUCKET_BYTES >> 20} MiB")
+    print(
+        f"{options.rate}, 2 ranks with one thread each, {ROWS} x {SEQ_LEN} tokens per rank, buckets of {BUCKET_BYTES >> 20} MiB"
+    )
     print(f"{'':<26}{'seconds per step':>18}{'MB sent per rank':>18}")
     for name in variants:
         print(f"{name:<26}{times[name]:>18.3f}{sent[name] / 1e6:>18.3f}")
     found["ratios"] = report(times, sent)
     print("\n".join(found["ratios"]))
-    compared = [name for name in variants if name in ("torch DDP", "headway, overlap on", *COMPRESSED)]
+    compared = [
+        name for name in variants if name in ("torch DDP", "headway, overlap on", *COMPRESSED)
+    ]
     if options.loss_steps:
         with two_nodes() as nodes:
             for number, name in enumerate(compared):
                 compression = {"rank": options.rank, "start_step": options.start_step}
-                losses = measure(nodes, name, (options.loss_steps,) * 2, 29700 + number, compression)["losses"]
+                losses = measure(
+                    nodes, name, (options.loss_steps,) * 2, 29700 + number, compression
+                )["losses"]
                 found["losses"][name] = statistics.mean(losses[-10:])
         print(f"\nloss after {options.loss_steps} steps (mean of the last ten)")
         for name, loss in found["losses"].items():
-            base = found["losses"].get("headway, overlap on" if name.startswith("headway") else "torch DDP", loss)
+            base = found["losses"].get(
+                "headway, overlap on" if name.startswith("headway") else "torch DDP", loss
+            )
             print(f"{name:<26}{loss:>10.4f}{loss / base - 1:>+9.2%}")
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -32,9 +32,30 @@ from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
 
 CASES: dict[str, dict[str, Any]] = {
-    "1b": {"preset": "llama-1b", "tokens": 65536, "shares": [0.35, 0.7], "naive": True, "memory": {}},
-    "8b": {"preset": "llama-8b", "tokens": 65536, "shares": [0.7], "naive": False, "memory": {"recompute": 1.0}, "compile": False},
-    "tiny": {"preset": "laptop", "tokens": 512, "shares": [0.35, 0.7], "naive": True, "memory": {}, "window": 64, "sinks": 8},
+    "1b": {
+        "preset": "llama-1b",
+        "tokens": 65536,
+        "shares": [0.35, 0.7],
+        "naive": True,
+        "memory": {},
+    },
+    "8b": {
+        "preset": "llama-8b",
+        "tokens": 65536,
+        "shares": [0.7],
+        "naive": False,
+        "memory": {"recompute": 1.0},
+        "compile": False,
+    },
+    "tiny": {
+        "preset": "laptop",
+        "tokens": 512,
+        "shares": [0.35, 0.7],
+        "naive": True,
+        "memory": {},
+        "window": 64,
+        "sinks": 8,
+    },
 }
 
 
@@ -42,7 +63,10 @@ def make_engine(case: dict[str, Any], device: torch.device) -> FlatEngine:
     """Frozen random weights, gates that train."""
     reach = HeadGatesConfig(window=case.get("window", 1024), sinks=case.get("sinks", 128))
     config = ModelConfig.model_validate(
-        {"preset": case["preset"], "vocab_size": case.get("vocab", 4096 if device.type == "cpu" else 128256)}
+        {
+            "preset": case["preset"],
+            "vocab_size": case.get("vocab", 4096 if device.type == "cpu" else 128256),
+        }
     ).with_(max_seq_len=case["tokens"], head_gates=reach)
     on_cuda = device.type == "cuda"
     spec = EngineSpec(
@@ -81,10 +105,21 @@ def step_of(tokens: int, documents: int, vocab: int, seed: int) -> StepBatch:
         torch.zeros(1, dtype=torch.int32), bounds,
         single_document=documents == 1, max_length=tokens - each * (documents - 1),
     )  # fmt: skip
-    return StepBatch((batch,), {"targets": float(tokens), "rows": 1.0}, StepStats(tokens, documents, each, documents, documents, 0))
+    return StepBatch(
+        (batch,),
+        {"targets": float(tokens), "rows": 1.0},
+        StepStats(tokens, documents, each, documents, documents, 0),
+    )
 
 
-def measure(engine: FlatEngine, case: dict[str, Any], share: float, options: argparse.Namespace, *, skip: bool) -> dict[str, Any]:
+def measure(
+    engine: FlatEngine,
+    case: dict[str, Any],
+    share: float,
+    options: argparse.Namespace,
+    *,
+    skip: bool,
+) -> dict[str, Any]:
     """Seconds of a step (median), tokens per second and peak memory at one sparsity."""
     device, optim = engine.spec.device, AdamW(lr=0.0)
     gates = engine.model.head_gates
@@ -139,18 +174,27 @@ def run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run the cases, print a line for each measurement, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", action="append", choices=list(CASES), default=[])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
-    parser.add_argument("--warm", type=int, default=2, help="steps before them: kernels are chosen for each number of heads they meet")
+    parser.add_argument(
+        "--warm",
+        type=int,
+        default=2,
+        help="steps before them: kernels are chosen for each number of heads they meet",
+    )
     parser.add_argument("--documents", type=int, default=1, help="documents in the row")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = [row for name in options.case or ["1b"] for row in run(name, options)]
     if options.out:
         what = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-        options.out.write_text(json.dumps({"device": what, "torch": torch.__version__, "rows": rows}, indent=2) + "\n")
+        options.out.write_text(
+            json.dumps({"device": what, "torch": torch.__version__, "rows": rows}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

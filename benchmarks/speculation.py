@@ -18,12 +18,26 @@ from headway.infer.load import LoadedModel, load_model
 from headway.infer.sampling import Sampling
 from headway.tokenizer.chat import Turn, render_prompt
 
-REPEATING = "".join(f"| item {number} | price {number * 3} | in stock | ships in two days |\n" for number in range(12))
+REPEATING = "".join(
+    f"| item {number} | price {number * 3} | in stock | ships in two days |\n"
+    for number in range(12)
+)
 QUESTION = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
 
 
-def run(loaded: LoadedModel, prompt: tuple[int, ...], count: int, sampling: Sampling, speculation: Speculation | None) -> dict:
-    options = EngineOptions(max_running=1, max_context=len(prompt) + count + 8, prefix_reuse=False, speculation=speculation)
+def run(
+    loaded: LoadedModel,
+    prompt: tuple[int, ...],
+    count: int,
+    sampling: Sampling,
+    speculation: Speculation | None,
+) -> dict:
+    options = EngineOptions(
+        max_running=1,
+        max_context=len(prompt) + count + 8,
+        prefix_reuse=False,
+        speculation=speculation,
+    )
     engine = InferenceEngine(loaded, options)
     request = EngineRequest(prompt, count, sampling, key="0", ignore_eos=True)
     best, tokens = float("inf"), list[int]()
@@ -54,7 +68,11 @@ def main() -> None:
     asked = parser.parse_args()
     loaded = load_model(asked.model, device=asked.device)
     assert loaded.tokenizer is not None
-    variants: dict[str, Speculation | None] = {"single steps": None, "ngram 4": Speculation(None, 4), "ngram 8": Speculation(None, 8)}
+    variants: dict[str, Speculation | None] = {
+        "single steps": None,
+        "ngram 4": Speculation(None, 4),
+        "ngram 8": Speculation(None, 8),
+    }
     if asked.draft:
         variants |= {f"draft {count}": Speculation(asked.draft, count) for count in (2, 4)}
     for text, content in (("repeating", REPEATING), ("question", QUESTION)):
@@ -65,11 +83,21 @@ def main() -> None:
         for temperature in (0.0, 0.8):
             plain: dict = {}
             for name, speculation in variants.items():
-                found = run(loaded, prompt, asked.new_tokens, Sampling(temperature, seed=1), speculation)
+                found = run(
+                    loaded, prompt, asked.new_tokens, Sampling(temperature, seed=1), speculation
+                )
                 plain = plain or found
-                line = {"text": text, "temperature": temperature, "variant": name, "same": found["tokens"] == plain["tokens"]}
+                line = {
+                    "text": text,
+                    "temperature": temperature,
+                    "variant": name,
+                    "same": found["tokens"] == plain["tokens"],
+                }
                 line |= {key: value for key, value in found.items() if key != "tokens"}
-                print(json.dumps({**line, "speedup": round(plain["seconds"] / found["seconds"], 2)}), flush=True)
+                print(
+                    json.dumps({**line, "speedup": round(plain["seconds"] / found["seconds"], 2)}),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

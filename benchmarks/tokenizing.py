@@ -44,7 +44,9 @@ def texts(megabytes: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=40)
     parser.add_argument("--vocab-size", type=int, default=16000)
@@ -56,7 +58,9 @@ def main() -> None:
     ours: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         corpus, tokenizer = Path(folder) / "corpus.jsonl", Path(folder) / "tokenizer"
-        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+        corpus.write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8"
+        )
         train_bpe(iter(documents[:4000]), vocab_size=given.vocab_size, out=tokenizer)
         backend = load_tokenizer(tokenizer).fast
         for number in range(given.rounds):
@@ -64,10 +68,17 @@ def main() -> None:
             backend.encode_batch(documents, add_special_tokens=False)
             raw.append(size / (time.perf_counter() - began))
             began = time.perf_counter()
-            build_store([corpus], tokenizer, Path(folder) / f"store-{number}", BuildOptions(workers=usable_cores()))
+            build_store(
+                [corpus],
+                tokenizer,
+                Path(folder) / f"store-{number}",
+                BuildOptions(workers=usable_cores()),
+            )
             ours.append(size / (time.perf_counter() - began))
             if not given.json:
-                print(f"round {number}: encode_batch {raw[-1] / 1e6:.2f} MB/s, headway {ours[-1] / 1e6:.2f} MB/s")
+                print(
+                    f"round {number}: encode_batch {raw[-1] / 1e6:.2f} MB/s, headway {ours[-1] / 1e6:.2f} MB/s"
+                )
     ratio = statistics.median(a / b for a, b in zip(ours, raw, strict=True))
     result = {
         "cores": usable_cores(),
@@ -75,7 +86,11 @@ def main() -> None:
         "headway_bytes_s": statistics.median(ours),
         "ratio": ratio,
     }
-    print(json.dumps(result, indent=2) if given.json else f"ratio {ratio:.2f} on {usable_cores()} cores; target {TARGET}")
+    print(
+        json.dumps(result, indent=2)
+        if given.json
+        else f"ratio {ratio:.2f} on {usable_cores()} cores; target {TARGET}"
+    )
 
 
 if __name__ == "__main__":

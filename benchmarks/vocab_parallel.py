@@ -25,8 +25,16 @@ from headway.kernels.vocab_loss import VocabShard
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, size in (("tokens", 8192), ("vocab", 131072), ("width", 2048), ("chunk", 4096), ("repeats", 5)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, size in (
+        ("tokens", 8192),
+        ("vocab", 131072),
+        ("width", 2048),
+        ("chunk", 4096),
+        ("repeats", 5),
+    ):
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     given = parser.parse_args()
@@ -34,20 +42,26 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(given.tokens, given.width, device=device, generator=generator).to(dtype)
-    weight = (0.02 * torch.randn(given.vocab, given.width, device=device, generator=generator)).to(dtype)
+    weight = (0.02 * torch.randn(given.vocab, given.width, device=device, generator=generator)).to(
+        dtype
+    )
     targets = torch.randint(given.vocab, (given.tokens,), device=device, generator=generator)
     for shaping in (Shaping(), Shaping(0.1, 1e-4)):
         measure(given, (hidden, weight, targets), shaping)
 
 
-def measure(given: argparse.Namespace, tensors: tuple[Tensor, Tensor, Tensor], shaping: Shaping) -> None:
+def measure(
+    given: argparse.Namespace, tensors: tuple[Tensor, Tensor, Tensor], shaping: Shaping
+) -> None:
     """The plain loss, then every number of ranks."""
     hidden, weight, targets = tensors
     coefficients = torch.full(targets.shape, 1 / targets.numel(), device=targets.device)
 
     def step(part: Tensor, shard: Callable[[], VocabShard | None]) -> tuple[Tensor, Tensor, Tensor]:
         own, rows = hidden.clone().requires_grad_(), part.detach().requires_grad_()
-        total = linear_nll(own, rows, targets, coefficients, shaping, given.chunk, shard=shard()).total
+        total = linear_nll(
+            own, rows, targets, coefficients, shaping, given.chunk, shard=shard()
+        ).total
         total.backward()
         assert own.grad is not None and rows.grad is not None
         return total.detach(), own.grad, rows.grad
@@ -55,7 +69,9 @@ def measure(given: argparse.Namespace, tensors: tuple[Tensor, Tensor, Tensor], s
     plain, right = timed(lambda: step(weight, lambda: None), given.repeats, hidden.device)
     show({"ranks": 1, "shaped": bool(shaping.label_smoothing), **plain})
     for ranks in given.ranks:
-        found = time_ranks(EmulatedVocab(hidden, weight, targets, given.chunk, ranks), step, given.repeats)
+        found = time_ranks(
+            EmulatedVocab(hidden, weight, targets, given.chunk, ranks), step, given.repeats
+        )
         times = [one["milliseconds"] for one, _ in found]
         d_hidden = torch.stack([result[1].float() for _, result in found]).sum(0)
         d_weight = torch.cat([result[2] for _, result in found])
@@ -74,17 +90,23 @@ def measure(given: argparse.Namespace, tensors: tuple[Tensor, Tensor, Tensor], s
         )
 
 
-def time_ranks(emulated: EmulatedVocab, step: Callable[..., Any], repeats: int) -> list[tuple[dict[str, float], Any]]:
+def time_ranks(
+    emulated: EmulatedVocab, step: Callable[..., Any], repeats: int
+) -> list[tuple[dict[str, float], Any]]:
     """Every rank's time and result."""
     return [
         timed(
-            lambda rank=rank: step(emulated.weights[rank], lambda rank=rank: emulated.shard(rank)), repeats, emulated.weights[rank].device
+            lambda rank=rank: step(emulated.weights[rank], lambda rank=rank: emulated.shard(rank)),
+            repeats,
+            emulated.weights[rank].device,
         )
         for rank in range(len(emulated.weights))
     ]
 
 
-def timed(work: Callable[[], Any], repeats: int, device: torch.device) -> tuple[dict[str, float], Any]:
+def timed(
+    work: Callable[[], Any], repeats: int, device: torch.device
+) -> tuple[dict[str, float], Any]:
     """Mean milliseconds and peak memory of some work, and its last result."""
     work()
     synchronize(device)
@@ -95,7 +117,10 @@ def timed(work: Callable[[], Any], repeats: int, device: torch.device) -> tuple[
         result = work()
     synchronize(device)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    return {"milliseconds": round(1000 * (time.perf_counter() - begin) / repeats, 3), "peak_gib": round(peak, 2)}, result
+    return {
+        "milliseconds": round(1000 * (time.perf_counter() - begin) / repeats, 3),
+        "peak_gib": round(peak, 2),
+    }, result
 
 
 def synchronize(device: torch.device) -> None:

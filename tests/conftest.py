@@ -45,7 +45,9 @@ FREEZER = Freezer()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--skipped-to", metavar="FILE", help="write the names of the tests that were skipped, one a line: pytest @FILE runs them"
+        "--skipped-to",
+        metavar="FILE",
+        help="write the names of the tests that were skipped, one a line: pytest @FILE runs them",
     )
 
 
@@ -53,7 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test uses torch."""
     # A shell starts background jobs with SIGINT ignored, and so would every process that a test starts and interrupts. SIGHUP stays as it
     # is: nohup protects the whole test run with it.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        and threading.current_thread() is threading.main_thread()
+    ):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -66,7 +71,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         # Every run asks git whether files changed. In a fresh clone git reads all of them each time, until this has noted that none did.
         with contextlib.suppress(OSError):
-            subprocess.run(["git", "status", "--porcelain"], cwd=config.rootpath, capture_output=True, check=False)
+            subprocess.run(
+                ["git", "status", "--porcelain"],
+                cwd=config.rootpath,
+                capture_output=True,
+                check=False,
+            )
 
 
 def pytest_collection_finish() -> None:

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from headway.api.rewards import score
     from headway.api.table import ResultTable
     from headway.api.training import train
-    from headway.errors import ConfigError, DataError, HeadwayError, Interrupted, Terminated, TrainingError
+    from headway.errors import (
+        ConfigError,
+        DataError,
+        HeadwayError,
+        Interrupted,
+        Terminated,
+        TrainingError,
+    )
     from headway.infer.generate import Generation
     from headway.track.callbacks import Callback
     from headway.train.config import Recipe
@@ -66,7 +73,14 @@ _HOMES = {
     "headway.api.results": ("EvalResult", "ExportResult", "TokenizeResult", "TrainResult"),
     "headway.api.table": ("ResultTable",),
     "headway.api.training": ("train",),
-    "headway.errors": ("ConfigError", "DataError", "HeadwayError", "Interrupted", "Terminated", "TrainingError"),
+    "headway.errors": (
+        "ConfigError",
+        "DataError",
+        "HeadwayError",
+        "Interrupted",
+        "Terminated",
+        "TrainingError",
+    ),
     "headway.infer.generate": ("Generation",),
     "headway.track.callbacks": ("Callback",),
     "headway.train.config": ("Recipe",),

@@ -23,7 +23,9 @@ class Terminated(SystemExit):
     A program that does not catch it exits with 128 + the signal's number (SIGTERM: 143) and without a traceback.
     """
 
-    def __init__(self, message: str = "", exit_code: int = 143, summary: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, message: str = "", exit_code: int = 143, summary: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(exit_code)
         self.message, self.exit_code, self.summary = message, exit_code, dict(summary or {})
 

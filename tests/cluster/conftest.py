@@ -39,7 +39,9 @@ def ssh() -> Iterator[ssh_daemons.SshHosts]:
 
 
 @pytest.fixture(scope="session")
-def room(slurm: slurm_daemons.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRoom]:
+def room(
+    slurm: slurm_daemons.Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[JobRoom]:
     """Data and the command line for jobs of that SLURM."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])

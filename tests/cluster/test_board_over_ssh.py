@@ -12,7 +12,9 @@ from headway.board.watch import Board
 from headway.errors import LaunchError
 
 
-def test_runs_of_a_host_are_followed_live(ssh: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_a_host_are_followed_live(
+    ssh: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = make_run(tmp_path / "there" / "one", 200, done=False)
     with Board(open_sources([f"ssh://{ssh.names[0]}{tmp_path}/there"], ssh.config)) as board:
@@ -30,7 +32,9 @@ def test_runs_of_a_host_are_followed_live(ssh: SshHosts, tmp_path: Path, monkeyp
         assert worst < 2.0, worst
 
 
-def test_a_host_that_does_not_let_us_in_is_reported_in_one_line(ssh: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_let_us_in_is_reported_in_one_line(
+    ssh: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = tmp_path / "config"
     config.write_text(ssh.config.read_text().replace("/user\n", "/nothing\n"))

@@ -17,11 +17,26 @@ pytestmark = pytest.mark.cluster
 WAIT_SECONDS = 240
 
 
-def test_array_jobs_write_the_bytes_of_one_process_although_an_element_is_cancelled(slurm: Cluster, tmp_path: Path) -> None:
+def test_array_jobs_write_the_bytes_of_one_process_although_an_element_is_cancelled(
+    slurm: Cluster, tmp_path: Path
+) -> None:
     source, out = tmp_path / "a.jsonl", tmp_path / "many.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(4000)), encoding="utf-8")
+    source.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts(4000)), encoding="utf-8"
+    )
     clean_files([source], tmp_path / "one.jsonl", CleanRules())
-    command = [sys.executable, "-P", "-m", "headway", "data", "clean", str(source), str(out), "--task-size", "30kB"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "headway",
+        "data",
+        "clean",
+        str(source),
+        str(out),
+        "--task-size",
+        "30kB",
+    ]
     driver = subprocess.Popen(
         [*command, "--on", "slurm:cpus-per-task=1", "--workers", "3"],
         stderr=subprocess.PIPE,

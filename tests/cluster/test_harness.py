@@ -21,6 +21,10 @@ def test_an_ssh_server_lets_this_user_in_with_a_key_alone(ssh: SshHosts) -> None
     for name in ssh.names:
         host, _, port = name.partition(":")
         done = subprocess.run(
-            [program, "-F", str(ssh.config), "-p", port, host, "echo here"], capture_output=True, text=True, timeout=30, check=False
+            [program, "-F", str(ssh.config), "-p", port, host, "echo here"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
         )
         assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr

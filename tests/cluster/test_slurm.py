@@ -10,7 +10,9 @@ from support.slurm_jobs import JobRoom
 pytestmark = pytest.mark.cluster
 
 
-def test_a_job_stopped_before_its_time_limit_is_queued_again_and_ends_like_an_uninterrupted_run(slurm: Cluster, room: JobRoom) -> None:
+def test_a_job_stopped_before_its_time_limit_is_queued_again_and_ends_like_an_uninterrupted_run(
+    slurm: Cluster, room: JobRoom
+) -> None:
     steps = 150
     queued = room.submit(room.recipe("limited", steps), "--time", "30")
     job, run = queued["ids"]["job"], room.run_dir("limited")
@@ -21,12 +23,21 @@ def test_a_job_stopped_before_its_time_limit_is_queued_again_and_ends_like_an_un
     room.finish(job, run)
     first, second = room.starts(run, job)
     assert first["outcome"] == "requeued" and 20 <= first["step_after"] < steps
-    assert (second["step"], second["step_after"], second["outcome"]) == (first["step_after"], steps, "done")
+    assert (second["step"], second["step_after"], second["outcome"]) == (
+        first["step_after"],
+        steps,
+        "done",
+    )
     assert slurm.job(job)["Restarts"] == "1"
     assert_same_run(run, room.outside("whole", steps), steps)
 
     shown = room.status(run)
-    assert (shown["state"], shown["attempt"], shown["exit_code"], shown["step"]) == ("done", 2, 0, steps)
+    assert (shown["state"], shown["attempt"], shown["exit_code"], shown["step"]) == (
+        "done",
+        2,
+        0,
+        steps,
+    )
     lines = room.headway("launch", "logs", str(run), "--lines", "200").stdout
     assert "queued again" in lines and f"step-{first['step_after']:08}" in lines
     assert room.headway("launch", "cancel", str(run), code=2).stderr.count("\n") == 1
@@ -49,7 +60,9 @@ def test_a_job_with_a_wrong_recipe_is_never_submitted(slurm: Cluster, room: JobR
         ("--chain",): "stages",
     }
     for words, said in mistakes.items():
-        done = room.headway("launch", "slurm", str(recipe), *words, "--nodes", "2", "--nproc", "1", code=2)
+        done = room.headway(
+            "launch", "slurm", str(recipe), *words, "--nodes", "2", "--nproc", "1", code=2
+        )
         assert said in done.stderr and done.stderr.count("\n") == 1, f"{words}: {done.stderr}"
         assert not (room.run_dir("wrong") / "launch.json").exists()
     assert slurm.run("squeue", "--noheader", "--states=all", "--format=%i") == before
@@ -59,7 +72,27 @@ def test_srun_starts_ranks_directly(slurm: Cluster, room: JobRoom) -> None:
     import sys
 
     recipe = room.recipe("direct", 20)
-    slurm.run("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-P", "-m", "headway", "train", str(recipe), seconds=90)
+    slurm.run(
+        "srun",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        sys.executable,
+        "-P",
+        "-m",
+        "headway",
+        "train",
+        str(recipe),
+        seconds=90,
+    )
     summary = json.loads((room.run_dir("direct") / "summary.json").read_text())
     assert summary["steps"] == 20
-    assert len(list((room.run_dir("direct") / "checkpoints" / "step-00000020").glob("rank-*.safetensors"))) == 2
+    assert (
+        len(
+            list(
+                (room.run_dir("direct") / "checkpoints" / "step-00000020").glob(
+                    "rank-*.safetensors"
+                )
+            )
+        )
+        == 2
+    )

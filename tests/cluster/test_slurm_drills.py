@@ -20,7 +20,9 @@ OFTEN = "checkpoint.every=10"
 
 
 def test_slurm_itself_signals_before_the_time_limit(slurm: Cluster, room: JobRoom) -> None:
-    queued = room.submit(room.recipe("timed", LONG), "launch.slurm.signal_seconds=30", "--time", "2")
+    queued = room.submit(
+        room.recipe("timed", LONG), "launch.slurm.signal_seconds=30", "--time", "2"
+    )
     job, run = queued["ids"]["job"], room.run_dir("timed")
     wait_until(lambda: slurm.job(job).get("Restarts") == "1", "requeued by itself", 300)
     slurm.wait_state(job, "PENDING", "RUNNING")
@@ -31,32 +33,48 @@ def test_slurm_itself_signals_before_the_time_limit(slurm: Cluster, room: JobRoo
 
 
 @pytest.mark.parametrize("node", ["hwnode1", "hwnode2"])
-def test_a_killed_node_ends_in_a_resumed_run_equal_to_an_uninterrupted_one(slurm: Cluster, room: JobRoom, node: str) -> None:
+def test_a_killed_node_ends_in_a_resumed_run_equal_to_an_uninterrupted_one(
+    slurm: Cluster, room: JobRoom, node: str
+) -> None:
     steps, name = 300, f"lost-{node}"
     job = room.submit(room.recipe(name, steps), OFTEN, "run.takeover_seconds=5")["ids"]["job"]
     run = room.run_dir(name)
     room.wait_step(run, 40)
     slurm.kill_node(node)
     try:
-        wait_until(lambda: slurm.job(job).get("Restarts") == "1", "requeued after the loss of a node", 120)
+        wait_until(
+            lambda: slurm.job(job).get("Restarts") == "1", "requeued after the loss of a node", 120
+        )
         wait_until(lambda: room.status(run)["state"] == "queued", "shown as queued", 60)
         assert room.status(run)["message"]
     finally:
         slurm.start_node(node)
     room.finish(job, run)
     first, second = room.starts(run, job)
-    assert first["outcome"] == (None if node == "hwnode1" else "requeued"), "hwnode1 has the first process of the job"
+    assert first["outcome"] == (None if node == "hwnode1" else "requeued"), (
+        "hwnode1 has the first process of the job"
+    )
     assert 40 <= second["step"] < steps and second["outcome"] == "done"
-    assert_same_run(run, room.outside(f"{name}-whole", steps, "supervise: {max_restarts: 5}\n"), steps)
+    assert_same_run(
+        run, room.outside(f"{name}-whole", steps, "supervise: {max_restarts: 5}\n"), steps
+    )
 
 
-def test_a_preempted_job_saves_and_continues_when_the_nodes_are_free(slurm: Cluster, room: JobRoom) -> None:
+def test_a_preempted_job_saves_and_continues_when_the_nodes_are_free(
+    slurm: Cluster, room: JobRoom
+) -> None:
     steps = 400
     job = room.submit(room.recipe("preempted", steps), "--sbatch", "exclusive")["ids"]["job"]
     run = room.run_dir("preempted")
     room.wait_step(run, 20)
     urgent = slurm.run(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3"
+        "sbatch",
+        "--parsable",
+        "--partition=urgent",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 3",
     ).strip()
     slurm.wait_state(urgent, "COMPLETED", seconds=120)
     room.finish(job, run)
@@ -66,7 +84,9 @@ def test_a_preempted_job_saves_and_continues_when_the_nodes_are_free(slurm: Clus
     assert_same_run(run, room.outside("preempted-whole", steps), steps)
 
 
-def test_cancel_saves_a_running_job_and_takes_a_waiting_one_out_of_the_queue(slurm: Cluster, room: JobRoom) -> None:
+def test_cancel_saves_a_running_job_and_takes_a_waiting_one_out_of_the_queue(
+    slurm: Cluster, room: JobRoom
+) -> None:
     recipe = room.recipe("cancelled", LONG)
     job, run = room.submit(recipe, "--sbatch", "exclusive")["ids"]["job"], room.run_dir("cancelled")
     waiting = room.submit(room.recipe("waiting", LONG))
@@ -75,7 +95,10 @@ def test_cancel_saves_a_running_job_and_takes_a_waiting_one_out_of_the_queue(slu
     assert f"as job {job}" in second.stderr
     room.wait_step(run, 20)
     room.headway("launch", "cancel", str(room.run_dir("waiting")))
-    assert slurm.state(waiting["ids"]["job"]) == "CANCELLED" and room.status(room.run_dir("waiting"))["state"] == "cancelled"
+    assert (
+        slurm.state(waiting["ids"]["job"]) == "CANCELLED"
+        and room.status(room.run_dir("waiting"))["state"] == "cancelled"
+    )
     room.headway("launch", "cancel", str(run))
     assert room.status(run)["state"] in ("stopping", "cancelled")
     room.finish(job, run, "FAILED")
@@ -99,9 +122,13 @@ def test_a_second_cancel_kills(slurm: Cluster, room: JobRoom) -> None:
 
 
 @pytest.mark.parametrize("what", ["rank", "launcher"])
-def test_a_crash_is_restarted_inside_the_allocation(slurm: Cluster, room: JobRoom, what: str) -> None:
+def test_a_crash_is_restarted_inside_the_allocation(
+    slurm: Cluster, room: JobRoom, what: str
+) -> None:
     steps, name = 300, f"crashed-{what}"
-    job = room.submit(room.recipe(name, steps), OFTEN, "supervise.backoff_seconds=0.5", "run.takeover_seconds=5")["ids"]["job"]
+    job = room.submit(
+        room.recipe(name, steps), OFTEN, "supervise.backoff_seconds=0.5", "run.takeover_seconds=5"
+    )["ids"]["job"]
     run = room.run_dir(name)
     room.wait_step(run, 40)
     launchers = room.launchers(job, "hwnode2")
@@ -120,26 +147,42 @@ def test_a_job_that_gets_nowhere_is_not_started_for_ever(slurm: Cluster, room: J
     run = room.run_dir("stuck")
     for start in (1, 2):
         wait_until(
-            lambda start=start: (run / "launch" / f"slurm-{job}.json").exists() and len(room.starts(run, job)) == start, "start", 240
+            lambda start=start: (
+                (run / "launch" / f"slurm-{job}.json").exists()
+                and len(room.starts(run, job)) == start
+            ),
+            "start",
+            240,
         )
         os.kill(room.cluster.job_processes("hwnode1")[0], 0)
         slurm.run("scontrol", "requeue", job)
         slurm.wait_state(job, "PENDING", seconds=120)
-        wait_until(lambda: slurm.release(job) is None and slurm.state(job) != "PENDING", "started again", 120)
+        wait_until(
+            lambda: slurm.release(job) is None and slurm.state(job) != "PENDING",
+            "started again",
+            120,
+        )
     room.finish(job, run, "FAILED")
     shown = room.status(run)
-    assert (shown["state"], shown["exit_code"]) == ("failed", 3) and "saved nothing newer" in shown["message"]
+    assert (shown["state"], shown["exit_code"]) == ("failed", 3) and "saved nothing newer" in shown[
+        "message"
+    ]
 
 
 def test_an_array_trains_one_run_folder_per_set_of_overrides(slurm: Cluster, room: JobRoom) -> None:
     recipe = room.recipe("sweep", 10)
-    queued = room.submit(recipe, "--array", "seed=1", "--array", "seed=2 optim.lr=3e-3", "--array", "seed=1", nodes=1)
+    queued = room.submit(
+        recipe, "--array", "seed=1", "--array", "seed=2 optim.lr=3e-3", "--array", "seed=1", nodes=1
+    )
     job, run = queued["ids"]["job"], room.run_dir("sweep")
     for element in range(3):
         room.finish(f"{job}_{element}", run)
     shown = room.status(run)
     assert shown["state"] == "done" and "3 jobs: 3 done" in shown["message"]
-    assert room.status(run / "1")["state"] == "done" and room.status(run / "1")["ids"]["job"] == f"{job}_1"
+    assert (
+        room.status(run / "1")["state"] == "done"
+        and room.status(run / "1")["ids"]["job"] == f"{job}_1"
+    )
     assert_same_run(run / "0", run / "2", 10)
     assert deterministic(run / "0" / "metrics.jsonl") != deterministic(run / "1" / "metrics.jsonl")
     assert f"[{job}_1 " in room.headway("launch", "logs", str(run)).stdout
@@ -148,11 +191,15 @@ def test_an_array_trains_one_run_folder_per_set_of_overrides(slurm: Cluster, roo
 STAGES = "stages: [{name: short, steps: 12}, {name: long, steps: 9, optim: {lr: 1e-3}}]\n"
 
 
-def test_a_chain_trains_a_stage_per_job_and_ends_like_one_run(slurm: Cluster, room: JobRoom) -> None:
+def test_a_chain_trains_a_stage_per_job_and_ends_like_one_run(
+    slurm: Cluster, room: JobRoom
+) -> None:
     recipe = room.recipe("chained", 10, STAGES)
     room.submit(recipe, "--chain")
     run = room.run_dir("chained")
-    first, second = (one["job"] for one in json.loads((run / "launch.json").read_text())["options"]["jobs"])
+    first, second = (
+        one["job"] for one in json.loads((run / "launch.json").read_text())["options"]["jobs"]
+    )
     assert slurm.job(second)["Dependency"].startswith(f"afterok:{first}")
     room.finish(first, run)
     assert not (run / "stages" / "02-long" / "summary.json").exists()
@@ -176,18 +223,26 @@ def test_ranks_run_in_the_container_that_the_recipe_names(slurm: Cluster, room: 
     programs.mkdir()
     seen = room.folder / "container.txt"
     fake = programs / "apptainer"
-    fake.write_text(f'#!/bin/bash\necho "$@" >> {seen}\nwhile [ "$1" != image.sif ]; do shift; done\nshift\nexec "$@"\n')
+    fake.write_text(
+        f'#!/bin/bash\necho "$@" >> {seen}\nwhile [ "$1" != image.sif ]; do shift; done\nshift\nexec "$@"\n'
+    )
     fake.chmod(0o755)
     more = f"launch: {{slurm: {{container: image.sif, python: {sys.executable}, setup: ['export PATH={programs}:$PATH']}}}}\n"
     job = room.submit(room.recipe("contained", 10, more))["ids"]["job"]
     room.finish(job, room.run_dir("contained"))
     lines = seen.read_text().splitlines()
-    assert len(lines) == 2 and all(line.startswith("exec --bind ") and "image.sif" in line for line in lines)
+    assert len(lines) == 2 and all(
+        line.startswith("exec --bind ") and "image.sif" in line for line in lines
+    )
 
 
 def test_logs_follow_a_job_to_its_end(slurm: Cluster, room: JobRoom) -> None:
     room.submit(room.recipe("followed", 60))
     begun = time.monotonic()
-    lines = room.headway("launch", "logs", str(room.run_dir("followed")), "--follow").stdout.splitlines()
+    lines = room.headway(
+        "launch", "logs", str(room.run_dir("followed")), "--follow"
+    ).stdout.splitlines()
     assert time.monotonic() - begun > 1 and any("done: 60 steps" in line for line in lines)
-    assert {line.split("]")[0] + "]" for line in lines} >= {"[job " + room.status(room.run_dir("followed"))["ids"]["job"] + "]"}
+    assert {line.split("]")[0] + "]" for line in lines} >= {
+        "[job " + room.status(room.run_dir("followed"))["ids"]["job"] + "]"
+    }

@@ -43,20 +43,41 @@ class Jobs:
         (folder / "r.yaml").write_text(RECIPE)
 
     def words(self, *more: str, hosts: str | None = None) -> list[str]:
-        where = ["--hosts", ",".join(self.ssh.names) if hosts is None else hosts, "--ssh-config", str(self.ssh.config)]
+        where = [
+            "--hosts",
+            ",".join(self.ssh.names) if hosts is None else hosts,
+            "--ssh-config",
+            str(self.ssh.config),
+        ]
         return [*HEADWAY, "launch", "ssh", "r.yaml", *where, "--env", ONE_THREAD, *more]
 
     def start(self, *more: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.words(*more), cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+            self.words(*more),
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
         )
 
     def run(self, *more: str, **given: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.words(*more, **given), cwd=self.folder, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(
+            self.words(*more, **given),
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
 
     def status(self, name: str = "job") -> dict[str, Any]:
         done = subprocess.run(
-            [*HEADWAY, "launch", "status", f"runs/{name}", "--json"], cwd=self.folder, capture_output=True, text=True, check=False
+            [*HEADWAY, "launch", "status", f"runs/{name}", "--json"],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return json.loads(done.stdout)
 
@@ -74,20 +95,36 @@ class Jobs:
     def saved(self, step: int, name: str = "job") -> None:
         """Wait for a checkpoint of this step or a later one."""
         folder = self.folder / "runs" / name / "checkpoints"
-        self.wait(lambda: any(int(path.name[5:]) >= step for path in folder.glob("step-????????")), f"step {step}", name)
+        self.wait(
+            lambda: any(int(path.name[5:]) >= step for path in folder.glob("step-????????")),
+            f"step {step}",
+            name,
+        )
 
     def weights(self, name: str = "job") -> dict[str, bytes]:
-        return {key: value.tobytes() for key, value in load_file(self.folder / "runs" / name / "final" / "model.safetensors").items()}
+        return {
+            key: value.tobytes()
+            for key, value in load_file(
+                self.folder / "runs" / name / "final" / "model.safetensors"
+            ).items()
+        }
 
     def rank_pid(self, rank: int, name: str = "job") -> int:
-        return json.loads((self.folder / "runs" / name / "logs" / "heartbeat" / f"rank-{rank:05}.json").read_text())["pid"]
+        return json.loads(
+            (
+                self.folder / "runs" / name / "logs" / "heartbeat" / f"rank-{rank:05}.json"
+            ).read_text()
+        )["pid"]
 
     def processes(self) -> list[str]:
         """What still runs for a job of this folder: agents and ranks."""
         found: list[str] = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                words, folder = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(), os.readlink(path / "cwd")
+                words, folder = (
+                    (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(),
+                    os.readlink(path / "cwd"),
+                )
             except OSError:
                 continue
             if folder == str(self.folder) and "headway" in words:
@@ -120,7 +157,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         capture_output=True,
         timeout=300,
     )
-    return {key: one.tobytes() for key, one in load_file(folder / "runs" / "job" / "final" / "model.safetensors").items()}
+    return {
+        key: one.tobytes()
+        for key, one in load_file(folder / "runs" / "job" / "final" / "model.safetensors").items()
+    }
 
 
 def server_processes(port: int) -> list[int]:
@@ -138,7 +178,9 @@ def server_processes(port: int) -> list[int]:
     return found
 
 
-def test_a_killed_rank_and_a_lost_connection_cost_nothing(jobs: Jobs, uninterrupted: dict[str, bytes]) -> None:
+def test_a_killed_rank_and_a_lost_connection_cost_nothing(
+    jobs: Jobs, uninterrupted: dict[str, bytes]
+) -> None:
     shell = jobs.start()
     jobs.saved(40)
     os.kill(jobs.rank_pid(1), signal.SIGKILL)
@@ -150,17 +192,27 @@ def test_a_killed_rank_and_a_lost_connection_cost_nothing(jobs: Jobs, uninterrup
     out, _ = shell.communicate(timeout=300)
     status = jobs.status()
     assert shell.returncode == 0, out[-3000:]
-    assert (status["state"], status["attempt"], status["exit_code"], status["step"]) == ("done", 3, 0, 400)
+    assert (status["state"], status["attempt"], status["exit_code"], status["step"]) == (
+        "done",
+        3,
+        0,
+        400,
+    )
     assert jobs.weights() == uninterrupted
     labels = set(re.findall(r"^\[([^\]]+)\] ", out, re.MULTILINE))
     assert labels == set(jobs.ssh.names), "lines of both hosts, with their names in front"
-    events = [json.loads(line) for line in (jobs.folder / "runs/job/events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line)
+        for line in (jobs.folder / "runs/job/events.jsonl").read_text().splitlines()
+    ]
     assert any("is lost" in event["text"] for event in events if event["event"] == "crash")
     jobs.all_gone()
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_on_all_hosts_and_the_next_job_continues(jobs: Jobs, uninterrupted: dict[str, bytes]) -> None:
+def test_ctrl_c_saves_on_all_hosts_and_the_next_job_continues(
+    jobs: Jobs, uninterrupted: dict[str, bytes]
+) -> None:
     shell = jobs.start()
     jobs.saved(20)
     shell.send_signal(signal.SIGINT)
@@ -176,7 +228,9 @@ def test_ctrl_c_saves_on_all_hosts_and_the_next_job_continues(jobs: Jobs, uninte
     assert jobs.weights() == uninterrupted
 
 
-def test_hosts_that_cannot_take_the_job_are_named_before_anything_starts(jobs: Jobs, tmp_path: Path) -> None:
+def test_hosts_that_cannot_take_the_job_are_named_before_anything_starts(
+    jobs: Jobs, tmp_path: Path
+) -> None:
     first, second = jobs.ssh.names
     wrong = tmp_path / "python-wrong"
     patch = "import headway, sys; headway.__version__ = '9.9.9'; from headway.launch.ssh.agent import main; sys.exit(main())"
@@ -186,18 +240,35 @@ def test_hosts_that_cannot_take_the_job_are_named_before_anything_starts(jobs: J
     empty.write_text(f'#!/bin/sh\nshift; exec {sys.executable} -I -S "$@"\n')
     empty.chmod(0o755)
     cases = {
-        ("--python", str(wrong)): (f"{first}: headway is 9.9.9; here it is", f"{second}: headway is 9.9.9"),
-        ("--python", str(empty)): (f"{first}: {empty} has no headway", f"{second}: {empty} has no headway"),
-        ("--python", "/no/such/python"): (f"{first}: there is no Python at /no/such/python", f"{second}: there is no Python"),
-        ("--workdir", "/no/such/folder"): (f"{first}: working directory /no/such/folder", f"{second}: working directory"),
+        ("--python", str(wrong)): (
+            f"{first}: headway is 9.9.9; here it is",
+            f"{second}: headway is 9.9.9",
+        ),
+        ("--python", str(empty)): (
+            f"{first}: {empty} has no headway",
+            f"{second}: {empty} has no headway",
+        ),
+        ("--python", "/no/such/python"): (
+            f"{first}: there is no Python at /no/such/python",
+            f"{second}: there is no Python",
+        ),
+        ("--workdir", "/no/such/folder"): (
+            f"{first}: working directory /no/such/folder",
+            f"{second}: working directory",
+        ),
         ("--master", "192.0.2.1"): (f"{first}: cannot listen at 192.0.2.1",),
-        ("tokenizer=none/tokenizer.json",): (f"{first}: not there: none/tokenizer.json", f"{second}: not there: none/tokenizer.json"),
+        ("tokenizer=none/tokenizer.json",): (
+            f"{first}: not there: none/tokenizer.json",
+            f"{second}: not there: none/tokenizer.json",
+        ),
     }
     for words, lines in cases.items():
         done = jobs.run(*words)
         found = done.stderr.strip().splitlines()
         assert done.returncode == 2, (words, done.stderr)
-        assert len(found) == len(lines) and all(f"error: {line}" in have for line, have in zip(lines, found, strict=True)), (words, found)
+        assert len(found) == len(lines) and all(
+            f"error: {line}" in have for line, have in zip(lines, found, strict=True)
+        ), (words, found)
     assert not (jobs.folder / "runs").exists(), "a refused job leaves nothing"
     jobs.all_gone()
 
@@ -205,22 +276,34 @@ def test_hosts_that_cannot_take_the_job_are_named_before_anything_starts(jobs: J
 def test_keys_host_keys_and_dead_hosts_are_told_apart(jobs: Jobs, tmp_path: Path) -> None:
     first = jobs.ssh.names[0]
     done = jobs.run(hosts=f"{first},root@127.0.0.1:{jobs.ssh.ports[0] - 1}")
-    assert done.returncode == 2 and "ssh cannot connect" in done.stderr and "Connection refused" in done.stderr
+    assert (
+        done.returncode == 2
+        and "ssh cannot connect" in done.stderr
+        and "Connection refused" in done.stderr
+    )
     config = tmp_path / "config"
     config.write_text(jobs.ssh.config.read_text().replace("known_hosts", "empty_known_hosts"))
     done = jobs.run("--ssh-config", str(config), hosts=first)
     assert done.returncode == 2 and "its host key is not known" in done.stderr
     keygen = find_program("ssh-keygen")
     assert keygen is not None
-    subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other")], check=True)
-    config.write_text(jobs.ssh.config.read_text().replace(f"{jobs.ssh.folder}/user", str(tmp_path / "other")))
+    subprocess.run(
+        [keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other")], check=True
+    )
+    config.write_text(
+        jobs.ssh.config.read_text().replace(f"{jobs.ssh.folder}/user", str(tmp_path / "other"))
+    )
     done = jobs.run("--ssh-config", str(config), hosts=first)
-    assert done.returncode == 2 and "Permission denied" in done.stderr and "ssh-copy-id" in done.stderr
+    assert (
+        done.returncode == 2 and "Permission denied" in done.stderr and "ssh-copy-id" in done.stderr
+    )
     assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.drill
-def test_a_launcher_that_is_killed_leaves_no_ranks_and_a_checkpoint(jobs: Jobs, uninterrupted: dict[str, bytes]) -> None:
+def test_a_launcher_that_is_killed_leaves_no_ranks_and_a_checkpoint(
+    jobs: Jobs, uninterrupted: dict[str, bytes]
+) -> None:
     done = jobs.run("--detach", "--json")
     assert done.returncode == 0, done.stderr
     jobs.saved(20)
@@ -238,7 +321,9 @@ def test_a_launcher_that_is_killed_leaves_no_ranks_and_a_checkpoint(jobs: Jobs, 
 def test_a_session_that_is_killed_is_restarted(jobs: Jobs, uninterrupted: dict[str, bytes]) -> None:
     shell = jobs.start()
     jobs.saved(20)
-    session = next(int(line.split()[0]) for line in jobs.processes() if "headway.launch.ssh.session" in line)
+    session = next(
+        int(line.split()[0]) for line in jobs.processes() if "headway.launch.ssh.session" in line
+    )
     os.kill(session, signal.SIGKILL)
     out, _ = shell.communicate(timeout=300)
     assert shell.returncode == 0, out[-3000:]
@@ -253,7 +338,9 @@ def test_a_second_ctrl_c_kills_and_a_stopped_rank_is_a_hang(jobs: Jobs) -> None:
     os.kill(jobs.rank_pid(1), signal.SIGSTOP)
     jobs.wait(lambda: "no progress" in jobs.log(), "the hang")
     jobs.wait(lambda: jobs.status()["attempt"] == 2, "the restart")
-    before = max(int(path.name[5:]) for path in (jobs.folder / "runs/job/checkpoints").glob("step-????????"))
+    before = max(
+        int(path.name[5:]) for path in (jobs.folder / "runs/job/checkpoints").glob("step-????????")
+    )
     jobs.saved(before + 40)
     os.kill(jobs.rank_pid(1), signal.SIGSTOP)  # it cannot save
     shell.send_signal(signal.SIGINT)

@@ -18,7 +18,9 @@ from headway.parallel.collectives import RankGroup
 
 STEPS, MICRO = 6, 4
 DORA = AdapterConfig(kind="dora", rank=4, alpha=8.0, dropout=0.1)
-QLORA = AdapterConfig(rank=4, alpha=8.0, dropout=0.1, targets=("q_proj", "v_proj", "down_proj"), base="nf4")
+QLORA = AdapterConfig(
+    rank=4, alpha=8.0, dropout=0.1, targets=("q_proj", "v_proj", "down_proj"), base="nf4"
+)
 QDORA = AdapterConfig(kind="dora", rank=4, alpha=8.0, base="int8")
 LORA = AdapterConfig(rank=4, alpha=8.0, dropout=0.1, targets=("q_proj", "v_proj", "down_proj"))
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -34,14 +36,29 @@ def trained(setup: Setup, group: RankGroup) -> Seen:
     engine = make_engine(group, setup)
     seen = train_steps(engine, group, MICRO, 0, STEPS)
     assert setup.adapter is not None
-    values = {name: value.clone() for name, value in plain_values(engine.weights(), setup.adapter.layouts(setup.config))}
+    values = {
+        name: value.clone()
+        for name, value in plain_values(engine.weights(), setup.adapter.layouts(setup.config))
+    }
     whole = merged(values.items(), setup.adapter, setup.adapter.modules(setup.config))
-    return seen, {**dict(whole), **{name: value for name, value in values.items() if ADAPTER in name}}
+    return seen, {
+        **dict(whole),
+        **{name: value for name, value in values.items() if ADAPTER in name},
+    }
 
 
 @functools.cache
 def alone(adapter: AdapterConfig, dtype: torch.dtype) -> Seen:
-    return trained(Setup(dtype=dtype, micro=MICRO, freeze=(), adapter=adapter, loss_scale=ScalerConfig(initial=256.0)), RankGroup())
+    return trained(
+        Setup(
+            dtype=dtype,
+            micro=MICRO,
+            freeze=(),
+            adapter=adapter,
+            loss_scale=ScalerConfig(initial=256.0),
+        ),
+        RankGroup(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,10 +75,19 @@ def alone(adapter: AdapterConfig, dtype: torch.dtype) -> Seen:
     ],
     ids=str,
 )
-def test_adapters_train_like_in_one_process(strategy: str, ranks: int, adapter: AdapterConfig, dtype: torch.dtype) -> None:
+def test_adapters_train_like_in_one_process(
+    strategy: str, ranks: int, adapter: AdapterConfig, dtype: torch.dtype
+) -> None:
     expected, weights = alone(adapter, dtype)
     exact = dtype == torch.float32
-    setup = Setup(STRATEGIES[strategy], dtype, MICRO, (), adapter=adapter, loss_scale=ScalerConfig(initial=256.0))
+    setup = Setup(
+        STRATEGIES[strategy],
+        dtype,
+        MICRO,
+        (),
+        adapter=adapter,
+        loss_scale=ScalerConfig(initial=256.0),
+    )
     assert expected[-1][0] != expected[0][0]
     for seen, got in run_ranks(functools.partial(trained, setup), ranks):
         for (loss, norm, skipped), (right_loss, right_norm, _) in zip(seen, expected, strict=True):
@@ -70,7 +96,9 @@ def test_adapters_train_like_in_one_process(strategy: str, ranks: int, adapter: 
             assert skipped == 0
         assert got.keys() == weights.keys()
         for name in weights:
-            torch.testing.assert_close(got[name], weights[name], rtol=1e-3 if exact else 5e-2, atol=1e-4 if exact else 3e-2)
+            torch.testing.assert_close(
+                got[name], weights[name], rtol=1e-3 if exact else 5e-2, atol=1e-4 if exact else 3e-2
+            )
 
 
 def test_a_frozen_base_in_bf16_has_no_gradient_no_master_and_no_state() -> None:
@@ -80,20 +108,30 @@ def test_a_frozen_base_in_bf16_has_no_gradient_no_master_and_no_state() -> None:
     padding = 64 * len(engine.shapes)
     frozen = engine.frozen.values.values()
     assert {value.dtype for value in frozen} == {torch.bfloat16}
-    held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in frozen}
+    held = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in frozen
+    }
     assert 2 * base <= sum(held.values()) <= 2 * (base + padding)
     gradients = sum(grad.numel() for buffer in engine.buffers for grad in buffer.grads)
     assert updates <= gradients <= updates + padding
-    assert updates * 12 <= engine.state_bytes <= (updates + padding) * 12  # fp32: master and two moments
+    assert (
+        updates * 12 <= engine.state_bytes <= (updates + padding) * 12
+    )  # fp32: master and two moments
     train_steps(engine, RankGroup(), MICRO, 0, 1)
     assert all(p.grad is None for p in engine.model.parameters())
-    assert {name for name, role, _, _ in engine.tensors() if role != "param"} == set(LORA.shapes(CONFIG))
+    assert {name for name, role, _, _ in engine.tensors() if role != "param"} == set(
+        LORA.shapes(CONFIG)
+    )
 
 
 def sharded_bytes(group: RankGroup) -> tuple[int, int, set[torch.dtype]]:
     engine = make_engine(group, Setup(STRATEGIES["fsdp"], torch.bfloat16, MICRO, (), adapter=LORA))
     frozen = [part for part in engine.parts.values() if part.group is None]
-    return sum(part.master.nbytes for part in frozen), engine.state_bytes, {part.master.dtype for part in frozen}
+    return (
+        sum(part.master.nbytes for part in frozen),
+        engine.state_bytes,
+        {part.master.dtype for part in frozen},
+    )
 
 
 def test_fsdp_cuts_the_frozen_base_and_keeps_it_in_bf16() -> None:

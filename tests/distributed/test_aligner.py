@@ -27,12 +27,25 @@ def trained(cases: list[tuple[dict[str, Any], dict[str, Any], int]], group: Rank
         engine = make_engine(group, Setup(parallel, micro=micro, memory=memory, **SETUP))
         seen = []
         for index in range(STEPS):
-            result = engine.forward_backward(share_of_samples(index, micro, group.rank, group.size), StepInfo(index, 20))
+            result = engine.forward_backward(
+                share_of_samples(index, micro, group.rank, group.size), StepInfo(index, 20)
+            )
             update = engine.update(hypers(OPTIM, engine.groups, index, 20))
             seen.append((float(result.loss), float(update.norm)))
-        weights = {name: value.clone() for name, value in engine.weights()} | engine.objective_values()
-        valid = engine.evaluate(share_of_samples(9, micro, group.rank, group.size).microbatches, StepInfo(STEPS, 20, training=False))
-        found.append((seen, weights, {name: float(total / weight) for name, (total, weight) in valid.items()}))
+        weights = {
+            name: value.clone() for name, value in engine.weights()
+        } | engine.objective_values()
+        valid = engine.evaluate(
+            share_of_samples(9, micro, group.rank, group.size).microbatches,
+            StepInfo(STEPS, 20, training=False),
+        )
+        found.append(
+            (
+                seen,
+                weights,
+                {name: float(total / weight) for name, (total, weight) in valid.items()},
+            )
+        )
     return found
 
 
@@ -92,7 +105,11 @@ TWO: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [pytest.param(1, ONE, id="one rank"), pytest.param(2, TWO, id="two ranks", marks=pytest.mark.slow)]
+    ("ranks", "cases"),
+    [
+        pytest.param(1, ONE, id="one rank"),
+        pytest.param(2, TWO, id="two ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_every_layout_trains_like_plain_autograd(ranks: int, cases: list[Any]) -> None:
     expected, weights, valid = plain()
@@ -104,6 +121,10 @@ def test_every_layout_trains_like_plain_autograd(ranks: int, cases: list[Any]) -
             assert got.keys() == weights.keys()
             for name in weights:
                 torch.testing.assert_close(
-                    got[name], weights[name], rtol=1e-3, atol=2e-5, msg=lambda text, n=name, c=case: f"{c} {n} {text}"
+                    got[name],
+                    weights[name],
+                    rtol=1e-3,
+                    atol=2e-5,
+                    msg=lambda text, n=name, c=case: f"{c} {n} {text}",
                 )
             assert metrics["loss"] == pytest.approx(valid, rel=1e-4), case

@@ -40,14 +40,21 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero1": {"zero1": {"size": "auto"}},
     "zero1.5": {"zero1": {"size": 2}},
     "fsdp": {"strategy": "fsdp"},
-    "powersgd": {"zero1": {"size": 1}, "hook": {"kind": "powersgd", "start_step": 0, "min_compression_rate": 1e9}},
+    "powersgd": {
+        "zero1": {"size": 1},
+        "hook": {"kind": "powersgd", "start_step": 0, "min_compression_rate": 1e9},
+    },
 }
 
 
-def setup(strategy: str, context: int, *, gated: bool = False, freeze: tuple[str, ...] = (), **more: Any) -> Setup:
+def setup(
+    strategy: str, context: int, *, gated: bool = False, freeze: tuple[str, ...] = (), **more: Any
+) -> Setup:
     objective = SPARSITY if gated else None
     parallel = {**STRATEGIES[strategy], "context": context}
-    return Setup(parallel, config=GATED if gated else PLAIN, freeze=freeze, objective=objective, **more)
+    return Setup(
+        parallel, config=GATED if gated else PLAIN, freeze=freeze, objective=objective, **more
+    )
 
 
 def rows_of(one: Setup, group: RankGroup) -> RankGroup:
@@ -63,7 +70,9 @@ def alone_of(one: Setup) -> Setup:
 def gate_gradient(one: Setup, group: RankGroup) -> torch.Tensor:
     """The gradient of log_alpha after the first step's exchange, from the mix of heads and from the constraint on their sparsity."""
     engine, rows = make_engine(group, one), rows_of(one, group)
-    engine.fill([("objective.lambda_1", torch.tensor(2.0)), ("objective.lambda_2", torch.tensor(3.0))])
+    engine.fill(
+        [("objective.lambda_1", torch.tensor(2.0)), ("objective.lambda_2", torch.tensor(3.0))]
+    )
     engine.forward_backward(share_of_step(0, one.micro, rows.rank, rows.size), StepInfo(0, 20))
     if one.parallel.get("strategy") == "fsdp" and group.size > 1:
         return engine.parts[GATES].parameter.grad.clone()
@@ -71,27 +80,37 @@ def gate_gradient(one: Setup, group: RankGroup) -> torch.Tensor:
     return buffer.gradient(span, slot).clone()
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "context"), [("ddp", 2, 2), ("ddp", 4, 4), ("fsdp", 4, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "context"), [("ddp", 2, 2), ("ddp", 4, 4), ("fsdp", 4, 2)]
+)
 def test_gate_gradients_are_those_of_one_rank(strategy: str, ranks: int, context: int) -> None:
     one = setup(strategy, context, gated=True, freeze=("weights",))
     right = gate_gradient(alone_of(one), RankGroup())
-    assert ((right != 0).sum(1) >= 2).all(), "several heads of every layer are undecided, on more than one rank"
+    assert ((right != 0).sum(1) >= 2).all(), (
+        "several heads of every layer are undecided, on more than one rank"
+    )
     for got in run_ranks(functools.partial(gate_gradient, one), ranks):
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
 
 
-def trained(one: Setup, group: RankGroup) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], float]:
+def trained(
+    one: Setup, group: RankGroup
+) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], float]:
     """Losses and norms, weights, and the loss of a validation afterwards."""
     engine, rows = make_engine(group, one), rows_of(one, group)
     seen = train_steps(engine, rows, one.micro, 0, STEPS)
     batches = share_of_step(STEPS, one.micro, rows.rank, rows.size).microbatches
     total, weight = engine.evaluate(batches, StepInfo(STEPS, 20, training=False))["nll"]
-    assert weight == share_of_step(STEPS, one.micro, 0, 1).totals["targets"], "every target counts once"
+    assert weight == share_of_step(STEPS, one.micro, 0, 1).totals["targets"], (
+        "every target counts once"
+    )
     return seen, {name: value.clone() for name, value in engine.weights()}, float(total / weight)
 
 
 @functools.cache
-def right_of(gated: bool, freeze: tuple[str, ...]) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], float]:
+def right_of(
+    gated: bool, freeze: tuple[str, ...]
+) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], float]:
     return trained(alone_of(setup("ddp", 1, gated=gated, freeze=freeze)), RankGroup())
 
 
@@ -99,7 +118,9 @@ def check(one: Setup, ranks: int) -> None:
     losses, weights, valid = right_of(one.objective is not None, one.freeze)
     for seen, got, got_valid in run_ranks(functools.partial(trained, one), ranks):
         assert [loss for loss, *_ in seen] == pytest.approx([loss for loss, *_ in losses], rel=1e-5)
-        assert [norm for _, norm, _ in seen] == pytest.approx([norm for _, norm, _ in losses], rel=1e-5)
+        assert [norm for _, norm, _ in seen] == pytest.approx(
+            [norm for _, norm, _ in losses], rel=1e-5
+        )
         assert got_valid == pytest.approx(valid, rel=1e-5)
         assert got.keys() == weights.keys()
         for name in weights:
@@ -110,7 +131,9 @@ def check(one: Setup, ranks: int) -> None:
     ("strategy", "ranks", "context"),
     [("ddp", 2, 2), ("zero1.5", 4, 4), ("fsdp", 4, 2), ("powersgd", 2, 2)],
 )
-def test_ranks_that_share_rows_train_like_one_process(strategy: str, ranks: int, context: int) -> None:
+def test_ranks_that_share_rows_train_like_one_process(
+    strategy: str, ranks: int, context: int
+) -> None:
     check(setup(strategy, context), ranks)
 
 
@@ -118,20 +141,28 @@ def test_ranks_that_share_rows_train_like_one_process(strategy: str, ranks: int,
     ("strategy", "ranks", "context", "kv_heads"),
     [("zero1", 4, 4, 2), ("ddp", 2, 2, 1), ("fsdp", 4, 4, 1)],
 )
-def test_more_ranks_than_kv_heads_train_like_one_process(strategy: str, ranks: int, context: int, kv_heads: int) -> None:
+def test_more_ranks_than_kv_heads_train_like_one_process(
+    strategy: str, ranks: int, context: int, kv_heads: int
+) -> None:
     """Keys go around a ring: of single ranks, and of groups that exchange heads."""
     one = replace(setup(strategy, context), config=PLAIN.with_(num_kv_heads=kv_heads))
     losses, weights, valid = trained(alone_of(one), RankGroup())
     for seen, got, got_valid in run_ranks(functools.partial(trained, one), ranks):
         assert [loss for loss, *_ in seen] == pytest.approx([loss for loss, *_ in losses], rel=1e-5)
-        assert [norm for _, norm, _ in seen] == pytest.approx([norm for _, norm, _ in losses], rel=1e-5)
+        assert [norm for _, norm, _ in seen] == pytest.approx(
+            [norm for _, norm, _ in losses], rel=1e-5
+        )
         assert got_valid == pytest.approx(valid, rel=1e-5)
-        for name in weights:  # sums in another order; AdamW makes more of it where a gradient is almost zero
+        for name in (
+            weights
+        ):  # sums in another order; AdamW makes more of it where a gradient is almost zero
             assert (got[name] - weights[name]).norm() <= 3e-5 * weights[name].norm(), name
 
 
 @pytest.mark.parametrize(("strategy", "freeze"), [("zero1", ("weights",)), ("fsdp", ())])
-def test_ranks_that_share_rows_train_gates_like_one_process(strategy: str, freeze: tuple[str, ...]) -> None:
+def test_ranks_that_share_rows_train_gates_like_one_process(
+    strategy: str, freeze: tuple[str, ...]
+) -> None:
     check(setup(strategy, 2, gated=True, freeze=freeze), 4)
 
 
@@ -148,7 +179,9 @@ def decided_on_one_rank(one: Setup, group: RankGroup) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("memory", [{}, {"recompute": 1.0}])
-def test_a_rank_whose_heads_are_all_decided_keeps_the_others_company(memory: dict[str, Any]) -> None:
+def test_a_rank_whose_heads_are_all_decided_keeps_the_others_company(
+    memory: dict[str, Any],
+) -> None:
     """Frozen weights, and in the first layer only the first rank's gates are open: nobody waits for a gradient that never comes."""
     one = setup("ddp", 2, gated=True, freeze=("weights",), memory=memory)
     right = decided_on_one_rank(alone_of(one), RankGroup())
@@ -160,7 +193,14 @@ def first_half(folder: Path, one: Setup, group: RankGroup) -> list[float]:
     engine = make_engine(group, one)
     seen = train_steps(engine, rows_of(one, group), one.micro, 0, 2)
     records = (TensorRecord(*tensor) for tensor in engine.tensors())
-    save_checkpoint(folder, 2, records, {"engine": engine.scalars()}, None, Writers(group.rank, group.size, group.gather))
+    save_checkpoint(
+        folder,
+        2,
+        records,
+        {"engine": engine.scalars()},
+        None,
+        Writers(group.rank, group.size, group.gather),
+    )
     return [step[0] for step in seen]
 
 
@@ -171,12 +211,17 @@ def second_half(folder: Path, one: Setup, group: RankGroup) -> list[float]:
     return [step[0] for step in train_steps(engine, rows_of(one, group), one.micro, 2, STEPS)]
 
 
-@pytest.mark.parametrize(("before", "after"), [(("zero1.5", 2, 4), ("fsdp", 2, 2)), (("ddp", 1, 1), ("zero1", 2, 4))])
+@pytest.mark.parametrize(
+    ("before", "after"), [(("zero1.5", 2, 4), ("fsdp", 2, 2)), (("ddp", 1, 1), ("zero1", 2, 4))]
+)
 def test_a_run_continues_with_another_number_of_ranks_to_a_row(
     before: tuple[str, int, int], after: tuple[str, int, int], tmp_path: Path
 ) -> None:
     right = [loss for loss, *_ in right_of(True, ())[0]]
-    for (strategy, context, ranks), half, expected in ((before, first_half, right[:2]), (after, second_half, right[2:])):
+    for (strategy, context, ranks), half, expected in (
+        (before, first_half, right[:2]),
+        (after, second_half, right[2:]),
+    ):
         one = setup(strategy, context, gated=True)
         for losses in run_ranks(functools.partial(half, tmp_path, one), ranks):
             assert losses == pytest.approx(expected, rel=1e-5)
@@ -187,7 +232,9 @@ def there_and_back(group: RankGroup) -> None:
     by_heads = to_heads((q, k), group)
     assert [tuple(x.shape) for x in by_heads] == [(2, 12, 2, 5), (2, 12, 1, 5)]
     assert all(torch.equal(*pair) for pair in zip(to_tokens(by_heads, group), (q, k), strict=True))
-    numbered = torch.arange(12).view(1, 12, 1, 1).expand(1, 12, 4, 1)[:, group.rank * 3 :][:, :3] + 100 * torch.arange(4).view(1, 1, 4, 1)
+    numbered = torch.arange(12).view(1, 12, 1, 1).expand(1, 12, 4, 1)[:, group.rank * 3 :][
+        :, :3
+    ] + 100 * torch.arange(4).view(1, 1, 4, 1)
     (mine,) = to_heads([numbered], group)
     assert mine.flatten().tolist() == [100 * group.rank + token for token in range(12)]
 
@@ -199,7 +246,9 @@ def test_exchanges_bring_all_tokens_of_the_own_heads_in_order_and_undo_each_othe
 def test_headway_train_leaves_what_one_process_leaves(tmp_path: Path) -> None:
     """From the recipe on: masked and packed documents, validation, the meter's counts, the exported model."""
     rng = np.random.default_rng(0)
-    writer = StoreWriter(tmp_path / "masked", dtype="uint16", tokenizer_fingerprint=None, masked=True)
+    writer = StoreWriter(
+        tmp_path / "masked", dtype="uint16", tokenizer_fingerprint=None, masked=True
+    )
     for _ in range(60):
         length = int(rng.integers(5, 60))
         writer.add(rng.integers(0, 64, length).astype(np.uint16), rng.random(length) < 0.7)
@@ -208,14 +257,24 @@ def test_headway_train_leaves_what_one_process_leaves(tmp_path: Path) -> None:
     found: list[list[dict[str, Any]]] = []
     for name, world, overrides in (("one", 1, []), ("four", 4, ["parallel.context=2"])):
         shared = ["model.dropout=0", "eval.every=2"]
-        recipe = load(Recipe, write_recipe(tmp_path, stores, name=name, steps=4), [*shared, *overrides])
+        recipe = load(
+            Recipe, write_recipe(tmp_path, stores, name=name, steps=4), [*shared, *overrides]
+        )
         if world == 1:
             train(recipe)
         else:
             start_processes(lambda recipe=recipe: train(recipe), world)
         found.append(read_metrics(recipe.run.folder / "metrics.jsonl"))
     for one, four in zip(*found, strict=True):
-        for key in ("loss", "nll", "accuracy", "grad_norm", "tokens", "num_samples_in_batch", "num_consumed_tokens"):
+        for key in (
+            "loss",
+            "nll",
+            "accuracy",
+            "grad_norm",
+            "tokens",
+            "num_samples_in_batch",
+            "num_consumed_tokens",
+        ):
             assert four[key] == pytest.approx(one[key], rel=1e-5), f"{key} of step {one['step']}"
         assert four.get("valid", {}).keys() == one.get("valid", {}).keys()
         for name, values in one.get("valid", {}).items():
@@ -223,4 +282,6 @@ def test_headway_train_leaves_what_one_process_leaves(tmp_path: Path) -> None:
     assert any("valid" in record for record in found[0])
     # a rank computes a part of the rows it reads
     last = found[1][-1]
-    assert last["time"]["tgs"] * last["time"]["step_seconds"] == pytest.approx(last["micro_num"] * 2 * 64 / 2)
+    assert last["time"]["tgs"] * last["time"]["step_seconds"] == pytest.approx(
+        last["micro_num"] * 2 * 64 / 2
+    )

@@ -56,15 +56,29 @@ def requests() -> list[EngineRequest]:
     """Some with the same beginning, greedy and sampled, with penalties and log-probabilities."""
     rng = random.Random(5)
     begin = tuple(rng.randrange(256) for _ in range(24))
-    kinds = [Sampling(), Sampling(0.9, seed=3), Sampling(1.1, top_k=9), Sampling(0.8, top_p=0.8), Sampling(repetition_penalty=1.3)]
+    kinds = [
+        Sampling(),
+        Sampling(0.9, seed=3),
+        Sampling(1.1, top_k=9),
+        Sampling(0.8, top_p=0.8),
+        Sampling(repetition_penalty=1.3),
+    ]
     found = []
     for number in range(6):
-        prompt = (begin if number % 2 else ()) + tuple(rng.randrange(256) for _ in range(rng.choice([1, 5, 13])))
-        found.append(EngineRequest(prompt, 14, kinds[number % 5], key=str(number), ignore_eos=number % 3 == 0))
+        prompt = (begin if number % 2 else ()) + tuple(
+            rng.randrange(256) for _ in range(rng.choice([1, 5, 13]))
+        )
+        found.append(
+            EngineRequest(
+                prompt, 14, kinds[number % 5], key=str(number), ignore_eos=number % 3 == 0
+            )
+        )
     return found
 
 
-def answers(loaded: LoadedModel, options: EngineOptions, cancelled: int | None = None) -> dict[str, Any]:
+def answers(
+    loaded: LoadedModel, options: EngineOptions, cancelled: int | None = None
+) -> dict[str, Any]:
     """All tokens, with requests that come over time; one of them may be cancelled on its way."""
     engine = build_engine(loaded, options)
     left, found = list(enumerate(requests())), dict[int, list[int]]()
@@ -80,7 +94,12 @@ def answers(loaded: LoadedModel, options: EngineOptions, cancelled: int | None =
             found[event.request] += event.tokens
         steps += 1
     stats = engine.stats()
-    return {"tokens": found, "preempted": stats.preempted, "cached": stats.cached_tokens, "bytes": engine.cache.num_bytes}
+    return {
+        "tokens": found,
+        "preempted": stats.preempted,
+        "cached": stats.cached_tokens,
+        "bytes": engine.cache.num_bytes,
+    }
 
 
 def small_budget(loaded: LoadedModel) -> int:
@@ -92,7 +111,10 @@ def cases(loaded: LoadedModel, budget: int) -> dict[str, Any]:
     roomy = EngineOptions(max_running=3, page_tokens=8, prefill_tokens=16)
     if loaded.config.vocab == 320:
         return {"lag": answers(loaded, replace(roomy, lag=True))}
-    found: dict[str, Any] = {f"masks {masks}": answers(loaded.with_masks(masks), roomy) for masks in (None, UNEVEN, MIXED)}
+    found: dict[str, Any] = {
+        f"masks {masks}": answers(loaded.with_masks(masks), roomy)
+        for masks in (None, UNEVEN, MIXED)
+    }
     found["cancelled"] = answers(loaded, roomy, cancelled=2)
     found["ngram"] = answers(loaded, replace(roomy, speculation=Speculation(None, tokens=3)))
     found["small"] = answers(loaded, replace(roomy, cache_bytes=budget, max_running=4))
@@ -104,7 +126,10 @@ def cases(loaded: LoadedModel, budget: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: write_model(tmp_path_factory.mktemp("model"), config) for name, config in SHAPES.items()}
+    return {
+        name: write_model(tmp_path_factory.mktemp("model"), config)
+        for name, config in SHAPES.items()
+    }
 
 
 def test_ranks_that_share_layers_answer_like_one(folders: dict[str, Path]) -> None:
@@ -128,15 +153,22 @@ def test_ranks_that_share_layers_answer_like_one(folders: dict[str, Path]) -> No
                 if case == "embedding":
                     assert found[case] == pytest.approx(alone[case], abs=1e-5)
                 elif case == "cancelled":
-                    assert found[case]["tokens"] == alone[case]["tokens"] and 0 < len(found[case]["tokens"][2]) < 14
+                    assert (
+                        found[case]["tokens"] == alone[case]["tokens"]
+                        and 0 < len(found[case]["tokens"][2]) < 14
+                    )
                 else:
                     assert found[case]["tokens"] == alone[case]["tokens"], (name, case)
             if "small" in alone:
                 assert found["small"]["preempted"] > 0 and found["masks None"]["cached"] > 0
 
 
-def test_what_cannot_be_shared_is_refused_before_a_rank_is_started(folders: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"--tensor is 3; it must divide model.num_heads=4. Use 2\."):
+def test_what_cannot_be_shared_is_refused_before_a_rank_is_started(
+    folders: dict[str, Path],
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--tensor is 3; it must divide model.num_heads=4. Use 2\."
+    ):
         load_on_ranks(next(iter(folders.values())), 3, "cpu")
 
 
@@ -173,7 +205,10 @@ def test_the_first_rank_leads_the_others(folders: dict[str, Path]) -> None:
         loaded = replace(loaded, part=ModelPart(group, followers))  # pyright: ignore[reportArgumentType]
         with pytest.raises(ConfigError, match="cache_bytes"):
             build_engine(loaded, replace(options, cache_bytes=10))
-        found = [answers(loaded.with_masks(masks), options, cancelled=1)["tokens"] for masks in (None, UNEVEN)]
+        found = [
+            answers(loaded.with_masks(masks), options, cancelled=1)["tokens"]
+            for masks in (None, UNEVEN)
+        ]
         followers.send(None)
         return found
 
@@ -181,30 +216,62 @@ def test_the_first_rank_leads_the_others(folders: dict[str, Path]) -> None:
     os.close(reading)
     os.close(writing)
     loaded = load_model(folder)
-    assert found == [answers(loaded.with_masks(masks), options, cancelled=1)["tokens"] for masks in (None, UNEVEN)]
+    assert found == [
+        answers(loaded.with_masks(masks), options, cancelled=1)["tokens"]
+        for masks in (None, UNEVEN)
+    ]
 
 
 def generate_command(folder: Path, *more: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "headway", "generate", "--model", str(folder), "--device", "cpu", *more]
+    words = [
+        sys.executable,
+        "-m",
+        "headway",
+        "generate",
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+        *more,
+    ]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def children(process: int) -> list[int]:
-    return [int(one) for task in Path(f"/proc/{process}/task").iterdir() for one in (task / "children").read_text().split()]
+    return [
+        int(one)
+        for task in Path(f"/proc/{process}/task").iterdir()
+        for one in (task / "children").read_text().split()
+    ]
 
 
 @pytest.mark.slow
-def test_generate_starts_its_ranks_and_ends_when_one_is_gone(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_generate_starts_its_ranks_and_ends_when_one_is_gone(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     folder = next(iter(folders.values()))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n' * 100_000)
     output = tmp_path / "answers.jsonl"
-    endless = generate_command(folder, "--input", str(prompts), "--output", str(output), "--max-new-tokens", "9", "--tensor", "2")
+    endless = generate_command(
+        folder,
+        "--input",
+        str(prompts),
+        "--output",
+        str(output),
+        "--max-new-tokens",
+        "9",
+        "--tensor",
+        "2",
+    )
     end = time.monotonic() + 30
     while not (output.is_file() and output.stat().st_size) and time.monotonic() < end:
         time.sleep(0.05)
     os.kill(children(endless.pid)[0], signal.SIGKILL)
-    assert "rank 1 of 2 has ended with exit code -9; the engine cannot continue." in endless.communicate(timeout=20)[1]
+    assert (
+        "rank 1 of 2 has ended with exit code -9; the engine cannot continue."
+        in endless.communicate(timeout=20)[1]
+    )
     assert endless.returncode == 1
     alone = generate(load_model(folder), ["a"], GenerateOptions(9))[0]
     with open(output) as lines:
@@ -212,7 +279,9 @@ def test_generate_starts_its_ranks_and_ends_when_one_is_gone(folders: dict[str, 
 
 
 @pytest.mark.drill
-def test_a_server_whose_ranks_share_the_layers_answers_like_one_and_restarts(folders: dict[str, Path]) -> None:
+def test_a_server_whose_ranks_share_the_layers_answers_like_one_and_restarts(
+    folders: dict[str, Path],
+) -> None:
     pytest.importorskip("uvicorn")
     pytest.importorskip("httpx")
     from support.serving import RunningServer, serving
@@ -220,7 +289,13 @@ def test_a_server_whose_ranks_share_the_layers_answers_like_one_and_restarts(fol
     model = f"m={next(iter(folders.values()))}"
 
     def ask(server: RunningServer, number: int) -> str:
-        body = {"model": "m", "prompt": f"the cat {number % 3}", "max_tokens": 9, "temperature": number % 2, "seed": number}
+        body = {
+            "model": "m",
+            "prompt": f"the cat {number % 3}",
+            "max_tokens": 9,
+            "temperature": number % 2,
+            "seed": number,
+        }
         return server.client().post("/v1/completions", json=body).json()["choices"][0]["text"]
 
     found: list[list[str]] = []

@@ -53,17 +53,23 @@ def pairwise(cases: list[Case]) -> list[Case]:
 def setup_of(case: Case) -> Setup:
     strategy, ranks, overlaps, accumulate, precision = case
     parallel = STRATEGIES[strategy] | ({} if overlaps else {"overlap": OFF})
-    return Setup(parallel, torch.bfloat16 if precision == "bf16" else torch.float32, micro=ranks * accumulate)
+    return Setup(
+        parallel, torch.bfloat16 if precision == "bf16" else torch.float32, micro=ranks * accumulate
+    )
 
 
-def trained(setup: Setup, group: RankGroup) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
+def trained(
+    setup: Setup, group: RankGroup
+) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
     engine = make_engine(group, setup)
     seen = train_steps(engine, group, setup.micro, 0, STEPS)
     return seen, {name: value.clone() for name, value in engine.weights()}
 
 
 @functools.cache
-def alone(micro: int, dtype: torch.dtype) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
+def alone(
+    micro: int, dtype: torch.dtype
+) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
     return trained(Setup(dtype=dtype, micro=micro), RankGroup())
 
 
@@ -79,7 +85,9 @@ def check(case: Case) -> None:
             assert skipped == 0
         assert got.keys() == weights.keys()
         for name in weights:
-            torch.testing.assert_close(got[name], weights[name], rtol=1e-3 if fp32 else 5e-2, atol=1e-4 if fp32 else 3e-2)
+            torch.testing.assert_close(
+                got[name], weights[name], rtol=1e-3 if fp32 else 5e-2, atol=1e-4 if fp32 else 3e-2
+            )
 
 
 # one rank alone has little to get wrong: one case of it, and every pair among the others

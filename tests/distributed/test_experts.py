@@ -25,10 +25,16 @@ def test_experts_split_over_four_ranks_train_like_one_process() -> None:
 @pytest.mark.drill
 @pytest.mark.timeout(1800)
 def test_experts_split_over_ranks_train_like_one_process_in_more_cases() -> None:
-    sys.stdout.write("\n" + "\n".join(compare(more_expert_axis_trials(), seconds_each=200, steps=DRILL_STEPS)) + "\n")
+    sys.stdout.write(
+        "\n"
+        + "\n".join(compare(more_expert_axis_trials(), seconds_each=200, steps=DRILL_STEPS))
+        + "\n"
+    )
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_mixtures_train_like_one_process_in_more_cases() -> None:
-    sys.stdout.write("\n" + "\n".join(compare(more_expert_trials(), seconds_each=200, steps=DRILL_STEPS)) + "\n")
+    sys.stdout.write(
+        "\n" + "\n".join(compare(more_expert_trials(), seconds_each=200, steps=DRILL_STEPS)) + "\n"
+    )

@@ -9,14 +9,25 @@ from support.family_shapes import FAMILY_SHAPES
 from support.layout_trials import DRILL_STEPS, LORA, PLAIN, LayoutTrial, compare, trial
 
 
-def trials(world: int, parallel: dict[str, object], names: tuple[str, ...], **more: object) -> list[LayoutTrial]:
+def trials(
+    world: int, parallel: dict[str, object], names: tuple[str, ...], **more: object
+) -> list[LayoutTrial]:
     label = " x ".join(f"{key} {value}" for key, value in parallel.items())
-    return [trial(f"{name}, {label}", world, parallel, config=PLAIN.with_(**FAMILY_SHAPES[name]), **more) for name in names]
+    return [
+        trial(
+            f"{name}, {label}", world, parallel, config=PLAIN.with_(**FAMILY_SHAPES[name]), **more
+        )
+        for name in names
+    ]
 
 
 @pytest.mark.slow
 def test_families_on_two_ranks_that_share_layers_train_like_one_process() -> None:
-    listed = trials(2, {"tensor": 2}, ("gemma2", "gemma3", "phi3", "glm4", "olmo2", "cohere2", "gpt2", "granite", "gpt_oss"))
+    listed = trials(
+        2,
+        {"tensor": 2},
+        ("gemma2", "gemma3", "phi3", "glm4", "olmo2", "cohere2", "gpt2", "granite", "gpt_oss"),
+    )
     sys.stdout.write("\n" + "\n".join(compare(listed)) + "\n")
 
 
@@ -26,10 +37,28 @@ def test_families_on_every_axis_train_like_one_process() -> None:
     whole = {"tensor": 2, "sequence": False}
     listed = trials(2, whole, ("deepseek", "gemma2", "olmo2", "cohere2", "gpt2", "gpt_oss"))
     listed += trials(2, {"tensor": 2}, ("deepseek", "gemma3", "olmo2", "gpt2"), adapter=LORA)
-    listed += trials(2, {"pipeline": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2"))
-    listed += trials(2, {"context": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2"))
+    listed += trials(
+        2, {"pipeline": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2")
+    )
+    listed += trials(
+        2, {"context": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2")
+    )
     listed += trials(2, {"expert": 2}, ("gpt_oss",))
-    listed += [trial("trained sinks, context 2", 2, {"context": 2}, config=PLAIN.with_(attention_sinks=True, sliding_window=5))]
+    listed += [
+        trial(
+            "trained sinks, context 2",
+            2,
+            {"context": 2},
+            config=PLAIN.with_(attention_sinks=True, sliding_window=5),
+        )
+    ]
     listed += trials(2, {"strategy": "fsdp"}, ("deepseek", "gemma2", "gpt2", "olmo2", "gpt_oss"))
-    listed += [trial("olmo2, 2 KV heads on 4 ranks", 4, {"tensor": 4}, config=PLAIN.with_(num_kv_heads=2, **FAMILY_SHAPES["olmo2"]))]
+    listed += [
+        trial(
+            "olmo2, 2 KV heads on 4 ranks",
+            4,
+            {"tensor": 4},
+            config=PLAIN.with_(num_kv_heads=2, **FAMILY_SHAPES["olmo2"]),
+        )
+    ]
     sys.stdout.write("\n" + "\n".join(compare(listed, steps=DRILL_STEPS)) + "\n")

@@ -17,12 +17,23 @@ from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.parallel.collectives import RankGroup
 
 STEPS = 6
-GATED = CONFIG.with_(head_gates=HeadGatesConfig(window=3, sinks=1, init_mean=0.0, init_std=1.5), init_std=0.3)
+GATED = CONFIG.with_(
+    head_gates=HeadGatesConfig(window=3, sinks=1, init_mean=0.0, init_std=1.5), init_std=0.3
+)
 OBJECTIVE = HeadSparsity(start=0.5, target=0.7, mask_lr=0.3, reg_lr=0.3)
-LAYOUTS: dict[str, dict[str, Any]] = {"ddp": {"zero1": {"size": 1}}, "zero1": {"zero1": {"size": "auto"}}, "fsdp": {"strategy": "fsdp"}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"zero1": {"size": 1}},
+    "zero1": {"zero1": {"size": "auto"}},
+    "fsdp": {"strategy": "fsdp"},
+}
 
 
-def setup(layout: str, freeze: tuple[str, ...], dtype: torch.dtype = torch.float32, objective: Any = OBJECTIVE) -> Setup:
+def setup(
+    layout: str,
+    freeze: tuple[str, ...],
+    dtype: torch.dtype = torch.float32,
+    objective: Any = OBJECTIVE,
+) -> Setup:
     return Setup(LAYOUTS[layout], dtype, freeze=freeze, config=GATED, objective=objective)
 
 
@@ -45,26 +56,39 @@ def test_gate_gradients_of_two_ranks_are_those_of_one(layout: str) -> None:
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
 
 
-def trained(one: Setup, group: RankGroup) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], int]:
+def trained(
+    one: Setup, group: RankGroup
+) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], int]:
     engine = make_engine(group, one)
     seen = train_steps(engine, group, one.micro, 0, STEPS)
     weights = {name: value.clone() for name, value in engine.weights()}
     if group.size == 1 or one.parallel.get("strategy") != "fsdp":
-        weights |= {name: value.clone() for name, value in engine.masters.items() if name.startswith("objective.")}
+        weights |= {
+            name: value.clone()
+            for name, value in engine.masters.items()
+            if name.startswith("objective.")
+        }
     return seen, weights, engine.state_bytes
 
 
 @functools.cache
-def alone(freeze: tuple[str, ...]) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], int]:
+def alone(
+    freeze: tuple[str, ...],
+) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], int]:
     return trained(setup("ddp", freeze), RankGroup())
 
 
-@pytest.mark.parametrize(("layout", "freeze"), [("zero1", ("weights",)), ("zero1", ("layers.0",)), ("fsdp", ("weights",)), ("fsdp", ())])
+@pytest.mark.parametrize(
+    ("layout", "freeze"),
+    [("zero1", ("weights",)), ("zero1", ("layers.0",)), ("fsdp", ("weights",)), ("fsdp", ())],
+)
 def test_ranks_train_gates_like_one_process(layout: str, freeze: tuple[str, ...]) -> None:
     losses, weights, _ = alone(freeze)
     for seen, got, _ in run_ranks(functools.partial(trained, setup(layout, freeze)), 2):
         assert [loss for loss, *_ in seen] == pytest.approx([loss for loss, *_ in losses], rel=1e-5)
-        assert [norm for _, norm, _ in seen] == pytest.approx([norm for _, norm, _ in losses], rel=1e-3)
+        assert [norm for _, norm, _ in seen] == pytest.approx(
+            [norm for _, norm, _ in losses], rel=1e-3
+        )
         for name in got:
             torch.testing.assert_close(got[name], weights[name], rtol=1e-3, atol=1e-4)
 
@@ -73,7 +97,14 @@ def test_blocks_that_are_computed_again_see_the_same_gates() -> None:
     right, weights, _ = alone(("layers.0",))
     one = setup("ddp", ("layers.0",))
     again = trained(
-        Setup(one.parallel, freeze=one.freeze, config=one.config, objective=one.objective, memory={"recompute": 1.0}), RankGroup()
+        Setup(
+            one.parallel,
+            freeze=one.freeze,
+            config=one.config,
+            objective=one.objective,
+            memory={"recompute": 1.0},
+        ),
+        RankGroup(),
     )
     assert again[0] == right
     assert all(torch.equal(again[1][name], weights[name]) for name in weights)
@@ -82,7 +113,11 @@ def test_blocks_that_are_computed_again_see_the_same_gates() -> None:
 def test_frozen_weights_have_neither_gradient_nor_state_and_lie_in_the_compute_dtype() -> None:
     engine = make_engine(RankGroup(), setup("ddp", ("weights",), torch.bfloat16))
     train_steps(engine, RankGroup(), 4, 0, 1)
-    assert {name for group in engine.groups for name in group.names} == {GATES, "objective.lambda_1", "objective.lambda_2"}
+    assert {name for group in engine.groups for name in group.names} == {
+        GATES,
+        "objective.lambda_1",
+        "objective.lambda_2",
+    }
     assert engine.state_bytes < 10_000
     for name, parameter in engine.model.named_parameters():
         assert parameter.dtype == (torch.float32 if name == GATES else torch.bfloat16)

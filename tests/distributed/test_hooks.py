@@ -17,24 +17,37 @@ TORCH_POWERSGD = {
     "kind": "torch_style",
     "function": "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook",
     "state": "support.engines:torch_powersgd",
-    "options": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "min_compression_rate": 0.0, "warm_start": True},
+    "options": {
+        "matrix_approximation_rank": 2,
+        "start_powerSGD_iter": 2,
+        "min_compression_rate": 0.0,
+        "warm_start": True,
+    },
 }
 
 
-def gradients(parallel: dict[str, Any], group: RankGroup, steps: int = 1) -> list[dict[str, torch.Tensor]]:
+def gradients(
+    parallel: dict[str, Any], group: RankGroup, steps: int = 1
+) -> list[dict[str, torch.Tensor]]:
     """The summed gradients of some steps without updates between them."""
     engine = make_engine(group, Setup(parallel, micro=2))
     found = []
     for index in range(steps):
-        engine.forward_backward(share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20))
-        found.append({name: view.clone() for b in engine.buffers for name, view in b.gradients.items()})
+        engine.forward_backward(
+            share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20)
+        )
+        found.append(
+            {name: view.clone() for b in engine.buffers for name, view in b.gradients.items()}
+        )
     return found
 
 
 def on_two(parallel: dict[str, Any], steps: int = 1) -> list[dict[str, torch.Tensor]]:
     first, second = run_ranks(partial(gradients, parallel, steps=steps), 2)
     for one, other in zip(first, second, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one), "all ranks have the same sum"
+        assert all(torch.equal(one[name], other[name]) for name in one), (
+            "all ranks have the same sum"
+        )
     return first
 
 
@@ -62,7 +75,12 @@ def cut_losses(parallel: dict[str, Any], group: RankGroup) -> list[tuple[float, 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "hook", [{"kind": "reduce_scatter"}, {"kind": "compress"}, {"kind": "powersgd", "rank": 64, "min_compression_rate": 0.0}]
+    "hook",
+    [
+        {"kind": "reduce_scatter"},
+        {"kind": "compress"},
+        {"kind": "powersgd", "rank": 64, "min_compression_rate": 0.0},
+    ],
 )
 def test_hooks_serve_a_cut_optimizer_state(size: int, hook: dict[str, Any]) -> None:
     right = cut_losses({}, RankGroup())
@@ -77,16 +95,27 @@ def test_powersgd_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.arange(1.0, 1 + torch.Size(shape).numel()).sin().view(shape)
 
     monkeypatch.setattr(torch, "randn", drawn)
-    monkeypatch.setattr("headway.parallel.hooks.powersgd.PowerSGD.draw", lambda self, name, shape, step: drawn(*shape))
+    monkeypatch.setattr(
+        "headway.parallel.hooks.powersgd.PowerSGD.draw",
+        lambda self, name, shape, step: drawn(*shape),
+    )
     steps = 6
     theirs = on_two({**PLAIN, "bucket_bytes": 1 << 20, "hook": TORCH_POWERSGD}, steps)
     ours = on_two({**PLAIN, "bucket_bytes": 1 << 20, "hook": {**POWERSGD, "start_step": 2}}, steps)
     exact = on_two({**PLAIN, "bucket_bytes": 1 << 20}, steps)
     for step, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         for name in our:
-            torch.testing.assert_close(our[name], their[name], rtol=2e-3, atol=2e-5, msg=lambda m: f"step {step}, {name}: {m}")  # noqa: B023
+            torch.testing.assert_close(
+                our[name],
+                their[name],
+                rtol=2e-3,
+                atol=2e-5,
+                msg=lambda m: f"step {step}, {name}: {m}",  # noqa: B023
+            )
     matrix = "model.layers.1.mlp.up_proj.weight"
-    assert (ours[-1][matrix] - exact[-1][matrix]).norm() > 0.1 * exact[-1][matrix].norm(), "it did compress"
+    assert (ours[-1][matrix] - exact[-1][matrix]).norm() > 0.1 * exact[-1][matrix].norm(), (
+        "it did compress"
+    )
 
 
 def test_error_feedback_loses_nothing_for_good() -> None:
@@ -99,7 +128,9 @@ def test_error_feedback_loses_nothing_for_good() -> None:
         for one in (engine, exact):
             total: dict[str, torch.Tensor] = {}
             for index in range(5):
-                one.forward_backward(share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20))
+                one.forward_backward(
+                    share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20)
+                )
                 for buffer in one.buffers:
                     for name, gradient in buffer.gradients.items():
                         total[name] = total.get(name, 0) + gradient
@@ -107,9 +138,13 @@ def test_error_feedback_loses_nothing_for_good() -> None:
         return sums[0], sums[1], engine.reducer.hook.residuals
 
     (got, right, mine), (_, _, others) = run_ranks(totals, 2)
-    assert mine and any(not torch.equal(mine[name], others[name]) for name in mine), "residuals differ between ranks"
+    assert mine and any(not torch.equal(mine[name], others[name]) for name in mine), (
+        "residuals differ between ranks"
+    )
     for name in mine:
-        torch.testing.assert_close(got[name] + mine[name] + others[name], right[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            got[name] + mine[name] + others[name], right[name], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_step_that_is_not_finite_leaves_nothing_in_the_residuals() -> None:
@@ -121,17 +156,28 @@ def test_a_step_that_is_not_finite_leaves_nothing_in_the_residuals() -> None:
         kept = {name: value.clone() for name, value in engine.masters.items()}
         for index in range(4):
             if index == 2 and group.rank == 0:
-                engine.fill([("model.norm.weight", torch.full_like(kept["model.norm.weight"], torch.inf))])
-            engine.forward_backward(share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20))
+                engine.fill(
+                    [("model.norm.weight", torch.full_like(kept["model.norm.weight"], torch.inf))]
+                )
+            engine.forward_backward(
+                share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20)
+            )
             if index == 2:
-                assert not all(bool(g.isfinite().all()) for b in engine.buffers for g in b.gradients.values())
+                assert not all(
+                    bool(g.isfinite().all()) for b in engine.buffers for g in b.gradients.values()
+                )
                 assert all(not value.any() for value in engine.reducer.hook.residuals.values())
                 engine.fill(kept.items())
         exact.forward_backward(share_of_step(3, 2, group.rank, group.size), StepInfo(3, 20))
-        got, right = ({name: g.clone() for b in one.buffers for name, g in b.gradients.items()} for one in (engine, exact))
+        got, right = (
+            {name: g.clone() for b in one.buffers for name, g in b.gradients.items()}
+            for one in (engine, exact)
+        )
         return got, right, engine.reducer.hook.residuals
 
     (got, right, mine), (_, _, others) = run_ranks(spoiled, 2)
     assert mine
     for name in mine:
-        torch.testing.assert_close(got[name] + mine[name] + others[name], right[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            got[name] + mine[name] + others[name], right[name], rtol=1e-4, atol=1e-5
+        )

@@ -49,8 +49,14 @@ def recipe(tmp_path: Path) -> Path:
 def test_a_rank_that_stops_is_named_with_the_exchange_the_other_waited_in(recipe: Path) -> None:
     plan = small(recipe, "late", "parallel.timeout_seconds=1.5", "checkpoint.every=null")
     said, _ = disturbed(plan, 1, lambda: time.sleep(3.5))
-    assert said.startswith("rank 0 waited ") and "in agreement of 2 ranks (exchange " in said and "step after step 3" in said, said
-    assert "The others wait for rank 1" in said and "after step 3" in said.partition("The others")[2], said
+    assert (
+        said.startswith("rank 0 waited ")
+        and "in agreement of 2 ranks (exchange " in said
+        and "step after step 3" in said
+    ), said
+    assert (
+        "The others wait for rank 1" in said and "after step 3" in said.partition("The others")[2]
+    ), said
     exchanges = json.loads((plan.run.folder / "logs" / "exchanges-rank-00000.json").read_text())
     assert exchanges[-1]["name"] == "agreement" and len(exchanges) > 10
 
@@ -64,10 +70,14 @@ def test_a_rank_that_is_gone_is_named(recipe: Path) -> None:
         attempt.ranks[0].join(30)
         assert attempt.ranks[0].exitcode == 1
     said = (plan.run.folder.parent / "error-0.txt").read_text().splitlines()[-1]
-    assert "CommunicationError: rank 0 waited" in said and "Gone: rank 1" in said and "[/" not in said, said
+    assert (
+        "CommunicationError: rank 0 waited" in said and "Gone: rank 1" in said and "[/" not in said
+    ), said
 
 
-def test_ranks_asked_to_stop_leave_alike_though_one_has_begun_its_loop_and_the_other_has_not(recipe: Path) -> None:
+def test_ranks_asked_to_stop_leave_alike_though_one_has_begun_its_loop_and_the_other_has_not(
+    recipe: Path,
+) -> None:
     plan = small(recipe, "asked")
 
     @contextmanager
@@ -76,7 +86,9 @@ def test_ranks_asked_to_stop_leave_alike_though_one_has_begun_its_loop_and_the_o
         os.kill(os.getpid(), signal.SIGTERM)
         yield
 
-    assert [outcome["exit_code"] for outcome in start_processes(lambda: run_recipe(plan, hook=probe), 2)] == [143, 143]
+    assert [
+        outcome["exit_code"] for outcome in start_processes(lambda: run_recipe(plan, hook=probe), 2)
+    ] == [143, 143]
 
 
 def test_a_crash_of_one_rank_is_told_once_with_its_traceback(recipe: Path, tmp_path: Path) -> None:
@@ -84,15 +96,25 @@ def test_a_crash_of_one_rank_is_told_once_with_its_traceback(recipe: Path, tmp_p
     script = tmp_path / "tell"
     script.write_text(f"#!/bin/sh\n(cat; echo) >> {target}\n")
     script.chmod(0o755)
-    plan = small(recipe, "crashed", f"track=[{{kind: alert, form: command, command: [{script}], events: [crash]}}]")
+    plan = small(
+        recipe,
+        "crashed",
+        f"track=[{{kind: alert, form: command, command: [{script}], events: [crash]}}]",
+    )
 
     def fail() -> None:
         raise ValueError("broken by the test")
 
     said = disturbed(plan, 1, fail)
-    assert (said[1] == "ValueError('broken by the test')" and "Gone: rank 1" in said[0]) or "waited" in said[0]
+    assert (
+        said[1] == "ValueError('broken by the test')" and "Gone: rank 1" in said[0]
+    ) or "waited" in said[0]
     (message,) = [json.loads(line) for line in target.read_text().splitlines()]
-    assert message["event"] == "crash" and message["text"].endswith("ValueError: broken by the test") and "in fail" in message["text"]
+    assert (
+        message["event"] == "crash"
+        and message["text"].endswith("ValueError: broken by the test")
+        and "in fail" in message["text"]
+    )
 
 
 def test_who_holds_the_others_up_is_who_is_in_no_exchange_or_behind() -> None:

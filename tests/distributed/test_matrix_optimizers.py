@@ -31,7 +31,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1 without overlap": {"zero1": {"size": "auto"}, "overlap": OFF},
     "zero1.5": {"zero1": {"size": 2}},
     "fsdp": {"strategy": "fsdp"},
-    "powersgd": {"zero1": {"size": 1}, "hook": {"kind": "powersgd", "rank": 64, "start_step": 0, "min_compression_rate": 0.0}},
+    "powersgd": {
+        "zero1": {"size": 1},
+        "hook": {"kind": "powersgd", "rank": 64, "start_step": 0, "min_compression_rate": 0.0},
+    },
     "hsdp": {"strategy": "fsdp", "fsdp": {"size": 2}},
 }
 COMMON: dict[str, Any] = {"lr": 1e-2, "clip": 0.5, "schedule": Schedule(warmup=2)}
@@ -47,7 +50,9 @@ Result = tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]
 
 def setup_of(layout: str, optim: str) -> Setup:
     # a vocabulary, widths and a bucket size that do not divide evenly: some ranks own nothing of a bucket, and rows are padded
-    return Setup(LAYOUTS.get(layout, {}), micro=MICRO, optim=OPTIMS[optim], freeze=("*.layers.0.mlp.*",))
+    return Setup(
+        LAYOUTS.get(layout, {}), micro=MICRO, optim=OPTIMS[optim], freeze=("*.layers.0.mlp.*",)
+    )
 
 
 def outcome(engine: Any, losses: list[float]) -> Result:
@@ -56,7 +61,14 @@ def outcome(engine: Any, losses: list[float]) -> Result:
 
 def save(folder: Path, engine: Any, group: RankGroup) -> None:
     records = (TensorRecord(*tensor) for tensor in engine.tensors())
-    save_checkpoint(folder, CUT, records, {"engine": engine.scalars()}, None, Writers(group.rank, group.size, group.gather))
+    save_checkpoint(
+        folder,
+        CUT,
+        records,
+        {"engine": engine.scalars()},
+        None,
+        Writers(group.rank, group.size, group.gather),
+    )
 
 
 def resumed(folder: Path, setup: Setup, group: RankGroup) -> Result:
@@ -74,10 +86,14 @@ def check_validation(engine: Any, setup: Setup, group: RankGroup) -> None:
     found = engine.evaluate(share_of_step(50, MICRO, group.rank, group.size).microbatches, at)
     expected = plain.evaluate(share_of_step(50, MICRO, 0, 1).microbatches, at)
     for name, (total, weight) in expected.items():
-        assert float(found[name][0] / found[name][1]) == pytest.approx(float(total / weight), rel=1e-6), name
+        assert float(found[name][0] / found[name][1]) == pytest.approx(
+            float(total / weight), rel=1e-6
+        ), name
 
 
-def run_layouts(folder: Path, optim: str, layouts: tuple[str, ...], group: RankGroup) -> dict[str, Result]:
+def run_layouts(
+    folder: Path, optim: str, layouts: tuple[str, ...], group: RankGroup
+) -> dict[str, Result]:
     """Every layout from the beginning with a save in between, then from what the one before it saved, then from its own."""
     found: dict[str, Result] = {}
     before = folder / "alone"
@@ -108,7 +124,10 @@ def check(folder: Path, world: int, cases: dict[str, tuple[str, ...]]) -> None:
     right = {optim: alone(optim, folder / optim) for optim in cases}
 
     def run(group: RankGroup) -> dict[str, dict[str, Result]]:
-        return {optim: run_layouts(folder / optim, optim, layouts, group) for optim, layouts in cases.items()}
+        return {
+            optim: run_layouts(folder / optim, optim, layouts, group)
+            for optim, layouts in cases.items()
+        }
 
     for rank in run_ranks(run, world, timeout=120):
         for optim, found in rank.items():
@@ -116,25 +135,51 @@ def check(folder: Path, world: int, cases: dict[str, tuple[str, ...]]) -> None:
             for layout in cases[optim]:
                 whole, again = found[layout], found[f"{layout} continues itself"]
                 assert again[0] == whole[0][CUT:], f"{optim}, {layout} resumes bit for bit"
-                assert all(torch.equal(again[1][name], value) for name, value in whole[1].items()), (optim, layout)
+                assert all(
+                    torch.equal(again[1][name], value) for name, value in whole[1].items()
+                ), (optim, layout)
 
 
 def compare(optim: str, right: Result, found: dict[str, Result]) -> None:
     rounded = "bf16" in optim  # which way a value is rounded is drawn from its bits
     for case, (losses, got, numbers) in found.items():
-        assert losses == pytest.approx(right[0][-len(losses) :], rel=2e-3 if rounded else 1e-5), (optim, case)
+        assert losses == pytest.approx(right[0][-len(losses) :], rel=2e-3 if rounded else 1e-5), (
+            optim,
+            case,
+        )
         assert numbers["steps"] == right[2]["steps"], (optim, case)
         for name, value in right[1].items() if not rounded else ():
-            torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, at=(optim, case, name): f"{at}: {text}")
+            torch.testing.assert_close(
+                got[name],
+                value,
+                rtol=1e-3,
+                atol=1e-4,
+                msg=lambda text, at=(optim, case, name): f"{at}: {text}",
+            )
 
 
 def test_two_ranks_train_and_continue_like_one_process(tmp_path: Path) -> None:
-    check(tmp_path, 2, {"muon": ("zero1", "fsdp"), "adafactor": ("fsdp",), "schedule_free": ("fsdp",)})
+    check(
+        tmp_path, 2, {"muon": ("zero1", "fsdp"), "adafactor": ("fsdp",), "schedule_free": ("fsdp",)}
+    )
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize(
-    ("world", "layouts"), [(2, ("ddp", "powersgd", "zero1 without overlap", "fsdp")), (4, ("zero1.5", "hsdp", "zero1", "fsdp"))]
+    ("world", "layouts"),
+    [
+        (2, ("ddp", "powersgd", "zero1 without overlap", "fsdp")),
+        (4, ("zero1.5", "hsdp", "zero1", "fsdp")),
+    ],
 )
-def test_any_ranks_train_and_continue_like_one_process(world: int, layouts: tuple[str, ...], tmp_path: Path) -> None:
-    check(tmp_path, world, {optim: tuple(one for one in layouts if one != "powersgd" or optim == "muon") for optim in OPTIMS})
+def test_any_ranks_train_and_continue_like_one_process(
+    world: int, layouts: tuple[str, ...], tmp_path: Path
+) -> None:
+    check(
+        tmp_path,
+        world,
+        {
+            optim: tuple(one for one in layouts if one != "powersgd" or optim == "muon")
+            for optim in OPTIMS
+        },
+    )

@@ -19,7 +19,10 @@ STEPS = 3
 LORA = AdapterConfig(rank=2, targets=("q_proj", "v_proj"))
 PLAIN = AdamW(lr=1e-2, clip=0.5, eps=1e-4, schedule=Schedule(warmup=2))
 """A large eps: with a small one, Adam makes whole steps of gradients that are rounding alone."""
-RULES = (GroupRule(match=("projector",), lr_factor=5.0), GroupRule(match=("adapter",), lr_factor=0.5))
+RULES = (
+    GroupRule(match=("projector",), lr_factor=5.0),
+    GroupRule(match=("adapter",), lr_factor=0.5),
+)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"zero1": {"size": 1}},
     "zero1": {"zero1": {"size": "auto"}},
@@ -31,7 +34,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def setup_of(parallel: dict[str, Any], *, full: bool = False, memory: dict[str, Any] | None = None, compiled: bool = False) -> Setup:
+def setup_of(
+    parallel: dict[str, Any],
+    *,
+    full: bool = False,
+    memory: dict[str, Any] | None = None,
+    compiled: bool = False,
+) -> Setup:
     config = media_config(PATCHES if full else SHAPE)
     optim = PLAIN if full else PLAIN.model_copy(update={"groups": RULES})
     return Setup(
@@ -46,7 +55,9 @@ def setup_of(parallel: dict[str, Any], *, full: bool = False, memory: dict[str, 
     )
 
 
-def trained(setup: Setup, group: RankGroup) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def trained(
+    setup: Setup, group: RankGroup
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     engine = make_engine(group, setup)
     seen = train_media(engine, group, setup.micro, STEPS)
     return seen, {name: value.clone() for name, value in engine.weights()}
@@ -57,20 +68,29 @@ def alone(full: bool) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor
     return trained(setup_of({}, full=full), RankGroup())
 
 
-def check(got: tuple[list[tuple[float, float]], dict[str, torch.Tensor]], full: bool, case: str) -> None:
+def check(
+    got: tuple[list[tuple[float, float]], dict[str, torch.Tensor]], full: bool, case: str
+) -> None:
     expected, weights = alone(full)
     for (loss, norm), (right_loss, right_norm) in zip(got[0], expected, strict=True):
         assert loss == pytest.approx(right_loss, rel=1e-5), case
         assert norm == pytest.approx(right_norm, rel=1e-4), case
     assert got[1].keys() == weights.keys(), case
     for name in weights:
-        torch.testing.assert_close(got[1][name], weights[name], rtol=1e-4, atol=1e-5, msg=f"{case}: {name}")
+        torch.testing.assert_close(
+            got[1][name], weights[name], rtol=1e-4, atol=1e-5, msg=f"{case}: {name}"
+        )
 
 
 def all_layouts(group: RankGroup) -> list[tuple[str, bool, Any]]:
     """Every layout on the same two ranks, one engine after another."""
-    found = [(case, False, trained(setup_of(parallel), group)) for case, parallel in LAYOUTS.items()]
-    return found + [(case, True, trained(setup_of(LAYOUTS[case], full=True), group)) for case in ("zero1", "fsdp", "tensor")]
+    found = [
+        (case, False, trained(setup_of(parallel), group)) for case, parallel in LAYOUTS.items()
+    ]
+    return found + [
+        (case, True, trained(setup_of(LAYOUTS[case], full=True), group))
+        for case in ("zero1", "fsdp", "tensor")
+    ]
 
 
 def test_two_ranks_train_like_one_in_every_layout() -> None:
@@ -80,7 +100,15 @@ def test_two_ranks_train_like_one_in_every_layout() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [{"recompute": 1}, {"recompute": "selective"}, {"offload": ["activations"]}, {"offload": ["optimizer"]}])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"recompute": 1},
+        {"recompute": "selective"},
+        {"offload": ["activations"]},
+        {"offload": ["optimizer"]},
+    ],
+)
 def test_memory_modes_change_nothing(memory: dict[str, Any]) -> None:
     check(trained(setup_of({}, memory=memory), RankGroup()), False, str(memory))
 

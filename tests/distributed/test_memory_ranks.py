@@ -20,9 +20,13 @@ STRATEGIES = {"zero1": {}, "fsdp": {"strategy": "fsdp"}}
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_with_their_state_in_host_memory_train_as_one_process(strategy: str, state_dtype: str) -> None:
+def test_ranks_with_their_state_in_host_memory_train_as_one_process(
+    strategy: str, state_dtype: str
+) -> None:
     def steps(group: RankGroup, parallel: dict[str, Any], offload: list[str]) -> list[Any]:
-        engine = make_engine(group, Setup(parallel, state_dtype=state_dtype, memory={"offload": offload}))
+        engine = make_engine(
+            group, Setup(parallel, state_dtype=state_dtype, memory={"offload": offload})
+        )
         return train_steps(engine, group, 4, 0, 4)
 
     expected = steps(RankGroup(), {}, [])
@@ -31,9 +35,13 @@ def test_ranks_with_their_state_in_host_memory_train_as_one_process(strategy: st
             assert other == pytest.approx(one, rel=1e-3 if state_dtype == "8bit" else 1e-4)
 
 
-@pytest.mark.parametrize("memory", [{"recompute": 0.5}, {"recompute": "selective", "offload": ["activations"]}])
+@pytest.mark.parametrize(
+    "memory", [{"recompute": 0.5}, {"recompute": "selective", "offload": ["activations"]}]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_that_recompute_train_as_one_process_that_keeps_everything(strategy: str, memory: dict[str, Any]) -> None:
+def test_ranks_that_recompute_train_as_one_process_that_keeps_everything(
+    strategy: str, memory: dict[str, Any]
+) -> None:
     def steps(group: RankGroup, parallel: dict[str, Any], memory: dict[str, Any]) -> list[Any]:
         return train_steps(make_engine(group, Setup(parallel, memory=memory)), group, 4, 0, 3)
 
@@ -103,7 +111,16 @@ def test_a_probe_without_peers_finds_the_largest_microbatch_that_fits_one_rank(
     def probe(rank: int) -> int:
         config_of = ParallelConfig.model_validate({"bucket_bytes": 8000, **parallel})
         ranks = memory_probe.fake_ranks(config_of.mesh(rank, world))
-        spec = EngineSpec(config, NextToken(), OPTIM, chunk_tokens=16, seed=3, freeze=("layers.0",), parallel=config_of, ranks=ranks)
+        spec = EngineSpec(
+            config,
+            NextToken(),
+            OPTIM,
+            chunk_tokens=16,
+            seed=3,
+            freeze=("layers.0",),
+            parallel=config_of,
+            ranks=ranks,
+        )
         job = memory_probe.make_probe(spec, share_of_step(9, 16, 0, 1), [1, 2, 4, 8], 1 << 40)
         trials = memory_probe.Trials(spec, job.step)
         return memory_probe.largest_fitting(job.sizes, job.limit_bytes, trials.peak_bytes)

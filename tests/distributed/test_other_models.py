@@ -18,7 +18,9 @@ MLP = CONFIG.model_copy(update={"family": "support.my_lab.mlp_model"})
 STEPS = 4
 
 
-def trained(setup: Setup, group: RankGroup) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
+def trained(
+    setup: Setup, group: RankGroup
+) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
     engine = make_engine(group, setup)
     assert isinstance(engine.model, MLPModel)
     seen = train_steps(engine, group, setup.micro, 0, STEPS)
@@ -35,13 +37,20 @@ def plain() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     trained_groups = make_engine(RankGroup(), Setup(config=MLP, freeze=())).groups
     decay = max(hyper.weight_decay for hyper in hypers(OPTIM, trained_groups, 0, 20).values())
     matrices = [p for p in model.parameters() if p.dim() > 1]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0}]
+    groups = [
+        {"params": matrices, "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0},
+    ]
     optimizer = torch.optim.AdamW(groups, betas=OPTIM.betas, eps=OPTIM.eps)
     seen: list[tuple[float, float]] = []
     for index in range(STEPS):
         step = share_of_step(index, 1, 0, 1)
         batch = step.microbatches[0]
-        losses = F.cross_entropy(model.logits(model(batch.tokens)).flatten(0, 1), batch.targets.flatten(), reduction="none")
+        losses = F.cross_entropy(
+            model.logits(model(batch.tokens)).flatten(0, 1),
+            batch.targets.flatten(),
+            reduction="none",
+        )
         loss = (losses * batch.loss_weight.flatten()).sum() / step.totals["targets"]
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip or torch.inf)

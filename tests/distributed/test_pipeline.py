@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 from support.engines import make_engine
 from support.layout_trials import DRILL_STEPS, compare, train_some, trial
-from support.pipeline_trials import DEEP, GATES, INTERLEAVED, TWO, more_pipeline_trials, pipeline_trials
+from support.pipeline_trials import (
+    DEEP,
+    GATES,
+    INTERLEAVED,
+    TWO,
+    more_pipeline_trials,
+    pipeline_trials,
+)
 from support.ranks import run_ranks, start_processes
 from support.runs import make_stores, write_recipe
 
@@ -44,14 +51,28 @@ def test_ranks_with_stages_train_like_one_process_in_more_cases() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "fsdp", **TWO}, "which shards every layer over all ranks. Use strategy zero1, or pipeline 1"),
+        (
+            {"strategy": "fsdp", **TWO},
+            "which shards every layer over all ranks. Use strategy zero1, or pipeline 1",
+        ),
         ({"pipeline": 8}, "every stage needs a layer, and the model has 5. Use pipeline 5"),
-        ({"pipeline": 3, "schedule": "interleaved"}, "pipeline is 3 with 2 stages each; every stage needs a layer, .* Use pipeline 2"),
-        ({**TWO, "virtual_stages": 2}, "schedule is 1f1b, which has one stage per rank. Use schedule interleaved"),
-        ({**TWO, "pipeline_split": (3, 3)}, "must have 2 numbers, one per stage, at least 1 each, whose sum is num_layers=5"),
+        (
+            {"pipeline": 3, "schedule": "interleaved"},
+            "pipeline is 3 with 2 stages each; every stage needs a layer, .* Use pipeline 2",
+        ),
+        (
+            {**TWO, "virtual_stages": 2},
+            "schedule is 1f1b, which has one stage per rank. Use schedule interleaved",
+        ),
+        (
+            {**TWO, "pipeline_split": (3, 3)},
+            "must have 2 numbers, one per stage, at least 1 each, whose sum is num_layers=5",
+        ),
     ],
 )
-def test_a_pipeline_that_cannot_be_is_refused_with_the_rule(settings: dict[str, Any], message: str) -> None:
+def test_a_pipeline_that_cannot_be_is_refused_with_the_rule(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ParallelError, match=message):
         ParallelConfig.model_validate(settings).check_rows(DEEP, 16, NextToken(), None)
 
@@ -68,7 +89,9 @@ MOVES: list[tuple[int, dict[str, Any]]] = [
 
 def two_steps(folder: Path, index: int, parallel: dict[str, Any], group: RankGroup) -> list[float]:
     """Two steps from the checkpoint that the layout before has left; then the next one."""
-    one = trial("", group.size, parallel, config=GATES["config"], objective=GATES["objective"], micro=4)
+    one = trial(
+        "", group.size, parallel, config=GATES["config"], objective=GATES["objective"], micro=4
+    )
     engine = make_engine(group, one.setup)
     if index:
         with open_checkpoint(folder / f"step-{2 * index:08}") as reader:
@@ -76,7 +99,9 @@ def two_steps(folder: Path, index: int, parallel: dict[str, Any], group: RankGro
     losses, _ = train_some(one, engine, range(2 * index, 2 * index + 2))
     records = (TensorRecord(*tensor) for tensor in engine.tensors())
     scalars = {"engine": engine.scalars()}
-    save_checkpoint(folder, 2 * index + 2, records, scalars, None, Writers(group.rank, group.size, group.gather))
+    save_checkpoint(
+        folder, 2 * index + 2, records, scalars, None, Writers(group.rank, group.size, group.gather)
+    )
     return losses
 
 
@@ -87,7 +112,9 @@ def test_a_run_moves_from_layout_to_layout_with_the_losses_of_one_process(tmp_pa
     for index in range(len(MOVES)):
         right += two_steps(tmp_path / "alone", index, {}, RankGroup())
     for index, (world, parallel) in enumerate(MOVES):
-        for losses in run_ranks(functools.partial(two_steps, tmp_path / "moved", index, parallel), world):
+        for losses in run_ranks(
+            functools.partial(two_steps, tmp_path / "moved", index, parallel), world
+        ):
             assert losses == pytest.approx(right[2 * index : 2 * index + 2], rel=1e-5), parallel
 
 
@@ -106,11 +133,17 @@ def executed(shape: dict[str, Any], group: RankGroup) -> tuple[list[str], int, l
     return [str(ran.action) for ran in trace], peak, moments
 
 
-@pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", [4, 3, 2, 1]), ("zero_bubble", [4, 3, 2, 1])])
-def test_ranks_run_the_planned_order_with_the_planned_microbatches_in_flight(schedule: Any, in_flight: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"), [("1f1b", [4, 3, 2, 1]), ("zero_bubble", [4, 3, 2, 1])]
+)
+def test_ranks_run_the_planned_order_with_the_planned_microbatches_in_flight(
+    schedule: Any, in_flight: list[int]
+) -> None:
     found = run_ranks(functools.partial(executed, {"pipeline": 4, "schedule": schedule}), 4)
     planned = pipeline_actions(schedule, 4, 8)
-    assert [order for order, _, _ in found] == [[str(action) for action in actions] for actions in planned]
+    assert [order for order, _, _ in found] == [
+        [str(action) for action in actions] for actions in planned
+    ]
     assert [peak for _, peak, _ in found] == in_flight
     for _, _, moments in found:
         assert moments == sorted(moments), "actions of one rank do not overlap"
@@ -137,20 +170,32 @@ def test_a_rank_that_stops_is_named_with_the_axis_and_the_exchange(tmp_path: Pat
         return "done"
 
     said = start_processes(work, 2)
-    assert said[0].startswith("rank 0 waited ") and "of gradients from rank 1 of 2 pipeline ranks (exchange " in said[0], said[0]
+    assert (
+        said[0].startswith("rank 0 waited ")
+        and "of gradients from rank 1 of 2 pipeline ranks (exchange " in said[0]
+    ), said[0]
     assert "rank 1" in said[0].partition("The others")[2], said[0]
 
 
 @pytest.mark.drill
-def test_a_run_killed_on_stages_and_tensor_ranks_resumes_on_other_layouts_with_the_same_losses(tmp_path: Path) -> None:
+def test_a_run_killed_on_stages_and_tensor_ranks_resumes_on_other_layouts_with_the_same_losses(
+    tmp_path: Path,
+) -> None:
     """Killed without warning after its checkpoint of step 2, on tensor 2 x pipeline 2; resumed on four data ranks and on one process."""
     stores = make_stores(tmp_path)
     shared = ["checkpoint.every=2", "data.workers=0", "model.dropout=0", "batch.micro_rows=1"]
     whole = load(Recipe, write_recipe(tmp_path, stores, name="whole", steps=5), shared)
     train(whole)
-    right = {record["step"]: record["loss"] for record in read_metrics(whole.run.folder / "metrics.jsonl")}
+    right = {
+        record["step"]: record["loss"]
+        for record in read_metrics(whole.run.folder / "metrics.jsonl")
+    }
     path = write_recipe(tmp_path, stores, name="killed", steps=5)
-    killed = load(Recipe, path, [*shared, "parallel.tensor=2", "parallel.pipeline=2", "parallel.schedule=zero_bubble"])
+    killed = load(
+        Recipe,
+        path,
+        [*shared, "parallel.tensor=2", "parallel.pipeline=2", "parallel.schedule=zero_bubble"],
+    )
 
     @contextmanager
     def kill(run: Any) -> Iterator[None]:
@@ -164,13 +209,22 @@ def test_a_run_killed_on_stages_and_tensor_ranks_resumes_on_other_layouts_with_t
         yield
 
     with pytest.raises((FileNotFoundError, AssertionError)):
-        start_processes(lambda: train(killed, hook=kill), 4)  # some end without a result, others lose them
-    assert [folder.name for folder in sorted((killed.run.folder / "checkpoints").glob("step-*"))] == ["step-00000002"]
+        start_processes(
+            lambda: train(killed, hook=kill), 4
+        )  # some end without a result, others lose them
+    assert [
+        folder.name for folder in sorted((killed.run.folder / "checkpoints").glob("step-*"))
+    ] == ["step-00000002"]
     shutil.copytree(killed.run.folder, tmp_path / "kept", symlinks=True)
     for world in (4, 1):
         shutil.rmtree(killed.run.folder)
         shutil.copytree(tmp_path / "kept", killed.run.folder, symlinks=True)
         resumed = load(Recipe, path, shared)
-        start_processes(lambda resumed=resumed: train(resumed), world) if world > 1 else train(resumed)
-        got = {record["step"]: record["loss"] for record in read_metrics(resumed.run.folder / "metrics.jsonl")}
+        start_processes(lambda resumed=resumed: train(resumed), world) if world > 1 else train(
+            resumed
+        )
+        got = {
+            record["step"]: record["loss"]
+            for record in read_metrics(resumed.run.folder / "metrics.jsonl")
+        }
         assert got == pytest.approx(right, rel=1e-5), f"{world} ranks"

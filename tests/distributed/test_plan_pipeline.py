@@ -25,15 +25,27 @@ from headway.plan.memory import estimate, moments
 from headway.plan.rates import Software
 from headway.plan.timeline import follow, in_flight
 
-DEEP = ModelConfig(hidden_size=128, num_layers=8, num_heads=8, num_kv_heads=2, ffn_size=512, vocab_size=96, max_seq_len=256)
+DEEP = ModelConfig(
+    hidden_size=128,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=2,
+    ffn_size=512,
+    vocab_size=96,
+    max_seq_len=256,
+)
 SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 MICROBATCHES, FORWARD, BACKWARD = 8, 0.02, 0.04
 """Seconds that a stage takes at least: the ranks of the test share few cores, and sleeping takes none."""
 
 
-def traced_step(group: RankGroup, schedule: str) -> tuple[list[tuple[PipelineAction, float, float]], int]:
+def traced_step(
+    group: RankGroup, schedule: str
+) -> tuple[list[tuple[PipelineAction, float, float]], int]:
     """One step of four stages: its actions with begin and end, and the most bytes of activations after any forward."""
-    engine = make_engine(group, Setup(config=DEEP, freeze=(), parallel={"pipeline": 4, "schedule": schedule}))
+    engine = make_engine(
+        group, Setup(config=DEEP, freeze=(), parallel={"pipeline": 4, "schedule": schedule})
+    )
     forward_stage, back_propagate = engine.model.forward_stage, runner._back_propagate
     parts = SCHEDULES[schedule]  # pyright: ignore[reportArgumentType]
     is_divided, peak = schedule == "zero_bubble", 0
@@ -55,7 +67,9 @@ def traced_step(group: RankGroup, schedule: str) -> tuple[list[tuple[PipelineAct
 
     engine.model.forward_stage, runner._back_propagate = forward, backward
     engine.passes.trace = []
-    rows = tuple(make_batch([[256]], seq_len=256, vocab=96, seed=number) for number in range(MICROBATCHES))
+    rows = tuple(
+        make_batch([[256]], seq_len=256, vocab=96, seed=number) for number in range(MICROBATCHES)
+    )
     step = StepBatch(rows, {"targets": 2048.0, "rows": 8.0}, StepStats(2048, 8, 256, 8, 8, 0))
     with live:
         engine.forward_backward(step, StepInfo(0, 10))
@@ -70,7 +84,9 @@ def test_a_pipeline_runs_in_the_planned_order_with_the_planned_bubble_and_memory
     seen = run_ranks(measure, 4, timeout=120)
     for schedule, virtual in SCHEDULES.items():
         layout = Layout(4, pipeline=4, schedule=schedule, virtual_stages=virtual)
-        job = PlanJob(DEEP, 256, 1, MICROBATCHES, layout, precision="fp32", software=Software(fusion="eager"))
+        job = PlanJob(
+            DEEP, 256, 1, MICROBATCHES, layout, precision="fp32", software=Software(fusion="eager")
+        )
         ranks = [found[schedule][0] for found in seen]
         assert [[action for action, _, _ in actions] for actions in ranks] == job.actions, schedule
         held = [in_flight([action for action, _, _ in actions]) for actions in ranks]
@@ -86,18 +102,28 @@ def check_bubble(job: PlanJob, ranks: list[list[tuple[PipelineAction, float, flo
     layout = job.layout
     shape = PipelineShape(layout.schedule, layout.pipeline, layout.virtual_stages)
     planned = follow(shape, job.actions, took.__getitem__, message_seconds(shape, ranks))
-    begin, end = min(one[1] for actions in ranks for one in actions), max(one[2] for actions in ranks for one in actions)
-    idle = 1 - sum(one[2] - one[1] for actions in ranks for one in actions) / (len(ranks) * (end - begin))
+    begin, end = (
+        min(one[1] for actions in ranks for one in actions),
+        max(one[2] for actions in ranks for one in actions),
+    )
+    idle = 1 - sum(one[2] - one[1] for actions in ranks for one in actions) / (
+        len(ranks) * (end - begin)
+    )
     assert idle == pytest.approx(planned.bubble, abs=0.12), layout.schedule
 
 
-def message_seconds(shape: PipelineShape, ranks: list[list[tuple[PipelineAction, float, float]]]) -> float:
+def message_seconds(
+    shape: PipelineShape, ranks: list[list[tuple[PipelineAction, float, float]]]
+) -> float:
     """How long a message took here, with few cores for four ranks: from its sender's action to that of a rank that was waiting for it."""
     ended = {action: end for actions in ranks for action, _, end in actions}
     waits: list[float] = []
     for actions in ranks:
         for (_, _, free), (action, begin, _) in pairwise(actions):
-            there = max((ended[one] for one in needed_by(shape, action) if one.stage != action.stage), default=0.0)
+            there = max(
+                (ended[one] for one in needed_by(shape, action) if one.stage != action.stage),
+                default=0.0,
+            )
             if there > free:
                 waits.append(begin - there)
     return mean(waits)
@@ -107,9 +133,15 @@ def check_activations(job: PlanJob, rank: int, peak: int) -> None:
     """After the forward with which a rank holds the most, its bytes are those of the plan; between I and W some are free already."""
     mine = job.memory_job(rank)
     working = moments(replace(mine, held_blocks=0.0))["block"]["activations"]
-    planned = moments(mine)["head"]["activations"] if mine.has_head else moments(mine)["block"]["activations"] - working
+    planned = (
+        moments(mine)["head"]["activations"]
+        if mine.has_head
+        else moments(mine)["block"]["activations"] - working
+    )
     planned += estimate(mine).kinds["buffers"] - estimate(replace(mine, streams=0)).kinds["buffers"]
-    assert peak == pytest.approx(planned, rel=0.06 if job.layout.schedule != "zero_bubble" else 0.18), (
+    assert peak == pytest.approx(
+        planned, rel=0.06 if job.layout.schedule != "zero_bubble" else 0.18
+    ), (
         job.layout.schedule,
         rank,
         peak / planned,

@@ -19,7 +19,9 @@ STRATEGIES = {"ddp": {"zero1": {"size": 1}}, "zero1": {}, "fsdp": {"strategy": "
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_lowers_the_scale(strategy: str) -> None:
     def steps(group: RankGroup) -> list[Any]:
-        engine = make_engine(group, Setup(STRATEGIES[strategy], dtype=torch.float16, micro=2, loss_scale=SCALE))
+        engine = make_engine(
+            group, Setup(STRATEGIES[strategy], dtype=torch.float16, micro=2, loss_scale=SCALE)
+        )
         seen = []
         for index in range(7):
             before = {name: value.clone() for name, value in engine.weights()}
@@ -57,20 +59,34 @@ def test_fp16_follows_fp32() -> None:
 def test_gradients_may_be_added_up_in_the_compute_dtype(reduce_dtype: str) -> None:
     def losses(group: RankGroup, parallel: dict[str, Any]) -> list[float]:
         engine = make_engine(group, Setup(parallel, dtype=torch.bfloat16, micro=4))
-        assert all(grad.dtype == torch.bfloat16 or not parallel for buffer in engine.buffers for grad in buffer.grads)
+        assert all(
+            grad.dtype == torch.bfloat16 or not parallel
+            for buffer in engine.buffers
+            for grad in buffer.grads
+        )
         return [loss for loss, _, _ in train_steps(engine, group, 4, 0, 8)]
 
     right = losses(RankGroup(), {})
-    for seen in run_ranks(lambda group: losses(group, {"accumulate_dtype": "compute", "reduce_dtype": reduce_dtype}), 2):
+    for seen in run_ranks(
+        lambda group: losses(group, {"accumulate_dtype": "compute", "reduce_dtype": reduce_dtype}),
+        2,
+    ):
         assert seen == pytest.approx(right, rel=1e-2)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_may_be_exchanged_in_bf16(strategy: str) -> None:
     def losses(group: RankGroup, parallel: dict[str, Any]) -> list[float]:
-        return [loss for loss, _, _ in train_steps(make_engine(group, Setup(parallel, micro=4)), group, 4, 0, 8)]
+        return [
+            loss
+            for loss, _, _ in train_steps(
+                make_engine(group, Setup(parallel, micro=4)), group, 4, 0, 8
+            )
+        ]
 
     right = losses(RankGroup(), {})
-    for seen in run_ranks(lambda group: losses(group, {**STRATEGIES[strategy], "reduce_dtype": "bf16"}), 4):
+    for seen in run_ranks(
+        lambda group: losses(group, {**STRATEGIES[strategy], "reduce_dtype": "bf16"}), 4
+    ):
         assert seen == pytest.approx(right, rel=2e-3)
         assert seen != pytest.approx(right, rel=1e-7)

@@ -14,7 +14,11 @@ from support.spare import spare
 from headway.objective.base import StepInfo
 from headway.parallel.collectives import DifferentiableCollectives, RankGroup
 
-STRATEGIES: dict[str, dict[str, Any]] = {"ddp": {"zero1": {"size": 1}}, "zero1": {}, "fsdp": {"strategy": "fsdp"}}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"zero1": {"size": 1}},
+    "zero1": {},
+    "fsdp": {"strategy": "fsdp"},
+}
 
 
 def objective_values(setup: Setup, group: RankGroup) -> tuple[list[float], dict[str, float]]:
@@ -46,7 +50,9 @@ def test_a_parameter_that_joins_after_its_bucket_left_is_named() -> None:
     setup = Setup({"zero1": {"size": 1}, "bucket_bytes": 4}, micro=2, objective=spare(since=3))
     with pytest.raises(AssertionError, match=r"objective\.turns got a gradient after its bucket"):
         run_ranks(partial(objective_values, setup), 2)
-    late = Setup({"zero1": {"size": 1}, "overlap": {"reduce": False}}, micro=4, objective=spare(since=3))
+    late = Setup(
+        {"zero1": {"size": 1}, "overlap": {"reduce": False}}, micro=4, objective=spare(since=3)
+    )
     right = objective_values(Setup(micro=4, objective=spare(since=3)), RankGroup())[0]
     assert run_ranks(partial(objective_values, late), 2)[0][0] == pytest.approx(right, rel=1e-6)
 
@@ -57,7 +63,12 @@ class Traced:
     def __init__(self, inner: Any, events: list[tuple[str, float]], seconds: float) -> None:
         from headway.parallel.background import Background
 
-        self.inner, self.events, self.seconds, self.background = inner, events, seconds, Background(torch.device("cpu"))
+        self.inner, self.events, self.seconds, self.background = (
+            inner,
+            events,
+            seconds,
+            Background(torch.device("cpu")),
+        )
 
     def __call__(self, bucket: Any) -> Any:
         self.events.append(("exchange", time.perf_counter()))
@@ -71,7 +82,14 @@ class Traced:
 
 def trace(overlap: bool, group: RankGroup) -> tuple[list[str], float]:
     """The order of the last step's events, and the seconds backward's end waited for exchanges."""
-    engine = make_engine(group, Setup({"zero1": {"size": 1}, "bucket_bytes": 20_000, "overlap": {"reduce": overlap}}, micro=2, freeze=()))
+    engine = make_engine(
+        group,
+        Setup(
+            {"zero1": {"size": 1}, "bucket_bytes": 20_000, "overlap": {"reduce": overlap}},
+            micro=2,
+            freeze=(),
+        ),
+    )
     events: list[tuple[str, float]] = []
     engine.reducer.hook = Traced(engine.reducer.hook, events, 0.004)
     take, finish = engine.reducer.take, engine.reducer.finish
@@ -92,11 +110,15 @@ def trace(overlap: bool, group: RankGroup) -> tuple[list[str], float]:
         parameter = owner._parameters[leaf]
         buffer, span, slot = engine.slots[name]
         parameter._post_accumulate_grad_hooks.clear()
-        parameter.register_post_accumulate_grad_hook(partial(slow_take, name, buffer.gradient(span, slot)))
+        parameter.register_post_accumulate_grad_hook(
+            partial(slow_take, name, buffer.gradient(span, slot))
+        )
     engine.reducer.finish = timed_finish
     for index in range(3):
         events.clear()
-        engine.forward_backward(share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20))
+        engine.forward_backward(
+            share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20)
+        )
     return [event for event, _ in sorted(events, key=lambda e: e[1])], exposed
 
 
@@ -114,16 +136,24 @@ def test_exchange_overlaps_with_backward() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_optimizer_state_falls_with_the_number_of_ranks(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimizer_state_falls_with_the_number_of_ranks(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def state_bytes(group: RankGroup) -> int:
-        return make_engine(group, Setup(STRATEGIES[strategy], dtype=torch.bfloat16, freeze=())).state_bytes
+        return make_engine(
+            group, Setup(STRATEGIES[strategy], dtype=torch.bfloat16, freeze=())
+        ).state_bytes
 
     alone = state_bytes(RankGroup())
     for world in (2, 4):
         measured = run_ranks(state_bytes, world)
         with capsys.disabled():
-            sys.stdout.write(f"\n{strategy}: masters and optimizer state {alone} bytes alone, {measured} on {world} ranks ")
-        assert max(measured) == pytest.approx(alone / world, rel=0.08), f"{strategy}: {alone} bytes alone, {measured} on {world} ranks"
+            sys.stdout.write(
+                f"\n{strategy}: masters and optimizer state {alone} bytes alone, {measured} on {world} ranks "
+            )
+        assert max(measured) == pytest.approx(alone / world, rel=0.08), (
+            f"{strategy}: {alone} bytes alone, {measured} on {world} ranks"
+        )
 
 
 def test_what_an_objective_exchanges_has_gradients() -> None:

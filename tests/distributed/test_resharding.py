@@ -26,16 +26,29 @@ def first_half(folder: Path, setup: Setup, group: RankGroup) -> list[float]:
     engine = make_engine(group, setup)
     seen = train_steps(engine, group, MICRO, 0, CUT)
     records = (TensorRecord(*tensor) for tensor in engine.tensors())
-    save_checkpoint(folder, CUT, records, {"engine": engine.scalars()}, None, Writers(group.rank, group.size, group.gather))
+    save_checkpoint(
+        folder,
+        CUT,
+        records,
+        {"engine": engine.scalars()},
+        None,
+        Writers(group.rank, group.size, group.gather),
+    )
     return [step[0] for step in seen]
 
 
-def second_half(folder: Path, setup: Setup, group: RankGroup) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
+def second_half(
+    folder: Path, setup: Setup, group: RankGroup
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
     engine = make_engine(group, setup)
     with open_checkpoint(folder / f"step-{CUT:08}") as reader:
         engine.load(reader.read, reader.scalars["engine"])  # pyright: ignore[reportArgumentType]
     seen = train_steps(engine, group, MICRO, CUT, END)
-    return [step[0] for step in seen], {name: value.clone() for name, value in engine.weights()}, engine.scalars()
+    return (
+        [step[0] for step in seen],
+        {name: value.clone() for name, value in engine.weights()},
+        engine.scalars(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +62,9 @@ def second_half(folder: Path, setup: Setup, group: RankGroup) -> tuple[list[floa
         ((HALF, 4), (FSDP, 2)),
     ],
 )
-def test_a_run_continues_on_another_layout(before: tuple[Any, int], after: tuple[Any, int], tmp_path: Path) -> None:
+def test_a_run_continues_on_another_layout(
+    before: tuple[Any, int], after: tuple[Any, int], tmp_path: Path
+) -> None:
     whole = make_engine(RankGroup(), Setup(micro=MICRO))
     right = [step[0] for step in train_steps(whole, RankGroup(), MICRO, 0, END)]
     first = run_ranks(partial(first_half, tmp_path, Setup(before[0], micro=MICRO)), before[1])
@@ -75,7 +90,10 @@ def test_the_same_layout_continues_bit_for_bit(parallel: dict[str, Any], tmp_pat
     assert run_ranks(partial(second_half, tmp_path, setup), 2)[0][0] == right[CUT:]
 
 
-POWERSGD = {"zero1": {"size": 1}, "hook": {"kind": "powersgd", "rank": 2, "min_compression_rate": 0.0, "start_step": 1}}
+POWERSGD = {
+    "zero1": {"size": 1},
+    "hook": {"kind": "powersgd", "rank": 2, "min_compression_rate": 0.0, "start_step": 1},
+}
 
 
 def residuals(folder: Path, group: RankGroup) -> dict[str, torch.Tensor]:
@@ -85,7 +103,9 @@ def residuals(folder: Path, group: RankGroup) -> dict[str, torch.Tensor]:
     return engine.reducer.hook.residuals
 
 
-def test_powersgd_continues_bit_for_bit_and_shares_its_residual_among_other_ranks(tmp_path: Path) -> None:
+def test_powersgd_continues_bit_for_bit_and_shares_its_residual_among_other_ranks(
+    tmp_path: Path,
+) -> None:
     setup = Setup(POWERSGD, micro=MICRO)
 
     def without_a_break(group: RankGroup) -> list[float]:
@@ -97,4 +117,6 @@ def test_powersgd_continues_bit_for_bit_and_shares_its_residual_among_other_rank
     two, four = (run_ranks(partial(residuals, tmp_path), world) for world in (2, 4))
     assert two[0]
     for name in two[0]:
-        torch.testing.assert_close(sum(rank[name] for rank in four), sum(rank[name] for rank in two))
+        torch.testing.assert_close(
+            sum(rank[name] for rank in four), sum(rank[name] for rank in two)
+        )

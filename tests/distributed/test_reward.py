@@ -15,7 +15,9 @@ NF4 = LORA.model_copy(update={"base": "nf4"})
 
 
 def reward(name: str, world: int, parallel: dict[str, Any], **more: Any) -> LayoutTrial:
-    return trial(name, world, parallel, **{"config": SCORING, "pairs": True, "objective": OBJECTIVE, **more})
+    return trial(
+        name, world, parallel, **{"config": SCORING, "pairs": True, "objective": OBJECTIVE, **more}
+    )
 
 
 @pytest.mark.slow
@@ -36,12 +38,23 @@ def test_several_axes_train_like_one_process() -> None:
     listed = [
         reward("ddp, untied", 2, {"zero1": {"size": 1}}, config=UNTIED),
         reward("fsdp, nf4 base", 2, {"strategy": "fsdp"}, adapter=NF4),
-        reward("tensor, no sequence, lora", 2, {**tensor, "sequence": False}, adapter=LORA, config=UNTIED),
+        reward(
+            "tensor, no sequence, lora",
+            2,
+            {**tensor, "sequence": False},
+            adapter=LORA,
+            config=UNTIED,
+        ),
         reward("pipeline", 2, {"pipeline": 2}),
         reward("tensor x zero1, accumulation", 4, tensor, micro=4),
         reward("tensor x fsdp", 4, {**tensor, "strategy": "fsdp"}),
         reward("2 KV heads on 4 ranks", 4, {"tensor": 4}, config=SCORING.with_(num_kv_heads=2)),
-        reward("tensor, recomputed, offloaded", 2, tensor, memory={"recompute": 1.0, "offload": ["activations", "optimizer"]}),
+        reward(
+            "tensor, recomputed, offloaded",
+            2,
+            tensor,
+            memory={"recompute": 1.0, "offload": ["activations", "optimizer"]},
+        ),
         reward("experts, tensor", 2, tensor, config=experts),
         reward("experts, fsdp", 2, {"strategy": "fsdp"}, config=experts),
         reward("pipeline, lora", 2, {"pipeline": 2}, adapter=LORA, config=UNTIED),

@@ -43,10 +43,17 @@ def slowed(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_slow_rank_is_named_once_without_a_profile(
-    owner: type, method: str, said: str | None, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: type,
+    method: str,
+    said: str | None,
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_stores(tmp_path)
-    monkeypatch.setattr("headway.diagnose.slow_ranks.SlowRule", lambda ratio: SlowRule(ratio, min_seconds=0.15))
+    monkeypatch.setattr(
+        "headway.diagnose.slow_ranks.SlowRule", lambda ratio: SlowRule(ratio, min_seconds=0.15)
+    )
     slowed(owner, method, monkeypatch)
     settings = [
         *tiny_settings(tmp_path, "run"),
@@ -59,7 +66,9 @@ def test_a_slow_rank_is_named_once_without_a_profile(
     ]
     recipe = load(Recipe, None, [*settings, *more])
     start_processes(lambda: train(recipe), 2)
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     slow = [event["text"] for event in events if event["event"] == "slow_rank"]
     assert [text.startswith(said) for text in slow] == [True] if said else slow == []
     assert ("slow rank at step" in (tmp_path / "run" / "train.log").read_text()) is bool(said)

@@ -66,7 +66,11 @@ def test_ranks_that_share_layers_train_like_one_process_in_more_cases() -> None:
 @pytest.mark.drill
 @pytest.mark.timeout(1200)
 def test_compiled_halves_exchange_in_their_graphs() -> None:
-    sys.stdout.write("\n" + "\n".join(compare(compiled_tensor_trials(), seconds_each=300, steps=DRILL_STEPS)) + "\n")
+    sys.stdout.write(
+        "\n"
+        + "\n".join(compare(compiled_tensor_trials(), seconds_each=300, steps=DRILL_STEPS))
+        + "\n"
+    )
 
 
 MOVES: list[tuple[int, dict[str, Any]]] = [
@@ -78,11 +82,20 @@ MOVES: list[tuple[int, dict[str, Any]]] = [
 """(ranks, layout), each for two steps."""
 
 
-def continued(folder: Path, moves: list[tuple[int, dict[str, Any]]], first: int, group: RankGroup) -> list[float]:
+def continued(
+    folder: Path, moves: list[tuple[int, dict[str, Any]]], first: int, group: RankGroup
+) -> list[float]:
     """Two steps on each layout, each from the checkpoint the one before has left."""
     losses = []
     for index, (_, parallel) in enumerate(moves, first):
-        one = trial("moves", group.size, parallel, config=GATED.with_(num_kv_heads=2), objective=SPARSITY, micro=4)
+        one = trial(
+            "moves",
+            group.size,
+            parallel,
+            config=GATED.with_(num_kv_heads=2),
+            objective=SPARSITY,
+            micro=4,
+        )
         engine = make_engine(group, one.setup)
         if index:
             with open_checkpoint(folder / f"step-{2 * index:08}") as reader:
@@ -100,7 +113,9 @@ def test_a_run_moves_from_layout_to_layout_with_the_same_losses(tmp_path: Path) 
     right = train_some(one, engine, range(2 * len(MOVES)))[0]
     for losses in run_ranks(functools.partial(continued, tmp_path, MOVES[:-1], 0), 4):
         assert losses == pytest.approx(right[: len(losses)], rel=1e-5)
-    assert continued(tmp_path, MOVES[-1:], len(MOVES) - 1, RankGroup()) == pytest.approx(right[-2:], rel=1e-5)
+    assert continued(tmp_path, MOVES[-1:], len(MOVES) - 1, RankGroup()) == pytest.approx(
+        right[-2:], rel=1e-5
+    )
     with open_checkpoint(tmp_path / "step-00000008") as moved:
         for name, value in engine.weights():
             got = moved.weight(name)
@@ -113,25 +128,45 @@ def test_headway_train_leaves_what_one_process_leaves(tmp_path: Path) -> None:
     layouts = {"one": (1, []), "four": (4, ["parallel.tensor=2"])}
     recipes = {}
     for name, (world, overrides) in layouts.items():
-        recipes[name] = recipe = load(Recipe, write_recipe(tmp_path, stores, name=name, steps=4), ["eval.every=2", *overrides])
+        recipes[name] = recipe = load(
+            Recipe, write_recipe(tmp_path, stores, name=name, steps=4), ["eval.every=2", *overrides]
+        )
         start_processes(lambda recipe=recipe: train(recipe), world) if world > 1 else train(recipe)
     found = [read_metrics(recipe.run.folder / "metrics.jsonl") for recipe in recipes.values()]
     for one, four in zip(*found, strict=True):
-        for key in ("loss", "nll", "accuracy", "grad_norm", "tokens", "num_samples_in_batch", "num_consumed_tokens"):
+        for key in (
+            "loss",
+            "nll",
+            "accuracy",
+            "grad_norm",
+            "tokens",
+            "num_samples_in_batch",
+            "num_consumed_tokens",
+        ):
             assert four[key] == pytest.approx(one[key], rel=1e-5), f"{key} of step {one['step']}"
         for name, values in one.get("valid", {}).items():
             assert four["valid"][name] == pytest.approx(values, rel=1e-5)
     last = found[1][-1]
-    assert last["time"]["tgs"] * last["time"]["step_seconds"] == pytest.approx(last["micro_num"] * 2 * 64 / 2), "half of its rows' work"
-    one, four = (load_file(recipe.run.folder / "final" / "model.safetensors") for recipe in recipes.values())
+    assert last["time"]["tgs"] * last["time"]["step_seconds"] == pytest.approx(
+        last["micro_num"] * 2 * 64 / 2
+    ), "half of its rows' work"
+    one, four = (
+        load_file(recipe.run.folder / "final" / "model.safetensors") for recipe in recipes.values()
+    )
     assert one.keys() == four.keys()
     for name, value in one.items():
         assert (four[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
 @pytest.mark.drill  # the same for stages is in test_pipeline.py
-def test_a_rank_that_stops_inside_a_layer_is_named_with_the_axis_and_the_exchange(tmp_path: Path) -> None:
-    recipe = load(Recipe, write_recipe(tmp_path, make_stores(tmp_path), steps=8), ["parallel.tensor=2", "parallel.timeout_seconds=3"])
+def test_a_rank_that_stops_inside_a_layer_is_named_with_the_axis_and_the_exchange(
+    tmp_path: Path,
+) -> None:
+    recipe = load(
+        Recipe,
+        write_recipe(tmp_path, make_stores(tmp_path), steps=8),
+        ["parallel.tensor=2", "parallel.timeout_seconds=3"],
+    )
 
     @contextmanager
     def probe(run: Any) -> Iterator[None]:
@@ -150,7 +185,9 @@ def test_a_rank_that_stops_inside_a_layer_is_named_with_the_axis_and_the_exchang
         return "done"
 
     said = start_processes(work, 2)
-    assert said[0].startswith("rank 0 waited ") and "of 2 tensor ranks (exchange " in said[0], said[0]
+    assert said[0].startswith("rank 0 waited ") and "of 2 tensor ranks (exchange " in said[0], said[
+        0
+    ]
     assert "rank 1" in said[0], said[0]
 
 
@@ -158,21 +195,37 @@ def in_fp8(group: RankGroup) -> None:
     """A column-split and a row-split product in fp8, against the whole layers."""
     exchange = TensorExchange(group, sequence=False)
     generator = torch.Generator().manual_seed(0)
-    x, up, down = (torch.randn(*shape, generator=generator) for shape in ((32, 16), (64, 16), (16, 64)))
+    x, up, down = (
+        torch.randn(*shape, generator=generator) for shape in ((32, 16), (64, 16), (16, 64))
+    )
     up[40] *= 30  # the highest values are on one rank
     down[:, 5] *= 30
     rows = slice(32 * group.rank, 32 * group.rank + 32)
     for scaling in ("tensorwise", "rowwise"):
         leaves = [one.clone().requires_grad_() for one in (x, up, down)]
-        whole = fp8_linear(fp8_linear(leaves[0], leaves[1], None, scaling).relu(), leaves[2], None, scaling)
+        whole = fp8_linear(
+            fp8_linear(leaves[0], leaves[1], None, scaling).relu(), leaves[2], None, scaling
+        )
         whole.square().sum().backward()
         parts = [one.clone().requires_grad_() for one in (x, up[rows], down[:, rows])]
-        middle = fp8_linear(exchange.enter(parts[0][None])[0], parts[1], None, scaling, LinearSplit("column", exchange.highest)).relu()
-        split = exchange.leave(fp8_linear(middle, parts[2], None, scaling, LinearSplit("row", exchange.highest))[None])[0]
+        middle = fp8_linear(
+            exchange.enter(parts[0][None])[0],
+            parts[1],
+            None,
+            scaling,
+            LinearSplit("column", exchange.highest),
+        ).relu()
+        split = exchange.leave(
+            fp8_linear(middle, parts[2], None, scaling, LinearSplit("row", exchange.highest))[None]
+        )[0]
         torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-4)
         split.square().sum().backward()
         grads = [leaf.grad for leaf in leaves]
-        for got, right in zip([part.grad for part in parts], [grads[0], grads[1][rows], grads[2][:, rows]], strict=True):
+        for got, right in zip(
+            [part.grad for part in parts],
+            [grads[0], grads[1][rows], grads[2][:, rows]],
+            strict=True,
+        ):
             assert (got - right).norm() <= 1e-5 * right.norm(), scaling
 
 
@@ -180,7 +233,15 @@ def test_products_in_fp8_have_the_scales_of_the_whole_layer() -> None:
     run_ranks(in_fp8, 2)
 
 
-LARGER = ModelConfig(hidden_size=512, num_layers=28, num_heads=8, ffn_size=1408, vocab_size=4096, max_seq_len=64, tie_embeddings=False)
+LARGER = ModelConfig(
+    hidden_size=512,
+    num_layers=28,
+    num_heads=8,
+    ffn_size=1408,
+    vocab_size=4096,
+    max_seq_len=64,
+    tie_embeddings=False,
+)
 
 
 def through_files(folder: Path, parallel: dict[str, Any], group: RankGroup) -> tuple[int, int]:
@@ -200,14 +261,22 @@ def through_files(folder: Path, parallel: dict[str, Any], group: RankGroup) -> t
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("parallel", [{"tensor": 4}, {"tensor": 2, "strategy": "fsdp"}], ids=["tensor", "fsdp"])
-def test_no_rank_holds_the_whole_model_to_read_or_write_it(parallel: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parallel", [{"tensor": 4}, {"tensor": 2, "strategy": "fsdp"}], ids=["tensor", "fsdp"]
+)
+def test_no_rank_holds_the_whole_model_to_read_or_write_it(
+    parallel: dict[str, Any], tmp_path: Path
+) -> None:
     specs = param_specs(LARGER)
     values = {spec.name: initial_value(spec.name, spec.shape, LARGER, 0) for spec in specs}
     export_huggingface(LARGER, values.items(), tmp_path / "model", tokenizer=None)
     whole = 4 * sum(spec.size for spec in specs)
-    for reading, writing in run_ranks(functools.partial(through_files, tmp_path / "model", parallel), 4):
-        sys.stdout.write(f"model {whole >> 20} MiB: read with {reading >> 20} MiB, written with {writing >> 20} MiB beside the engine\n")
+    for reading, writing in run_ranks(
+        functools.partial(through_files, tmp_path / "model", parallel), 4
+    ):
+        sys.stdout.write(
+            f"model {whole >> 20} MiB: read with {reading >> 20} MiB, written with {writing >> 20} MiB beside the engine\n"
+        )
         assert reading < 0.1 * whole
         assert writing < 0.4 * whole
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -220,7 +289,9 @@ def broken_on_one_rank(group: RankGroup) -> list[tuple[float, float, float]]:
     engine = make_engine(group, one.setup)
     seen = []
     for index in range(3):
-        result = engine.forward_backward(share_of_step(index, one.setup.micro, 0, 1), StepInfo(index, 20))
+        result = engine.forward_backward(
+            share_of_step(index, one.setup.micro, 0, 1), StepInfo(index, 20)
+        )
         if index == 1 and group.rank == 1:
             buffer, span, slot = engine.slots["model.layers.1.mlp.up_proj.weight"]
             buffer.gradient(span, slot)[0, 0] = torch.inf
@@ -238,7 +309,9 @@ def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None
 
 @pytest.mark.drill
 @pytest.mark.parametrize(
-    "after", [(4, ()), (1, ()), (2, ("parallel.tensor=2", "parallel.sequence=false"))], ids=["dp4", "alone", "tensor2"]
+    "after",
+    [(4, ()), (1, ()), (2, ("parallel.tensor=2", "parallel.sequence=false"))],
+    ids=["dp4", "alone", "tensor2"],
 )
 def test_a_run_killed_on_a_tensor_layout_resumes_on_another_with_the_same_losses(
     after: tuple[int, tuple[str, ...]], tmp_path: Path
@@ -256,6 +329,11 @@ def test_a_run_killed_on_a_tensor_layout_resumes_on_another_with_the_same_losses
     world, overrides = after
     moved = small(path, "moved", *rows, *overrides)
     assert finish(moved, world) == [0] * world
-    seen = {record["step"]: record["loss"] for record in read_metrics(moved.run.folder / "metrics.jsonl")}
+    seen = {
+        record["step"]: record["loss"]
+        for record in read_metrics(moved.run.folder / "metrics.jsonl")
+    }
     for record in read_metrics(right.run.folder / "metrics.jsonl"):
-        assert seen[record["step"]] == pytest.approx(record["loss"], rel=1e-5), f"step {record['step']}"
+        assert seen[record["step"]] == pytest.approx(record["loss"], rel=1e-5), (
+            f"step {record['step']}"
+        )

@@ -22,7 +22,17 @@ from headway.train.session import run_recipe
 
 pytestmark = pytest.mark.slow
 
-SAME = ("loss", "nll", "grad_norm", "tokens", "num_samples_in_batch", "num_consumed_tokens", "lr", "epoch", "loss_scale")
+SAME = (
+    "loss",
+    "nll",
+    "grad_norm",
+    "tokens",
+    "num_samples_in_batch",
+    "num_consumed_tokens",
+    "lr",
+    "epoch",
+    "loss_scale",
+)
 
 
 def run(recipe: Path, *overrides: str, world: int = 1) -> list[dict[str, Any]]:
@@ -38,13 +48,20 @@ def run(recipe: Path, *overrides: str, world: int = 1) -> list[dict[str, Any]]:
 def assert_same(got: list[dict[str, Any]], right: list[dict[str, Any]], rel: float = 1e-5) -> None:
     assert [record["step"] for record in got] == [record["step"] for record in right]
     for one, other in zip(got, right, strict=True):
-        assert {k: one[k] for k in SAME} == pytest.approx({k: other[k] for k in SAME}, rel=rel), f"step {one['step']}"
+        assert {k: one[k] for k in SAME} == pytest.approx({k: other[k] for k in SAME}, rel=rel), (
+            f"step {one['step']}"
+        )
         for name, values in other.get("valid", {}).items():
             assert one["valid"][name] == pytest.approx(values, rel=rel), f"step {one['step']}"
 
 
-@pytest.mark.parametrize("overrides", [("parallel.zero1.size=1",), ("parallel.bucket_bytes=9000",), ("parallel.strategy=fsdp",)])
-def test_two_ranks_leave_what_one_process_leaves(overrides: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [("parallel.zero1.size=1",), ("parallel.bucket_bytes=9000",), ("parallel.strategy=fsdp",)],
+)
+def test_two_ranks_leave_what_one_process_leaves(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
     stores = make_stores(tmp_path)
     right = run(write_recipe(tmp_path, stores, name="one", steps=8))
     got = run(write_recipe(tmp_path, stores, name="two", steps=8), *overrides, world=2)
@@ -53,7 +70,9 @@ def test_two_ranks_leave_what_one_process_leaves(overrides: tuple[str, ...], tmp
     rest = {path.name for path in two.iterdir()} - {path.name for path in one.iterdir()}
     assert not rest
     assert (two / "logs" / "rank-00001.log").exists()
-    assert sorted(path.name for path in (two / "final").iterdir()) == sorted(path.name for path in (one / "final").iterdir())
+    assert sorted(path.name for path in (two / "final").iterdir()) == sorted(
+        path.name for path in (one / "final").iterdir()
+    )
     summary = json.loads((two / "summary.json").read_text())
     assert summary["steps"] == 8
 
@@ -61,7 +80,9 @@ def test_two_ranks_leave_what_one_process_leaves(overrides: tuple[str, ...], tmp
 def test_ranks_agree_on_the_weight_of_masked_data(tmp_path: Path) -> None:
     """Which tokens count is known only to the rank that reads them: the loader asks the others before the first forward."""
     rng = np.random.default_rng(0)
-    writer = StoreWriter(tmp_path / "masked", dtype="uint16", tokenizer_fingerprint=None, masked=True)
+    writer = StoreWriter(
+        tmp_path / "masked", dtype="uint16", tokenizer_fingerprint=None, masked=True
+    )
     for _ in range(60):
         length = int(rng.integers(5, 60))
         writer.add(rng.integers(0, 64, length).astype(np.uint16), rng.random(length) < rng.random())
@@ -75,7 +96,12 @@ def test_a_run_moves_between_numbers_of_ranks(tmp_path: Path) -> None:
     stores = make_stores(tmp_path)
     right = run(write_recipe(tmp_path, stores, name="straight", steps=20))
     moving = write_recipe(tmp_path, stores, name="moving", steps=20)
-    for stop, world, strategy in ((5, 2, "zero1"), (10, 1, "zero1"), (15, 2, "fsdp"), (20, 2, "zero1")):
+    for stop, world, strategy in (
+        (5, 2, "zero1"),
+        (10, 1, "zero1"),
+        (15, 2, "fsdp"),
+        (20, 2, "zero1"),
+    ):
         # every stage ends at its own step but follows the learning rate of the whole run
         loaded = load(Recipe, moving, [f"parallel.strategy={strategy}"])
         if world == 1:

@@ -68,9 +68,9 @@ def test_final_checkpoint_and_adapter_folder_are_one_model(folder: Path) -> None
     for other in (run / "checkpoints" / "latest", run / "final" / "adapter"):
         assert (logits(other) - final).abs().max() <= 1e-5
     assert (logits(folder / "base") - final).abs().max() > 1e-3
-    assert json.loads((run / "final" / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
-        folder / "base/final"
-    )
+    assert json.loads((run / "final" / "adapter" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(folder / "base/final")
     log = (run / "train.log").read_text()
     assert "adapter lora of rank 4 on 14 linear layers: 3,712 parameters" in log
 
@@ -87,14 +87,25 @@ def test_a_stopped_adapter_run_ends_like_the_undisturbed_one(folder: Path) -> No
 def test_export_merges_unless_only_the_adapter_is_asked_for(folder: Path, tmp_path: Path) -> None:
     for model in (folder / "lora", folder / "lora" / "checkpoints" / "latest"):
         export_adapter(model, tmp_path / "adapter")
-        ours, own = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "adapter", folder / "lora/final/adapter"))
+        ours, own = (
+            load_file(path / "adapter_model.safetensors")
+            for path in (tmp_path / "adapter", folder / "lora/final/adapter")
+        )
         assert ours.keys() == own.keys()
         assert all(torch.equal(ours[name], own[name]) for name in own)
     export_model(folder / "lora/checkpoints/latest", tmp_path / "whole")
     assert (logits(tmp_path / "whole") - logits(folder / "lora")).abs().max() <= 1e-5
     with pytest.raises(ConfigError, match="contains something other"):
         export_adapter(folder / "lora", tmp_path / "whole")
-    refused = headway("export", "hf", "--model", str(folder / "base"), "--adapter", "--out", str(tmp_path / "none"))
+    refused = headway(
+        "export",
+        "hf",
+        "--model",
+        str(folder / "base"),
+        "--adapter",
+        "--out",
+        str(tmp_path / "none"),
+    )
     assert (refused.returncode, "Traceback" in refused.stderr) == (2, False)
     assert "trained without an adapter" in refused.stderr
 
@@ -108,30 +119,59 @@ def test_an_adapter_of_the_same_form_goes_on(folder: Path, source: str) -> None:
     }[source]
     name = f"on-{source}"
     go(folder, name, *given, "adapter.rank=4", "optim.lr=0", "steps=1")
-    with open_checkpoint(folder / name / "checkpoints" / "latest") as after, open_checkpoint(folder / "lora/checkpoints/latest") as before:
+    with (
+        open_checkpoint(folder / name / "checkpoints" / "latest") as after,
+        open_checkpoint(folder / "lora/checkpoints/latest") as before,
+    ):
         names = before.names("master")
         assert names == after.names("master")
         for one in names:
             assert torch.equal(after.weight(one), before.weight(one)), one
-    assert json.loads((folder / name / "final/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(
-        folder / "base/final"
-    )
+    assert json.loads((folder / name / "final/adapter/adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(folder / "base/final")
 
 
 def test_an_adapter_is_merged_into_a_run_without_one_or_with_another(folder: Path) -> None:
-    over = (f"init.from={folder}/base", f"init.adapter={folder}/lora/final/adapter", "optim.lr=0", "steps=1")
-    for name, more in (("plain", ()), ("other", ("adapter.rank=2",)), ("told", ("adapter.rank=4", "init.merge=true"))):
+    over = (
+        f"init.from={folder}/base",
+        f"init.adapter={folder}/lora/final/adapter",
+        "optim.lr=0",
+        "steps=1",
+    )
+    for name, more in (
+        ("plain", ()),
+        ("other", ("adapter.rank=2",)),
+        ("told", ("adapter.rank=4", "init.merge=true")),
+    ):
         go(folder, name, *over, *more)
         for key, value in weights(folder / "lora").items():
             assert torch.allclose(weights(folder / name)[key], value, atol=1e-6), f"{name}: {key}"
 
 
 def test_parameters_trained_beside_an_adapter_are_saved_with_it(folder: Path) -> None:
-    go(folder, "beside", f"init.from={folder}/base", *ADAPTER, "adapter.kind=dora", "train=[norms, embeddings]")
+    go(
+        folder,
+        "beside",
+        f"init.from={folder}/base",
+        *ADAPTER,
+        "adapter.kind=dora",
+        "train=[norms, embeddings]",
+    )
     written = json.loads((folder / "beside" / "final/adapter/adapter_config.json").read_text())
-    assert sorted(written["modules_to_save"]) == ["embed_tokens", "input_layernorm", "norm", "post_attention_layernorm"]
-    assert (logits(folder / "beside" / "final/adapter") - logits(folder / "beside")).abs().max() <= 1e-5
-    assert not torch.equal(weights(folder / "beside")["model.norm.weight"], weights(folder / "base")["model.norm.weight"])
+    assert sorted(written["modules_to_save"]) == [
+        "embed_tokens",
+        "input_layernorm",
+        "norm",
+        "post_attention_layernorm",
+    ]
+    assert (
+        logits(folder / "beside" / "final/adapter") - logits(folder / "beside")
+    ).abs().max() <= 1e-5
+    assert not torch.equal(
+        weights(folder / "beside")["model.norm.weight"],
+        weights(folder / "base")["model.norm.weight"],
+    )
 
 
 def test_mistakes_with_adapters_are_said_before_work_starts(folder: Path) -> None:
@@ -140,7 +180,10 @@ def test_mistakes_with_adapters_are_said_before_work_starts(folder: Path) -> Non
         (("adapter.targets=[q_porj]", base), "Did you mean 'q_proj'"),
         (("adapter.rank=4", base, "train=['*.mlp.*']"), "whose layer has an adapter"),
         (("init.adapter=somewhere",), "without from"),
-        ((base, f"init.adapter={folder}/base/final"), "init.adapter: .*adapter_config.json: no such file"),
+        (
+            (base, f"init.adapter={folder}/base/final"),
+            "init.adapter: .*adapter_config.json: no such file",
+        ),
         ((base, "init.merge=true"), "carries no adapter"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -33,7 +33,15 @@ STEPS, SEQ_LEN, ROWS = 5, 32, 4
 RATES = [0.5, 1.0, 1.0, 0.775, 0.325]
 """Two steps of warm-up, then a cosine over three: 0.1 + 0.9 (1 + cos(0, pi/3, 2 pi/3)) / 2."""
 LR, CLIP, DECAY, BETAS, EPS = 2e-2, 3.2, 0.1, (0.9, 0.95), 1e-8
-SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 64, "max_seq_len": SEQ_LEN}
+SHAPE = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 48,
+    "vocab_size": 64,
+    "max_seq_len": SEQ_LEN,
+}
 Document = tuple[tuple[int, ...], tuple[bool, ...]]
 """Ids, and which of them are targets."""
 
@@ -74,11 +82,15 @@ precision: fp32
     return load(Recipe, path, list(overrides))
 
 
-def documents_of_steps(recipe: Recipe, known: list[dict[tuple[int, ...], Document]]) -> list[list[tuple[int, Document]]]:
+def documents_of_steps(
+    recipe: Recipe, known: list[dict[tuple[int, ...], Document]]
+) -> list[list[tuple[int, Document]]]:
     """Which documents each step reads, with their source; recognised by their content, everything else about them is the test's own."""
     data = open_data(recipe.data, tokenizer=None, vocab_size=64, seed=recipe.seed)
     steps = []
-    with Loader(recipe.data, sources=data.train, rows_per_step=ROWS, micro_rows=ROWS, seed=recipe.seed) as loader:
+    with Loader(
+        recipe.data, sources=data.train, rows_per_step=ROWS, micro_rows=ROWS, seed=recipe.seed
+    ) as loader:
         for _ in range(STEPS):
             (batch,) = next(loader)[0].microbatches
             found = []
@@ -107,12 +119,23 @@ def forward(weights: dict[str, Tensor], ids: Tensor) -> Tensor:
     for layer in range(2):
         at = f"model.layers.{layer}."
         h = norm(x, at + "input_layernorm.weight")
-        q, k, v = (F.linear(h, weights[f"{at}self_attn.{name}_proj.weight"]).view(len(ids), -1, 8).transpose(0, 1) for name in "qkv")
+        q, k, v = (
+            F.linear(h, weights[f"{at}self_attn.{name}_proj.weight"])
+            .view(len(ids), -1, 8)
+            .transpose(0, 1)
+            for name in "qkv"
+        )
         q, k = turned(q), turned(k)
-        o = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), is_causal=True)
-        x = x + F.linear(o.transpose(0, 1).reshape(len(ids), -1), weights[at + "self_attn.o_proj.weight"])
+        o = F.scaled_dot_product_attention(
+            q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), is_causal=True
+        )
+        x = x + F.linear(
+            o.transpose(0, 1).reshape(len(ids), -1), weights[at + "self_attn.o_proj.weight"]
+        )
         h = norm(x, at + "post_attention_layernorm.weight")
-        gate = F.silu(F.linear(h, weights[at + "mlp.gate_proj.weight"])) * F.linear(h, weights[at + "mlp.up_proj.weight"])
+        gate = F.silu(F.linear(h, weights[at + "mlp.gate_proj.weight"])) * F.linear(
+            h, weights[at + "mlp.up_proj.weight"]
+        )
         x = x + F.linear(gate, weights[at + "mlp.down_proj.weight"])
     return F.linear(norm(x, "model.norm.weight"), weights["lm_head.weight"])
 
@@ -125,38 +148,60 @@ def nll(weights: dict[str, Tensor], document: Document) -> tuple[Tensor, int]:
 
 
 @pytest.fixture(scope="module")
-def torch_only(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], dict[str, Tensor]]:
+def torch_only(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[dict[str, Any]], dict[str, Tensor]]:
     """The folder of the data, what the loop saw in every step, and its weights at the end."""
     folder = tmp_path_factory.mktemp("torch")
-    stores = [write_store(folder / name, seed, count) for seed, (name, count) in enumerate((("one", 40), ("two", 25), ("valid", 9)))]
+    stores = [
+        write_store(folder / name, seed, count)
+        for seed, (name, count) in enumerate((("one", 40), ("two", 25), ("valid", 9)))
+    ]
     config = ModelConfig.model_validate({**SHAPE, "init_std": 0.2, "tie_embeddings": False})
-    weights = {spec.name: initial_value(spec.name, spec.shape, config, 11).requires_grad_() for spec in param_specs(config)}
+    weights = {
+        spec.name: initial_value(spec.name, spec.shape, config, 11).requires_grad_()
+        for spec in param_specs(config)
+    }
     matrices = [value for value in weights.values() if value.dim() == 2]
     rest = [value for value in weights.values() if value.dim() < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}], betas=BETAS, eps=EPS
+        [{"params": matrices, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}],
+        betas=BETAS,
+        eps=EPS,
     )
     seen: list[dict[str, Any]] = []
     known = [{ids: (ids, mask) for ids, mask in store} for store in stores[:2]]
-    for rate, documents in zip(RATES, documents_of_steps(recipe_of(folder, "plan"), known), strict=True):
+    for rate, documents in zip(
+        RATES, documents_of_steps(recipe_of(folder, "plan"), known), strict=True
+    ):
         scored = [(source, *nll(weights, document)) for source, document in documents]
         loss = sum(total for _, total, _ in scored) / sum(count for _, _, count in scored)
         optimizer.zero_grad()
         loss.backward()  # pyright: ignore[reportAttributeAccessIssue]
-        norm = math.sqrt(sum(float(value.grad.double().square().sum()) for value in weights.values()))  # pyright: ignore
+        norm = math.sqrt(
+            sum(float(value.grad.double().square().sum()) for value in weights.values())
+        )  # pyright: ignore
         for value in weights.values():
             value.grad *= min(1.0, CLIP / norm)  # pyright: ignore
         for group in optimizer.param_groups:
             group["lr"] = LR * rate
         optimizer.step()
-        by_source = {name: [(t.item(), c) for s, t, c in scored if s == n] for n, name in enumerate(("one", "two"))}
+        by_source = {
+            name: [(t.item(), c) for s, t, c in scored if s == n]
+            for n, name in enumerate(("one", "two"))
+        }
         seen.append({
             "loss": loss.item(), "grad_norm": norm, "lr": LR * rate, "tokens": sum(len(ids) for _, (ids, _) in documents),
             **{f"loss/{name}": sum(t for t, _ in one) / sum(c for _, c in one) for name, one in by_source.items() if one},
         })  # fmt: skip
     with torch.no_grad():
         held = [nll(weights, document) for document in stores[2]]
-    seen.append({"valid": float(sum(total for total, _ in held)) / sum(count for _, count in held), "targets": sum(c for _, c in held)})
+    seen.append(
+        {
+            "valid": float(sum(total for total, _ in held)) / sum(count for _, count in held),
+            "targets": sum(c for _, c in held),
+        }
+    )
     return folder, seen, {name: value.detach() for name, value in weights.items()}
 
 
@@ -170,7 +215,10 @@ def torch_only(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dic
     ],
 )
 def test_a_run_is_the_loop_that_torch_alone_makes(
-    name: str, overrides: tuple[str, ...], world: int, torch_only: tuple[Path, list[dict[str, Any]], dict[str, Tensor]]
+    name: str,
+    overrides: tuple[str, ...],
+    world: int,
+    torch_only: tuple[Path, list[dict[str, Any]], dict[str, Tensor]],
 ) -> None:
     folder, seen, weights = torch_only
     recipe = recipe_of(folder, name, *overrides)
@@ -183,36 +231,62 @@ def test_a_run_is_the_loop_that_torch_alone_makes(
         train(recipe_of(folder, name))
     records = read_metrics(recipe.run.folder / "metrics.jsonl")
     norms = [step["grad_norm"] for step in seen[:STEPS]]
-    assert min(norms) < CLIP < max(norms), f"the clip takes part in some steps and not in others: {norms}"
+    assert min(norms) < CLIP < max(norms), (
+        f"the clip takes part in some steps and not in others: {norms}"
+    )
     consumed = 0
     for record, right in zip(records, seen[:STEPS], strict=True):
         consumed += right["tokens"]
-        assert {key: record[key] for key in right} == pytest.approx(right, rel=1e-5), f"step {record['step']}"
+        assert {key: record[key] for key in right} == pytest.approx(right, rel=1e-5), (
+            f"step {record['step']}"
+        )
         assert record["num_consumed_tokens"] == consumed
     valid = records[-1]["valid"]["held"]
-    assert (valid["loss"], valid["tokens"]) == (pytest.approx(seen[-1]["valid"], rel=1e-5), seen[-1]["targets"])
+    assert (valid["loss"], valid["tokens"]) == (
+        pytest.approx(seen[-1]["valid"], rel=1e-5),
+        seen[-1]["targets"],
+    )
     assert valid["perplexity"] == pytest.approx(math.exp(seen[-1]["valid"]), rel=1e-4)
     reader = open_checkpoint(recipe.run.folder / "checkpoints" / "latest")
     for parameter, value in weights.items():
-        torch.testing.assert_close(reader.read(parameter, "master"), value, rtol=1e-4, atol=1e-5, msg=parameter)
+        torch.testing.assert_close(
+            reader.read(parameter, "master"), value, rtol=1e-4, atol=1e-5, msg=parameter
+        )
 
 
 @pytest.mark.parametrize(("micro_rows", "world"), [(2, 1), (1, 2), (4, 1)])
 def test_a_validation_reads_the_first_rows_and_no_more(
-    micro_rows: int, world: int, torch_only: tuple[Path, list[dict[str, Any]], dict[str, Tensor]], tmp_path: Path
+    micro_rows: int,
+    world: int,
+    torch_only: tuple[Path, list[dict[str, Any]], dict[str, Tensor]],
+    tmp_path: Path,
 ) -> None:
     """Rows of one document each: three rows are the first three documents, on however many ranks."""
     folder = torch_only[0]
     held = write_store(tmp_path / "valid", 2, 9)
-    given = ("data.packing=pad", "eval.rows=3", "eval.every=1", "steps=1", "optim.lr=0", "checkpoint.at_end=false", f"run.dir={tmp_path}")
-    recipe = recipe_of(folder, f"rows{micro_rows}-{world}", *given, f"batch.micro_rows={micro_rows}")
+    given = (
+        "data.packing=pad",
+        "eval.rows=3",
+        "eval.every=1",
+        "steps=1",
+        "optim.lr=0",
+        "checkpoint.at_end=false",
+        f"run.dir={tmp_path}",
+    )
+    recipe = recipe_of(
+        folder, f"rows{micro_rows}-{world}", *given, f"batch.micro_rows={micro_rows}"
+    )
     if world == 1:
         train(recipe)
     else:
         start_processes(lambda: train(recipe), world)
     (record,) = read_metrics(recipe.run.folder / "metrics.jsonl")
     config = ModelConfig.model_validate({**SHAPE, "init_std": 0.2, "tie_embeddings": False})
-    weights = {spec.name: initial_value(spec.name, spec.shape, config, 11) for spec in param_specs(config)}
+    weights = {
+        spec.name: initial_value(spec.name, spec.shape, config, 11) for spec in param_specs(config)
+    }
     found = [nll(weights, document) for document in held[:3]]
     assert record["valid"]["held"]["tokens"] == sum(count for _, count in found)
-    assert record["valid"]["held"]["loss"] == pytest.approx(float(sum(t for t, _ in found)) / sum(c for _, c in found), rel=1e-5)
+    assert record["valid"]["held"]["loss"] == pytest.approx(
+        float(sum(t for t, _ in found)) / sum(c for _, c in found), rel=1e-5
+    )

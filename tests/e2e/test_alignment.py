@@ -36,7 +36,11 @@ def recipe_of(folder: Path, **changes: Any) -> Recipe:
         "run": {"name": "a", "dir": str(folder / "runs")},
         "model": {"aligner": {"encoders": ENCODERS, "dim": 8}},
         "objective": {"kind": "contrastive"},
-        "data": {"train": [str(folder / "set" / "captions.jsonl")], "valid": {"fraction": 0.2}, "cache_dir": str(folder / "cache")},
+        "data": {
+            "train": [str(folder / "set" / "captions.jsonl")],
+            "valid": {"fraction": 0.2},
+            "cache_dir": str(folder / "cache"),
+        },
         "batch": {"rows": 8, "micro_rows": 4},
         "steps": 7,
         "eval": {"every": 3, "rows": 64},
@@ -72,7 +76,9 @@ def test_a_killed_run_ends_bit_for_bit_like_an_undisturbed_one(folder: Path) -> 
     for name in ("aligner.safetensors", "towers.safetensors"):
         assert (one / "final" / name).read_bytes() == (two / "final" / name).read_bytes()
     report = check_checkpoint(two)
-    assert report.problems == [] and report.step == 7 and report.embeds == ["text", "image", "audio"]
+    assert (
+        report.problems == [] and report.step == 7 and report.embeds == ["text", "image", "audio"]
+    )
     last = deterministic(one / "metrics.jsonl")[-1]["valid"]["valid"]
     assert {"loss", "text_to_image/recall_at_1", "image-audio/modality_gap"} <= set(last)
 
@@ -81,13 +87,20 @@ def test_its_model_is_found_and_is_no_language_model(folder: Path) -> None:
     run = folder / "runs" / "a"
     if not run.exists():
         train(recipe_of(folder))
-    commands = [command for command, _ in next_steps({"run": str(run), "final": str(run / "final")})]
-    assert [command.split()[1:3] for command in commands] == [["eval", "retrieval"], ["export", "aligner"]]
+    commands = [
+        command for command, _ in next_steps({"run": str(run), "final": str(run / "final")})
+    ]
+    assert [command.split()[1:3] for command in commands] == [
+        ["eval", "retrieval"],
+        ["export", "aligner"],
+    ]
     with pytest.raises(ConfigError, match="plan knows language models only"):
         plan_job(recipe_of(folder), PlanTarget(GPUS["h100"], 1))
     final, checkpoint = find_aligner(run), find_aligner(run / "checkpoints")
     assert final.weights.keys() == checkpoint.weights.keys()
-    assert all(bool((final.weights[name] == checkpoint.weights[name]).all()) for name in final.weights)
+    assert all(
+        bool((final.weights[name] == checkpoint.weights[name]).all()) for name in final.weights
+    )
     assert final.log_scales == pytest.approx(checkpoint.log_scales)
     encoder = aligned_encoders(run, ["image"])["image"]
     picture = next((folder / "set" / "images").glob("*.png"))
@@ -105,10 +118,16 @@ def test_its_model_is_found_and_is_no_language_model(folder: Path) -> None:
         ({"parallel.tensor": 2}, r"parallel\.tensor is given; it does not apply to an aligner"),
         ({"batch": {"tokens": 16}}, r"batch\.tokens is given"),
         ({"data.seq_len": 64}, "a row of an aligner is one sample"),
-        ({"data.train": [{"path": "x.jsonl", "kind": "chat"}]}, "has kind chat; an aligner reads captions"),
+        (
+            {"data.train": [{"path": "x.jsonl", "kind": "chat"}]},
+            "has kind chat; an aligner reads captions",
+        ),
         ({"objective": {"kind": "contrastive", "pairs": ["text-video"]}}, "has 'text-video'"),
         ({"model.aligner.weights": "nowhere.pt"}, "no such file"),
-        ({"model.aligner.encoders.image": {"kind": "huggingface", "path": "/nowhere"}}, "is not a folder"),
+        (
+            {"model.aligner.encoders.image": {"kind": "huggingface", "path": "/nowhere"}},
+            "is not a folder",
+        ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -121,10 +140,18 @@ def test_mistakes_are_one_line(tmp_path: Path, changes: dict[str, Any], message:
 @pytest.mark.timeout(900)
 def test_held_out_samples_find_each_other(tmp_path: Path) -> None:
     write_media(tmp_path / "set", SyntheticMedia(samples=1500))
-    here = {"data.train": [str(tmp_path / "set" / "captions.jsonl")], "data.cache_dir": str(tmp_path / "cache")}
+    here = {
+        "data.train": [str(tmp_path / "set" / "captions.jsonl")],
+        "data.cache_dir": str(tmp_path / "cache"),
+    }
     train(Recipe.load("multimodal/align").with_({"run.dir": str(tmp_path / "runs"), **here}))
     found = deterministic(tmp_path / "runs" / "align" / "metrics.jsonl")[-1]["valid"]["valid"]
     count = found["text-image/samples"]
     assert count > 100
-    assert min(found["text_to_image/recall_at_1"], found["image_to_text/recall_at_1"]) > 20 / count  # chance is 1 / count
-    assert min(found["text_to_audio/recall_at_10"], found["audio_to_text/recall_at_10"]) > 3 * 10 / found["text-audio/samples"]
+    assert (
+        min(found["text_to_image/recall_at_1"], found["image_to_text/recall_at_1"]) > 20 / count
+    )  # chance is 1 / count
+    assert (
+        min(found["text_to_audio/recall_at_10"], found["audio_to_text/recall_at_10"])
+        > 3 * 10 / found["text-audio/samples"]
+    )

@@ -34,14 +34,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
     write_model(folder / "base", CONFIG.with_(max_seq_len=192), tokenizer)
     chat = [{"instruction": f"Say {n}.", "output": f"{n}"} for n in range(60)]
-    pairs = [{"prompt": one["instruction"], "chosen": one["output"], "rejected": "No, no."} for one in chat]
+    pairs = [
+        {"prompt": one["instruction"], "chosen": one["output"], "rejected": "No, no."}
+        for one in chat
+    ]
     for name, records in (("chat", chat), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     return folder
 
 
 def recipe(folder: Path, name: str, *more: str) -> Recipe:
-    return load(Recipe, None, [*tiny_settings(folder, name), "steps=4", "eval.at_start=true", "checkpoint.every=2", *more])
+    return load(
+        Recipe,
+        None,
+        [
+            *tiny_settings(folder, name),
+            "steps=4",
+            "eval.at_start=true",
+            "checkpoint.every=2",
+            *more,
+        ],
+    )
 
 
 def post(folder: Path, name: str, *more: str) -> Recipe:
@@ -71,7 +86,9 @@ def looked(folder: Path) -> Path:
     return folder / "looked"
 
 
-def test_a_validation_before_the_first_step_is_that_of_the_first_weights_and_changes_nothing(folder: Path, looked: Path) -> None:
+def test_a_validation_before_the_first_step_is_that_of_the_first_weights_and_changes_nothing(
+    folder: Path, looked: Path
+) -> None:
     train(recipe(folder, "plain", "eval.at_start=false"))
     train(recipe(folder, "still", "optim.lr=0", "steps=1"))
     plain, found = records(folder / "plain"), records(looked)
@@ -121,16 +138,23 @@ def compare(trained: Path, out: Path, *more: str) -> list[str]:
     return ["eval", "compare", *models, *asked, *how, "--out", str(out), *more]
 
 
-def test_one_command_sets_answers_and_validations_side_by_side(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_command_sets_answers_and_validations_side_by_side(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(compare(trained, tmp_path / "report", "--json")) == 0
     base, sft, dpo = json.loads(capsys.readouterr().out)["models"]
     assert base["training"] == [] and [sample["prompt"] for sample in base["samples"]] == QUESTIONS
     loaded = load_model(trained / "dpo")
     assert loaded.tokenizer is not None
-    ids = [(question, render_prompt([Turn("user", question)], "chatml", loaded.tokenizer)) for question in QUESTIONS]
+    ids = [
+        (question, render_prompt([Turn("user", question)], "chatml", loaded.tokenizer))
+        for question in QUESTIONS
+    ]
     ends = answer_end("chatml", loaded.tokenizer)
     assert loaded.tokenizer.decode(list(ends)) == "<|im_end|>"
-    assert len({one["samples"][0]["text"] for one in (base, sft, dpo)}) > 1, "else nothing is shown here"
+    assert len({one["samples"][0]["text"] for one in (base, sft, dpo)}) > 1, (
+        "else nothing is shown here"
+    )
     assert [sample["text"] for sample in dpo["samples"]] == [
         one.text for one in generate_from_ids(loaded, ids, GenerateOptions(8, stop_ids=ends))
     ]
@@ -141,25 +165,46 @@ def test_one_command_sets_answers_and_validations_side_by_side(trained: Path, tm
         assert (first["step"], last["step"], curves["steps"]) == (0, 3, 3)
         assert first["numbers"] == records(trained / run)[0][AT_START]["valid"]
         for number in set(last["numbers"]) - {"tokens"}:
-            values = [f"{point['numbers'][number]:.4f} (step {point['step']})" for point in (first, last)]
+            values = [
+                f"{point['numbers'][number]:.4f} (step {point['step']})" for point in (first, last)
+            ]
             assert f"| {trained / run} | valid | {number} | {values[0]} | {values[1]} |" in report
     for question in QUESTIONS:
         assert report.count(f"    {question}") == 1
     assert report.count("answers:") == 6
-    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["report.md", "results.json", "training.png"]
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == [
+        "report.md",
+        "results.json",
+        "training.png",
+    ]
     assert (tmp_path / "report" / "training.png").read_bytes()[:4] == b"\x89PNG"
     assert main(compare(trained, tmp_path / "report")) == 0
     assert "rewards/accuracies" in capsys.readouterr().out
 
 
-def test_generate_answers_as_the_report_does(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_answers_as_the_report_does(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(compare(trained, tmp_path / "report", "--json")) == 0
-    shown = [sample["text"] for sample in json.loads(capsys.readouterr().out)["models"][1]["samples"]]
+    shown = [
+        sample["text"] for sample in json.loads(capsys.readouterr().out)["models"][1]["samples"]
+    ]
     asked = [word for question in QUESTIONS for word in ("--prompt", question)]
-    ask = ["generate", "--model", str(trained / "sft"), *asked, "--max-new-tokens", "8", "--chat-template"]
+    ask = [
+        "generate",
+        "--model",
+        str(trained / "sft"),
+        *asked,
+        "--max-new-tokens",
+        "8",
+        "--chat-template",
+    ]
     assert main([*ask, "chatml", "--json"]) == 0
     assert [one["text"] for one in json.loads(capsys.readouterr().out)["generations"]] == shown
-    for wrong, word in ((["chatml", "--special"], "--chat-template and --special are both given"), (["nothing"], "template is 'nothing'")):
+    for wrong, word in (
+        (["chatml", "--special"], "--chat-template and --special are both given"),
+        (["nothing"], "template is 'nothing'"),
+    ):
         assert main([*ask, *wrong]) == 2
         assert word in capsys.readouterr().err
 
@@ -167,23 +212,36 @@ def test_generate_answers_as_the_report_does(trained: Path, tmp_path: Path, caps
 def test_what_was_trained_carries_the_template_it_learned(trained: Path, tmp_path: Path) -> None:
     export_model(trained / "sft", tmp_path / "exported")
     question = [Turn("user", QUESTIONS[0])]
-    for place in (trained / "sft", trained / "sft" / "final", trained / "dpo" / "final", tmp_path / "exported"):
+    for place in (
+        trained / "sft",
+        trained / "sft" / "final",
+        trained / "dpo" / "final",
+        tmp_path / "exported",
+    ):
         tokenizer = load_model(place).tokenizer
         assert tokenizer is not None and tokenizer.chat_template is not None, place
-        assert render_prompt(question, "tokenizer", tokenizer) == render_prompt(question, "chatml", tokenizer)
+        assert render_prompt(question, "tokenizer", tokenizer) == render_prompt(
+            question, "chatml", tokenizer
+        )
     assert "gets the chat template chatml" in (trained / "sft" / "train.log").read_text()
     assert not (trained / "dpo" / "tokenizer").exists(), "the model it starts from has it already"
 
 
-def test_stages_have_their_own_curves(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_have_their_own_curves(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(recipe(folder, "staged", "stages=[{name: one, steps: 2}, {name: two, steps: 2}]"))
     from headway.train.history import read_training
 
     one, two = read_training(folder / "staged")
     assert [one.run, two.run] == [f"{folder}/staged: 01-one", f"{folder}/staged: 02-two"]
     for stage in (one, two):
-        assert [point.step for point in stage.valid["valid"]] == [0, 2] and [step for step, _ in stage.loss] == [1, 2]
-    assert two.valid["valid"][0].numbers == one.valid["valid"][1].numbers, "the second begins with what the first left"
+        assert [point.step for point in stage.valid["valid"]] == [0, 2] and [
+            step for step, _ in stage.loss
+        ] == [1, 2]
+    assert two.valid["valid"][0].numbers == one.valid["valid"][1].numbers, (
+        "the second begins with what the first left"
+    )
 
 
 def test_a_template_without_a_question_is_refused() -> None:

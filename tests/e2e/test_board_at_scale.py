@@ -16,12 +16,17 @@ def test_a_board_of_long_runs_opens_follows_and_stays_small(tmp_path: Path) -> N
     command = [sys.executable, str(ROOT / "benchmarks" / "board.py"), "--folder", str(tmp_path)]
     command += ["--runs", "10", "--points", "30000", "--viewers", "20", "--seconds", "30"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     for start in ("first_start", "second_start"):
         assert found[start]["cpu_seconds"] < 2.0, found[start]
-    assert found["second_start"]["partial_curves"] == 0 and found["second_start"]["points"] >= 10 * 6 * 1000
+    assert (
+        found["second_start"]["partial_curves"] == 0
+        and found["second_start"]["points"] >= 10 * 6 * 1000
+    )
     assert found["live_seconds"] < 2.0
     many = found["many"]
     assert many["slowest_poll_seconds"] < 2.0 and many["polls"] > 200

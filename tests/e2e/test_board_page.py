@@ -46,33 +46,49 @@ def hover(page: Page, share: float) -> list[dict[str, Any]]:
     return json.loads(page.evaluate(script))
 
 
-def test_two_runs_are_overlaid_and_their_values_are_those_of_the_file(tmp_path: Path, page: Page) -> None:
+def test_two_runs_are_overlaid_and_their_values_are_those_of_the_file(
+    tmp_path: Path, page: Page
+) -> None:
     evil = "<img src=x onerror=alert(1)>"
-    one, two = make_run(tmp_path / "runs" / evil, 200, seed=1.0), make_run(tmp_path / "runs" / "two", 200, lr=0.5, done=False)
+    one, two = (
+        make_run(tmp_path / "runs" / evil, 200, seed=1.0),
+        make_run(tmp_path / "runs" / "two", 200, lr=0.5, done=False),
+    )
     with serving(tmp_path / "runs") as (client, _):
         origin = f"http://127.0.0.1:{client.port}/"
         page.open(origin)
         page.wait_for(DRAWN)
         page.evaluate("hw.app.select([...hw.app.runs.keys()])")
         page.wait_for("Number(document.querySelector('[data-metric=loss]').dataset.points) === 400")
-        names = page.evaluate("[...document.querySelectorAll('.runs .name')].map((one) => one.textContent).sort().join('|')")
-        assert names == f"{evil}|two" and page.evaluate("document.querySelectorAll('img').length") == 0
+        names = page.evaluate(
+            "[...document.querySelectorAll('.runs .name')].map((one) => one.textContent).sort().join('|')"
+        )
+        assert (
+            names == f"{evil}|two" and page.evaluate("document.querySelectorAll('img').length") == 0
+        )
         rows = hover(page, 0.5)
         assert len(rows) == 2
         for row in rows:
             folder = one if evil in row["text"] else two
-            records = {value["step"]: value for value in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+            records = {
+                value["step"]: value
+                for value in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+            }
             assert float(row["value"]) == records[int(float(row["x"]))]["loss"]
         _follows(page, two)
         _keeps_its_state(page, origin)
         _shows_panels(page)
         assert page.problems == []
-        assert {address for address in page.requests if not address.startswith((origin, "about:"))} == set()
+        assert {
+            address for address in page.requests if not address.startswith((origin, "about:"))
+        } == set()
 
 
 def _follows(page: Page, folder: Path) -> None:
     append_record(folder, 201, loss=9.75)
-    page.wait_for("Number(document.querySelector('[data-metric=loss]').dataset.points) === 401", seconds=4.0)
+    page.wait_for(
+        "Number(document.querySelector('[data-metric=loss]').dataset.points) === 401", seconds=4.0
+    )
     rows = hover(page, 1.0)
     assert any(float(row["value"]) == 9.75 for row in rows)
 
@@ -95,7 +111,9 @@ def _keeps_its_state(page: Page, origin: str) -> None:
     page.open(origin)  # without the address: the browser remembers
     page.wait_for("typeof hw !== 'undefined' && hw.app && hw.app.runs.size === 2")
     assert page.evaluate("hw.app.store.state.axis") == "tokens"
-    page.evaluate("hw.app.store.set({ zoom: null, filter: '', axis: 'step', logY: false, smooth: 0 })")
+    page.evaluate(
+        "hw.app.store.set({ zoom: null, filter: '', axis: 'step', logY: false, smooth: 0 })"
+    )
 
 
 def _shows_panels(page: Page) -> None:
@@ -129,7 +147,9 @@ def test_a_report_opens_from_the_disk_without_a_server(tmp_path: Path, page: Pag
     assert [address for address in page.requests if address != out.as_uri()] == []
 
 
-def test_a_hundred_thousand_points_of_many_runs_are_drawn_quickly(tmp_path: Path, page: Page) -> None:
+def test_a_hundred_thousand_points_of_many_runs_are_drawn_quickly(
+    tmp_path: Path, page: Page
+) -> None:
     text = (make_run(tmp_path / "first", 20_000) / "metrics.jsonl").read_text()
     for number in range(20):
         folder = make_run(tmp_path / "runs" / f"run-{number:02}", 1)
@@ -138,7 +158,12 @@ def test_a_hundred_thousand_points_of_many_runs_are_drawn_quickly(tmp_path: Path
         page.open(f"http://127.0.0.1:{client.port}/")
         page.wait_for(DRAWN)
         page.evaluate("hw.app.select([...hw.app.runs.keys()])")
-        assert board.wait_until(lambda: all(run.is_wanted and not run.is_indexing for run in board.runs.values()), 120.0)
-        page.wait_for("hw.app.charts.cards.get('loss').series.length === 20 && !document.querySelector('.card.partial')", 60.0)
+        assert board.wait_until(
+            lambda: all(run.is_wanted and not run.is_indexing for run in board.runs.values()), 120.0
+        )
+        page.wait_for(
+            "hw.app.charts.cards.get('loss').series.length === 20 && !document.querySelector('.card.partial')",
+            60.0,
+        )
         milliseconds = page.evaluate(DRAWING)
         assert milliseconds < 100.0, milliseconds

@@ -33,28 +33,47 @@ def page(double: ChatDouble) -> Iterator[Page]:
 
 
 def only_the_server_was_asked(page: Page, double: ChatDouble) -> bool:
-    return not [one for one in page.requests if not one.startswith((double.address, "about:", "data:image/png", "data:audio/"))]
+    return not [
+        one
+        for one in page.requests
+        if not one.startswith((double.address, "about:", "data:image/png", "data:audio/"))
+    ]
 
 
-def test_a_conversation_is_sent_streamed_edited_answered_again_and_kept(page: Page, double: ChatDouble) -> None:
+def test_a_conversation_is_sent_streamed_edited_answered_again_and_kept(
+    page: Page, double: ChatDouble
+) -> None:
     write(page, "one")
     key(page, "Enter", shift=True)
     write(page, "two")
-    assert page.evaluate("document.querySelector('#message').value") == "one\ntwo" and double.bodies == []
+    assert (
+        page.evaluate("document.querySelector('#message').value") == "one\ntwo"
+        and double.bodies == []
+    )
     double.seconds_per_piece = 0.05
     double.answers["one\ntwo"] = "Streams piece by piece. " * 4
     key(page, "Enter")
-    page.wait_for("document.querySelector('.markdown')?.textContent.includes('piece') && headwayChat.isBusy")
+    page.wait_for(
+        "document.querySelector('.markdown')?.textContent.includes('piece') && headwayChat.isBusy"
+    )
     page.wait_for(IDLE)
     double.seconds_per_piece = 0.0
     assert texts(page, ".markdown") == ["Streams piece by piece. " * 4]
     assert (
-        "24 tokens ·" in texts(page, ".stats")[0] and "tokens/s" in texts(page, ".stats")[0] and "7 from cache" in texts(page, ".stats")[0]
+        "24 tokens ·" in texts(page, ".stats")[0]
+        and "tokens/s" in texts(page, ".stats")[0]
+        and "7 from cache" in texts(page, ".stats")[0]
     )
-    assert "322 tokens/s" in texts(page, ".live")[0] and "cache 3 MB / 1 GB" in texts(page, ".live")[0]
+    assert (
+        "322 tokens/s" in texts(page, ".live")[0] and "cache 3 MB / 1 GB" in texts(page, ".live")[0]
+    )
     ask(page, "next")
     sent = double.bodies[-1]
-    assert [one["role"] for one in sent["messages"]] == ["user", "assistant", "user"] and sent["temperature"] == 0.7 and "top_k" not in sent
+    assert (
+        [one["role"] for one in sent["messages"]] == ["user", "assistant", "user"]
+        and sent["temperature"] == 0.7
+        and "top_k" not in sent
+    )
     _edits(page, double)
     _answers_again(page, double)
     _keeps(page, double)
@@ -66,7 +85,9 @@ def _edits(page: Page, double: ChatDouble) -> None:
     page.evaluate("document.querySelector('.editor textarea').value = 'edited'")
     page.evaluate("document.querySelector('.editor .primary').click()")
     page.wait_for(IDLE)
-    assert texts(page, ".markdown") == ["You said: edited"] and [one["content"] for one in double.bodies[-1]["messages"]] == ["edited"]
+    assert texts(page, ".markdown") == ["You said: edited"] and [
+        one["content"] for one in double.bodies[-1]["messages"]
+    ] == ["edited"]
     click(page, ".question [aria-label='Previous version']")
     page.wait_for("document.querySelectorAll('.markdown').length === 2")
     assert texts(page, ".bubble") == ["one\ntwo", "next"], "the earlier version keeps what followed"
@@ -76,9 +97,13 @@ def _answers_again(page: Page, double: ChatDouble) -> None:
     double.answers["next"] = "another"
     click(page, ".turn:last-child [aria-label='Answer again']")
     page.wait_for("document.querySelectorAll('.answer .stepper').length === 1 && " + IDLE)
-    assert texts(page, ".turn:last-child .markdown") == ["another"] and texts(page, ".answer .stepper") == ["2 of 2"]
+    assert texts(page, ".turn:last-child .markdown") == ["another"] and texts(
+        page, ".answer .stepper"
+    ) == ["2 of 2"]
     click(page, ".answer [aria-label='Previous version']")
-    page.wait_for("document.querySelector('.turn:last-child .markdown').textContent === 'You said: next'")
+    page.wait_for(
+        "document.querySelector('.turn:last-child .markdown').textContent === 'You said: next'"
+    )
 
 
 def _keeps(page: Page, double: ChatDouble) -> None:
@@ -89,15 +114,24 @@ def _keeps(page: Page, double: ChatDouble) -> None:
     for name, value in (("temperature", "0"), ("seed", "5"), ("top_k", "-4")):
         field = f"document.querySelector('[name={name}]')"
         page.evaluate(f"{field}.value = {value!r}; {field}.dispatchEvent(new Event('change'))")
-    assert page.evaluate("document.querySelector('[name=top_k]').getAttribute('aria-invalid')") == "true"
+    assert (
+        page.evaluate("document.querySelector('[name=top_k]').getAttribute('aria-invalid')")
+        == "true"
+    )
     shown = "JSON.stringify([...document.querySelectorAll('.bubble, .markdown, .stepper')].map((one) => one.textContent))"
     before = page.evaluate(shown)
     reload(page)
     page.wait_for("document.querySelectorAll('.markdown').length === 2")
-    assert page.evaluate(shown) == before and page.evaluate("document.querySelector('#system').value") == "Be brief."
+    assert (
+        page.evaluate(shown) == before
+        and page.evaluate("document.querySelector('#system').value") == "Be brief."
+    )
     ask(page, "after")
     sent = double.bodies[-1]
-    assert sent["messages"][0] == {"role": "system", "content": "Be brief."} and (sent["temperature"], sent["seed"]) == (0, 5)
+    assert sent["messages"][0] == {"role": "system", "content": "Be brief."} and (
+        sent["temperature"],
+        sent["seed"],
+    ) == (0, 5)
     assert "top_k" not in sent, "what is out of its range is not taken"
 
 
@@ -107,10 +141,14 @@ def test_an_answer_is_stopped_and_what_was_said_stays(page: Page, double: ChatDo
     for stop in (lambda: key(page, "Escape"), lambda: click(page, ".stop")):
         write(page, "long")
         key(page, "Enter")
-        page.wait_for("[...document.querySelectorAll('.markdown')].at(-1)?.textContent.length > 20 && headwayChat.isBusy")
+        page.wait_for(
+            "[...document.querySelectorAll('.markdown')].at(-1)?.textContent.length > 20 && headwayChat.isBusy"
+        )
         stop()
         page.wait_for(IDLE)
-    assert all("stopped" in one for one in texts(page, ".stats")) and all("word word" in one for one in texts(page, ".markdown"))
+    assert all("stopped" in one for one in texts(page, ".stats")) and all(
+        "word word" in one for one in texts(page, ".markdown")
+    )
     end = time.monotonic() + 5
     while double.disconnects < 2:
         assert time.monotonic() < end, "the server sees that nobody listens"
@@ -144,15 +182,28 @@ def test_what_a_model_says_stays_text(page: Page, double: ChatDouble) -> None:
     double.answers["evil"] = EVIL
     ask(page, "evil")
     ask(page, "<img src=x onerror=window.hacked=13>")
-    page.evaluate("document.querySelectorAll('.markdown a').forEach((one) => one.dispatchEvent(new MouseEvent('mouseover')))")
-    assert page.evaluate("window.hacked === undefined")
-    assert page.evaluate("document.querySelectorAll('.thread :is(script, img, iframe, svg:not(.icon), b)').length") == 0
-    links = json.loads(
-        page.evaluate("JSON.stringify([...document.querySelectorAll('.markdown a')].map((one) => [one.protocol, one.rel, one.target]))")
+    page.evaluate(
+        "document.querySelectorAll('.markdown a').forEach((one) => one.dispatchEvent(new MouseEvent('mouseover')))"
     )
-    assert links and all(one[0] in ("http:", "https:") and "noopener" in one[1] and one[2] == "_blank" for one in links)
+    assert page.evaluate("window.hacked === undefined")
     assert (
-        "<script>window.hacked = 1</script>" in texts(page, ".markdown")[0] and "javascript:window.hacked=4" in texts(page, ".markdown")[0]
+        page.evaluate(
+            "document.querySelectorAll('.thread :is(script, img, iframe, svg:not(.icon), b)').length"
+        )
+        == 0
+    )
+    links = json.loads(
+        page.evaluate(
+            "JSON.stringify([...document.querySelectorAll('.markdown a')].map((one) => [one.protocol, one.rel, one.target]))"
+        )
+    )
+    assert links and all(
+        one[0] in ("http:", "https:") and "noopener" in one[1] and one[2] == "_blank"
+        for one in links
+    )
+    assert (
+        "<script>window.hacked = 1</script>" in texts(page, ".markdown")[0]
+        and "javascript:window.hacked=4" in texts(page, ".markdown")[0]
     )
     assert page.evaluate(
         "[...document.querySelectorAll('.thread *')].every((one) => one.getAttributeNames().every((name) => !name.startsWith('on')))"
@@ -160,12 +211,18 @@ def test_what_a_model_says_stays_text(page: Page, double: ChatDouble) -> None:
     assert page.problems == [] and only_the_server_was_asked(page, double)
 
 
-def test_two_models_answer_side_by_side_each_after_its_own_turns(page: Page, double: ChatDouble) -> None:
+def test_two_models_answer_side_by_side_each_after_its_own_turns(
+    page: Page, double: ChatDouble
+) -> None:
     click(page, "[aria-label='Compare two models']")
     ask(page, "hello")
-    assert texts(page, ".answer .name") == ["cat", "dog"] and {one["model"] for one in double.bodies} == {"cat", "dog"}
+    assert texts(page, ".answer .name") == ["cat", "dog"] and {
+        one["model"] for one in double.bodies
+    } == {"cat", "dog"}
     corner = "(one) => { const box = one.getBoundingClientRect(); return [box.left, box.top]; }"
-    boxes = json.loads(page.evaluate(f"JSON.stringify([...document.querySelectorAll('.answer')].map({corner}))"))
+    boxes = json.loads(
+        page.evaluate(f"JSON.stringify([...document.querySelectorAll('.answer')].map({corner}))")
+    )
     assert boxes[0][1] == boxes[1][1] and boxes[1][0] > boxes[0][0] + 200
     double.answers["hello"] = "dog's other answer"
     click(page, ".answer:last-child [aria-label='Answer again']")
@@ -179,7 +236,9 @@ def test_two_models_answer_side_by_side_each_after_its_own_turns(page: Page, dou
     assert texts(page, ".answer .name") == ["cat", "dog", "cat", "dog"]
 
 
-def test_pictures_and_sounds_go_where_a_model_takes_them(page: Page, double: ChatDouble, tmp_path: Path) -> None:
+def test_pictures_and_sounds_go_where_a_model_takes_them(
+    page: Page, double: ChatDouble, tmp_path: Path
+) -> None:
     picture, sound, text = tmp_path / "p.png", tmp_path / "s.wav", tmp_path / "t.txt"
     picture.write_bytes(base64.b64decode(PIXEL))
     sound.write_bytes(b"RIFF....WAVE")
@@ -190,34 +249,56 @@ def test_pictures_and_sounds_go_where_a_model_takes_them(page: Page, double: Cha
     ask(page, "What is this?")
     parts = double.bodies[-1]["messages"][0]["content"]
     assert parts[0] == {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
-    assert parts[1] == {"type": "input_audio", "input_audio": {"data": base64.b64encode(sound.read_bytes()).decode(), "format": "wav"}}
+    assert parts[1] == {
+        "type": "input_audio",
+        "input_audio": {"data": base64.b64encode(sound.read_bytes()).decode(), "format": "wav"},
+    }
     assert parts[2] == {"type": "text", "text": "\nWhat is this?"}
     page.wait_for("document.querySelector('.question img').naturalWidth === 1")
-    assert page.evaluate("document.querySelector('.question audio') !== null && document.querySelector('.chosen').children.length === 0")
+    assert page.evaluate(
+        "document.querySelector('.question audio') !== null && document.querySelector('.chosen').children.length === 0"
+    )
     reload(page)
     page.wait_for("document.querySelector('.question img')?.naturalWidth === 1")
     page.evaluate(
         "(() => { const one = document.querySelector('header select'); one.value = 'dog'; one.dispatchEvent(new Event('change')); })()"
     )
-    assert page.evaluate("document.querySelector('.composer [aria-label^=Attach]').hidden"), "dog takes text alone"
+    assert page.evaluate("document.querySelector('.composer [aria-label^=Attach]').hidden"), (
+        "dog takes text alone"
+    )
     assert [one for one in page.problems if "audio" not in one] == []
 
 
-def test_errors_are_one_line_with_a_retry_and_a_full_context_drops_the_oldest_turns(page: Page, double: ChatDouble) -> None:
+def test_errors_are_one_line_with_a_retry_and_a_full_context_drops_the_oldest_turns(
+    page: Page, double: ChatDouble
+) -> None:
     double.failures = 1
     ask(page, "first")
-    assert texts(page, ".answer .problem") == ["The queue is full. (1 s)Try again"] and texts(page, ".markdown") == [""]
+    assert texts(page, ".answer .problem") == ["The queue is full. (1 s)Try again"] and texts(
+        page, ".markdown"
+    ) == [""]
     click(page, ".answer .problem button")
-    page.wait_for("document.querySelector('.markdown').textContent === 'You said: first' && " + IDLE)
+    page.wait_for(
+        "document.querySelector('.markdown').textContent === 'You said: first' && " + IDLE
+    )
     double.cut_after = 2
     ask(page, "second")
-    assert "connection ended" in texts(page, ".answer .problem")[1] and texts(page, ".markdown")[1] == "You said"
+    assert (
+        "connection ended" in texts(page, ".answer .problem")[1]
+        and texts(page, ".markdown")[1] == "You said"
+    )
     double.cut_after = None
     click(page, ".turn:last-child .problem button")
-    page.wait_for("document.querySelectorAll('.markdown')[1].textContent === 'You said: second' && " + IDLE)
+    page.wait_for(
+        "document.querySelectorAll('.markdown')[1].textContent === 'You said: second' && " + IDLE
+    )
     double.fits = 3
     ask(page, "third")
-    assert [one["content"] for one in double.bodies[-1]["messages"]] == ["second", "You said: second", "third"]
+    assert [one["content"] for one in double.bodies[-1]["messages"]] == [
+        "second",
+        "You said: second",
+        "third",
+    ]
     assert texts(page, ".answer .note")[2] == "The context is full: the oldest turn was left out."
     asked = len(double.bodies)
     ask(page, "fourth")
@@ -228,18 +309,28 @@ def test_a_token_is_asked_for_and_lasts_as_long_as_the_tab(double: ChatDouble) -
     double.token = "secret"
     with browser() as page:
         page.open(double.address)
-        page.wait_for("document.querySelector('.signin') && !document.querySelector('.signin').hidden")
+        page.wait_for(
+            "document.querySelector('.signin') && !document.querySelector('.signin').hidden"
+        )
         for token, says in (("wrong", "does not take this token"), ("secret", "")):
-            page.evaluate(f"document.querySelector('#token').value = {token!r}; document.querySelector('.signin').requestSubmit()")
-            page.wait_for(f"document.querySelector('.signin').textContent.includes({says!r}) || document.querySelector('.signin').hidden")
+            page.evaluate(
+                f"document.querySelector('#token').value = {token!r}; document.querySelector('.signin').requestSubmit()"
+            )
+            page.wait_for(
+                f"document.querySelector('.signin').textContent.includes({says!r}) || document.querySelector('.signin').hidden"
+            )
         page.wait_for(READY)
         ask(page, "hi")
         reload(page)
-        assert texts(page, ".markdown") == ["You said: hi"] and page.evaluate("document.querySelector('.signin').hidden")
+        assert texts(page, ".markdown") == ["You said: hi"] and page.evaluate(
+            "document.querySelector('.signin').hidden"
+        )
         assert page.evaluate("JSON.stringify(localStorage).includes('secret')") is False
 
 
-def test_conversations_are_renamed_deleted_exported_and_imported(page: Page, double: ChatDouble, tmp_path: Path) -> None:
+def test_conversations_are_renamed_deleted_exported_and_imported(
+    page: Page, double: ChatDouble, tmp_path: Path
+) -> None:
     ask(page, "alpha")
     click(page, ".new")
     ask(page, "beta")
@@ -258,11 +349,24 @@ def test_conversations_are_renamed_deleted_exported_and_imported(page: Page, dou
     (tmp_path / "in.json").write_text(json.dumps(saved))
     (tmp_path / "bad.json").write_text("[1]")
     (tmp_path / "plain.json").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]})
+        json.dumps(
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+        )
     )
-    choose_files(page, ".sidebar input[type=file]", tmp_path / "in.json", tmp_path / "bad.json", tmp_path / "plain.json")
-    page.wait_for("document.querySelectorAll('.chats li').length === 3 && document.querySelector('.markdown')?.textContent === 'y'")
-    assert "bad.json is not a conversation" in texts(page, ".sidebar > .note")[0] and "2 imported." in texts(page, ".sidebar > .note")[0]
+    choose_files(
+        page,
+        ".sidebar input[type=file]",
+        tmp_path / "in.json",
+        tmp_path / "bad.json",
+        tmp_path / "plain.json",
+    )
+    page.wait_for(
+        "document.querySelectorAll('.chats li').length === 3 && document.querySelector('.markdown')?.textContent === 'y'"
+    )
+    assert (
+        "bad.json is not a conversation" in texts(page, ".sidebar > .note")[0]
+        and "2 imported." in texts(page, ".sidebar > .note")[0]
+    )
     assert page.problems == []
 
 
@@ -281,27 +385,53 @@ def test_the_real_server_streams_stops_compares_and_keeps(tmp_path: Path) -> Non
     from support.byte_model import CONFIG, byte_tokenizer, write_model
     from support.serving import serving
 
-    folder = write_model(tmp_path, CONFIG.with_(max_seq_len=256), byte_tokenizer("<|im_start|>", "<|im_end|>"))
-    models = ("--model", f"cat={folder}", "--model", f"dog={folder}", "--chat-template", "chatml", "--max-running", "2")
+    folder = write_model(
+        tmp_path, CONFIG.with_(max_seq_len=256), byte_tokenizer("<|im_start|>", "<|im_end|>")
+    )
+    models = (
+        "--model",
+        f"cat={folder}",
+        "--model",
+        f"dog={folder}",
+        "--chat-template",
+        "chatml",
+        "--max-running",
+        "2",
+    )
     with serving(*models, stand_in=False) as server, browser() as page:
         page.resize(1300, 900)
         page.open(f"{server.url}/")
         page.wait_for(READY, 60)
-        page.evaluate("Object.assign(headwayChat.conversation.sampling, { temperature: 0, max_tokens: 12 })")
+        page.evaluate(
+            "Object.assign(headwayChat.conversation.sampling, { temperature: 0, max_tokens: 12 })"
+        )
         ask(page, "hi")
-        chosen = {"model": "cat", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 12}
-        answer = server.client().post("/v1/chat/completions", json=chosen).json()["choices"][0]["message"]["content"]
+        chosen = {
+            "model": "cat",
+            "messages": [{"role": "user", "content": "hi"}],
+            "temperature": 0,
+            "max_tokens": 12,
+        }
+        answer = (
+            server.client()
+            .post("/v1/chat/completions", json=chosen)
+            .json()["choices"][0]["message"]["content"]
+        )
         kept = "headwayChat.session.store.read(headwayChat.conversation.id).then((one) => Object.values(one.turns)[0].answers[0][0].text)"
         assert page.evaluate(kept) == answer and "first after" in texts(page, ".stats")[0]
         page.wait_for("document.querySelector('.live').textContent.includes('cache')")
         click(page, "[aria-label='Compare two models']")
         ask(page, "more")
-        assert texts(page, ".answer .name") == ["cat", "cat", "dog"] and texts(page, ".answer .problem") == ["", "", ""]
+        assert texts(page, ".answer .name") == ["cat", "cat", "dog"] and texts(
+            page, ".answer .problem"
+        ) == ["", "", ""]
         first, second = texts(page, ".answer .markdown")[1:]
         assert first == second, "the same weights, greedy"
         for number in range(8):
             ask(page, f"a longer question {number}")
-        assert any("context is full" in one for one in texts(page, ".answer .note")), "the oldest turns are left out"
+        assert any("context is full" in one for one in texts(page, ".answer .note")), (
+            "the oldest turns are left out"
+        )
         assert set(texts(page, ".answer .problem")) == {""}
         reload(page)
         assert len(texts(page, ".bubble")) == 10
@@ -310,14 +440,18 @@ def test_the_real_server_streams_stops_compares_and_keeps(tmp_path: Path) -> Non
         ]
 
 
-def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page: Page, double: ChatDouble) -> None:
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(
+    page: Page, double: ChatDouble
+) -> None:
     double.answers["long"], double.seconds_per_piece = "word " * 5000, 0.02
     write(page, "long")
     key(page, "Enter")
     page.wait_for("document.querySelector('.markdown')?.textContent.length > 20")
     for _ in range(2):  # the second click is sure
         click(page, ".chats li.open [aria-label=Delete]")
-    page.wait_for("document.querySelectorAll('.chats li').length === 0 && headwayChat.session.running.size === 0")
+    page.wait_for(
+        "document.querySelectorAll('.chats li').length === 0 && headwayChat.session.running.size === 0"
+    )
     reload(page)
     assert texts(page, ".chats li") == [] and texts(page, ".bubble") == []
 
@@ -338,8 +472,12 @@ def test_the_page_speaks_chinese_and_keeps_its_colours(double: ChatDouble) -> No
         page.resize(1200, 800, dark=True)
         page.open(double.address)
         page.wait_for(READY)
-        assert page.evaluate("document.documentElement.lang") == "zh-CN" and "新对话" in texts(page, ".new")
-        assert page.evaluate("document.documentElement.dataset.theme") == "dark", "the system's choice"
+        assert page.evaluate("document.documentElement.lang") == "zh-CN" and "新对话" in texts(
+            page, ".new"
+        )
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark", (
+            "the system's choice"
+        )
         click(page, "[aria-label='浅色或深色']")
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
         reload(page)

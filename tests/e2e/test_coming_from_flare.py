@@ -11,7 +11,13 @@ from support.byte_model import byte_tokenizer
 from headway.cli import main
 from headway.infer.load import find_model
 
-SHAPE = {"vocab_size": 258, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6, "num_attention_heads": 2}
+SHAPE = {
+    "vocab_size": 258,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +28,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         import transformers
 
     folder = tmp_path_factory.mktemp("base")
-    config = transformers.Qwen2Config(**SHAPE, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True)
+    config = transformers.Qwen2Config(
+        **SHAPE, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     byte_tokenizer().save(folder)
     return folder
@@ -31,7 +39,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "docs.jsonl"
-    path.write_text("".join(json.dumps({"body": f"document {n} says " + "over the hills " * 5}) + "\n" for n in range(60)))
+    path.write_text(
+        "".join(
+            json.dumps({"body": f"document {n} says " + "over the hills " * 5}) + "\n"
+            for n in range(60)
+        )
+    )
     return path
 
 
@@ -47,34 +60,62 @@ def weights(folder: Path) -> dict[str, Any]:
     return {name: value.float() for name, value in find_model(folder).weights()}
 
 
-def test_both_stages_and_their_evaluation(base: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_stages_and_their_evaluation(
+    base: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     here = small(text, tmp_path)
-    surgery = [f"init.from={base}", "model.no_rope_layers=[4, 5]", "train=[layers.4-5]", "optim.lr=0.01"]
+    surgery = [
+        f"init.from={base}",
+        "model.no_rope_layers=[4, 5]",
+        "train=[layers.4-5]",
+        "optim.lr=0.01",
+    ]
     assert main(["train", "node/nope_stage1", *here, *surgery]) == 0
     first = tmp_path / "runs" / "nope-stage1"
     before, after = weights(base), weights(first)
     moved = {name for name in before if not before[name].equal(after[name])}
     # The biases begin at zero and all of a layer's weights train.
     assert moved and all(name.startswith(("model.layers.4.", "model.layers.5.")) for name in moved)
-    assert (first / "command.txt").read_text().strip() and json.loads((first / "environment.json").read_text())["packages"]["torch"]
+    assert (first / "command.txt").read_text().strip() and json.loads(
+        (first / "environment.json").read_text()
+    )["packages"]["torch"]
 
     assert main(["train", "node/nope_stage2", *here, f"init.from={first}", "optim.lr=0.01"]) == 0
     second = tmp_path / "runs" / "nope-stage2"
     assert find_model(second).config.no_rope_layers == (4, 5)
-    assert not weights(second)["model.layers.0.mlp.up_proj.weight"].equal(after["model.layers.0.mlp.up_proj.weight"])
+    assert not weights(second)["model.layers.0.mlp.up_proj.weight"].equal(
+        after["model.layers.0.mlp.up_proj.weight"]
+    )
 
     capsys.readouterr()
-    compare = ["eval", "compare", str(base), str(second), "--data", str(text), "--text-key", "body", "--max-samples", "8"]
+    compare = [
+        "eval",
+        "compare",
+        str(base),
+        str(second),
+        "--data",
+        str(text),
+        "--text-key",
+        "body",
+        "--max-samples",
+        "8",
+    ]
     assert main([*compare, "--json"]) == 0
     models = json.loads(capsys.readouterr().out)["models"]
-    spans = [[bucket["first"] for bucket in model["datasets"]["docs.jsonl"]["positions"]] for model in models]
+    spans = [
+        [bucket["first"] for bucket in model["datasets"]["docs.jsonl"]["positions"]]
+        for model in models
+    ]
     assert spans == [[1, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32]]
 
 
 def test_a_layer_that_the_given_model_does_not_have_is_one_line(
     base: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for settings, last in (([f"init.from={base}", "model.no_rope_layers=[6]"], 5), (["model.no_rope_layers=[6]"], 3)):
+    for settings, last in (
+        ([f"init.from={base}", "model.no_rope_layers=[6]"], 5),
+        (["model.no_rope_layers=[6]"], 3),
+    ):
         recipe = [one for one in small(text, tmp_path) if not one.startswith("parallel")]
         assert main(["train", *recipe, *settings, f"tokenizer={base}"]) == 2
         said = capsys.readouterr().err.strip().splitlines()

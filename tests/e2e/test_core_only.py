@@ -27,10 +27,28 @@ def core_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_run_an_evaluation_and_an_export_need_none_of_them(core_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (core_only / "chat.jsonl").write_text("".join(json.dumps({"instruction": f"Add {n}.", "output": f"{n} + 1"}) + "\n" for n in range(30)))
-    base = write_model(core_only / "base", CONFIG.with_(max_seq_len=64), byte_tokenizer("<|im_start|>", "<|im_end|>"))
-    small = ["data.seq_len=64", "batch={rows: 2, micro_rows: 1}", "epochs=null", "steps=2", "eval.rows=2", "eval.every=2", "device=cpu"]
+def test_a_run_an_evaluation_and_an_export_need_none_of_them(
+    core_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (core_only / "chat.jsonl").write_text(
+        "".join(
+            json.dumps({"instruction": f"Add {n}.", "output": f"{n} + 1"}) + "\n" for n in range(30)
+        )
+    )
+    base = write_model(
+        core_only / "base",
+        CONFIG.with_(max_seq_len=64),
+        byte_tokenizer("<|im_start|>", "<|im_end|>"),
+    )
+    small = [
+        "data.seq_len=64",
+        "batch={rows: 2, micro_rows: 1}",
+        "epochs=null",
+        "steps=2",
+        "eval.rows=2",
+        "eval.every=2",
+        "device=cpu",
+    ]
     capsys.readouterr()
     assert main(["train", "lora", f"init.from={base}", "data.train.0.path=chat.jsonl", *small]) == 0
     said = capsys.readouterr()
@@ -38,9 +56,18 @@ def test_a_run_an_evaluation_and_an_export_need_none_of_them(core_only: Path, ca
     assert f"tensorboard is not installed ({install_command('tensorboard')})" in said.err
     assert not (core_only / "runs/lora-laptop/tensorboard").exists()
     (core_only / "text.txt").write_text("A plain text of some words. " * 20)
-    assert main(["eval", "ppl", "--model", "runs/lora-laptop", "--data", "text.txt", "--out", "report"]) == 0
+    assert (
+        main(
+            ["eval", "ppl", "--model", "runs/lora-laptop", "--data", "text.txt", "--out", "report"]
+        )
+        == 0
+    )
     report = (core_only / "report/report.md").read_text()
-    assert install_command("plot") in capsys.readouterr().err and "![" not in report and "## Calibration" in report
+    assert (
+        install_command("plot") in capsys.readouterr().err
+        and "![" not in report
+        and "## Calibration" in report
+    )
     assert main(["export", "hf", "--model", "runs/lora-laptop", "--out", "out"]) == 0
     assert main(["generate", "--model", "out", "--prompt", "Add", "--max-new-tokens", "3"]) == 0
 
@@ -58,10 +85,27 @@ def write(folder: Path, name: str, content: bytes = b"") -> str:
         ("zstd", ["data", "validate", "x.jsonl.zst"]),
         ("zstd", ["data", "clean", "x.jsonl", "out.jsonl.zst"]),
         ("sentencepiece", ["tokenizer", "inspect", "x.model"]),
-        ("sentencepiece", ["tokenizer", "train", "--kind", "sentencepiece", "--input", "x.jsonl", "--vocab-size", "300", "--out", "t"]),
+        (
+            "sentencepiece",
+            [
+                "tokenizer",
+                "train",
+                "--kind",
+                "sentencepiece",
+                "--input",
+                "x.jsonl",
+                "--vocab-size",
+                "300",
+                "--out",
+                "t",
+            ],
+        ),
         ("transformers", ["tokenizer", "inspect", "odd"]),
         ("serve", ["serve", "--model", "m"]),
-        ("tensorboard", ["eval", "ppl", "--model", "m", "--data", "x.jsonl", "--tensorboard", "tb"]),
+        (
+            "tensorboard",
+            ["eval", "ppl", "--model", "m", "--data", "x.jsonl", "--tensorboard", "tb"],
+        ),
         ("plot", ["masks", "show", "--masks", "x.tsv", "--out", "x.png"]),
         ("zh", ["data", "clean", "x.jsonl", "out.jsonl", "--simplified"]),
         ("s3", ["train", "steps=1", "checkpoint.to=s3://bucket/x", "device=cpu"]),
@@ -80,20 +124,29 @@ def test_what_needs_an_extra_says_so_in_one_line(
     write(core_only / "odd", "tokenizer_config.json", b'{"tokenizer_class": "BertTokenizer"}')
     assert main(arguments) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and f"is not installed. Run {install_command(extra)}." in errors[0], errors
+    assert len(errors) == 1 and f"is not installed. Run {install_command(extra)}." in errors[0], (
+        errors
+    )
 
 
 def test_the_extras_that_are_named_exist() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert set(EXTRAS.values()) <= set(extras)
     assert how_to_get("matplotlib") is None or not is_installed("matplotlib")
 
 
 def test_no_optional_package_is_imported_when_a_module_is() -> None:
     banned = {name.split(".")[0] for name in (*EXTRAS, *ALSO)}
-    allowed = {"export/code/modeling_qwen3_nope.py", "serve/app.py"}  # loaded only where the package is, as kernels of Triton are
+    allowed = {
+        "export/code/modeling_qwen3_nope.py",
+        "serve/app.py",
+    }  # loaded only where the package is, as kernels of Triton are
     for path in sorted((ROOT / "src/headway").rglob("*.py")):
-        if str(path.relative_to(ROOT / "src/headway")) in allowed or path.name.endswith("_triton.py"):
+        if str(path.relative_to(ROOT / "src/headway")) in allowed or path.name.endswith(
+            "_triton.py"
+        ):
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = [one.name for one in node.names] if isinstance(node, ast.Import) else []

@@ -38,14 +38,19 @@ def test_a_damaged_summary_is_written_anew(tmp_path: Path) -> None:
     whole = json.loads((tmp_path / "run" / "summary.json").read_text())
     (tmp_path / "run" / "summary.json").write_bytes(NONSENSE)
     assert headway("train", *settings).returncode == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["last_loss"] == whole["last_loss"]
+    assert (
+        json.loads((tmp_path / "run" / "summary.json").read_text())["last_loss"]
+        == whole["last_loss"]
+    )
 
 
 ENTRY = {"batches": [3, 4], "bad_step": 5, "to_step": 2, "reason": "spike", "documents": {}}
 
 
 @pytest.mark.parametrize("content", [NONSENSE, b"{}", b'[{"batches": "x"}]', b"[" * 100_000, b""])
-def test_a_damaged_heal_file_is_rebuilt_from_the_events(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_heal_file_is_rebuilt_from_the_events(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "heal.json").write_bytes(content)
     event = {"event": "spike", "healed": ENTRY}
     (tmp_path / "events.jsonl").write_bytes(NONSENSE + json.dumps(event).encode() + b"\n[2]\n")
@@ -65,13 +70,18 @@ def test_a_whole_heal_file_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_damaged_stages_are_counted_by_their_folders(tmp_path: Path) -> None:
     make_stores(tmp_path)
-    settings = [*tiny_settings(tmp_path, "run"), "stages=[{name: one, steps: 2}, {name: two, steps: 2}]"]
+    settings = [
+        *tiny_settings(tmp_path, "run"),
+        "stages=[{name: one, steps: 2}, {name: two, steps: 2}]",
+    ]
     assert headway("train", *settings).returncode == 0
     (tmp_path / "run" / "stages.json").write_bytes(NONSENSE)
     done = headway("train", *settings)
     assert done.returncode == 0, done.stderr
     assert "stages.json is damaged" in done.stderr and "2 stages are done" in done.stderr
-    assert [one["state"] for one in json.loads((tmp_path / "run" / "stages.json").read_text())["stages"]] == ["done", "done"]
+    assert [
+        one["state"] for one in json.loads((tmp_path / "run" / "stages.json").read_text())["stages"]
+    ] == ["done", "done"]
 
 
 def test_a_run_killed_in_its_export_finishes_where_process_ids_repeat(tmp_path: Path) -> None:

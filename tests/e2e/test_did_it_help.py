@@ -22,12 +22,21 @@ from headway.train.samples import NEW_TOKENS, last_turn
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("help")
-    write_model(folder / "base", CONFIG.with_(max_seq_len=192), byte_tokenizer("<|im_start|>", "<|im_end|>"))
+    write_model(
+        folder / "base", CONFIG.with_(max_seq_len=192), byte_tokenizer("<|im_start|>", "<|im_end|>")
+    )
     chat = [{"instruction": f"Say {n}.", "output": f"{n}"} for n in range(60)]
-    pairs = [{"prompt": one["instruction"], "chosen": one["output"], "rejected": "No, no."} for one in chat]
-    texts = [{"text": f"The number {n} comes before the number {n + 1}, and so on."} for n in range(60)]
+    pairs = [
+        {"prompt": one["instruction"], "chosen": one["output"], "rejected": "No, no."}
+        for one in chat
+    ]
+    texts = [
+        {"text": f"The number {n} comes before the number {n + 1}, and so on."} for n in range(60)
+    ]
     for name, records in (("chat", chat), ("pairs", pairs), ("texts", texts)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     return folder
 
 
@@ -43,37 +52,63 @@ def shown(run: Path) -> list[dict[str, Any]]:
     return json.loads((run / "samples.json").read_text())["samples"]
 
 
-def answers(model: Path, asked: list[dict[str, Any]], prefix: str = "<|im_start|>user\n", suffix: str | None = None) -> list[str]:
+def answers(
+    model: Path,
+    asked: list[dict[str, Any]],
+    prefix: str = "<|im_start|>user\n",
+    suffix: str | None = None,
+) -> list[str]:
     """What `headway generate` writes for the same prompts."""
     loaded = load_model(model)
     assert loaded.tokenizer is not None
     end = "<|im_end|>\n<|im_start|>assistant\n" if suffix is None else suffix
-    ids = [(one["prompt"], loaded.tokenizer.encode(prefix + one["prompt"] + end, allowed_special="all")) for one in asked]
+    ids = [
+        (
+            one["prompt"],
+            loaded.tokenizer.encode(prefix + one["prompt"] + end, allowed_special="all"),
+        )
+        for one in asked
+    ]
     stop = loaded.tokenizer.token_to_id("<|im_end|>")
     assert stop is not None
     options = GenerateOptions(NEW_TOKENS, stop_ids=(stop,) if prefix else ())
     return [one.text.strip() for one in generate_from_ids(loaded, ids, options)]
 
 
-@pytest.mark.parametrize("adapter", [(), ("adapter={rank: 4, targets: [q_proj, v_proj]}",)], ids=["all weights", "lora"])
-def test_held_out_prompts_are_answered_before_and_after(adapter: tuple[str, ...], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "adapter", [(), ("adapter={rank: 4, targets: [q_proj, v_proj]}",)], ids=["all weights", "lora"]
+)
+def test_held_out_prompts_are_answered_before_and_after(
+    adapter: tuple[str, ...], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     name = f"sft{len(adapter)}"
     with caplog.at_level(logging.INFO, "headway"):
         summary = train(recipe(folder, name, *adapter))
     run = folder / "runs" / name
     found = shown(run)
     assert summary["samples"] == json.loads((run / "summary.json").read_text())["samples"] == found
-    assert [one["prompt"] for one in found] == [f"Say {one['expected']}." for one in found] and len(found) == 2
+    assert [one["prompt"] for one in found] == [f"Say {one['expected']}." for one in found] and len(
+        found
+    ) == 2
     held_out = {one["document"] for one in found}
     assert len(held_out) == 2
     assert [one["before"]["text"] for one in found] == answers(folder / "base/out", found)
     assert [one["after"]["text"] for one in found] == answers(run, found)
     assert found[0]["before"] != found[0]["after"]
     said = "\n".join(caplog.messages)
-    assert f"held-out prompt: {found[0]['prompt']}\n" in said and "\n  before: " in said and "\n  after:  " in said
+    assert (
+        f"held-out prompt: {found[0]['prompt']}\n" in said
+        and "\n  before: " in said
+        and "\n  after:  " in said
+    )
     assert "tokens/s, " in said and " GB of memory at most\n" in said
-    before, last = summary["validation"]["valid"]["loss"]["before"], summary["validation"]["valid"]["loss"]["last"]
-    assert f"validation loss: {before:.4f} before, {last:.4f} best (step 2), {last:.4f} last" in said
+    before, last = (
+        summary["validation"]["valid"]["loss"]["before"],
+        summary["validation"]["valid"]["loss"]["last"],
+    )
+    assert (
+        f"validation loss: {before:.4f} before, {last:.4f} best (step 2), {last:.4f} last" in said
+    )
 
 
 def test_a_resumed_run_keeps_the_answers_from_before_its_first_step(folder: Path) -> None:
@@ -90,10 +125,17 @@ def test_a_resumed_run_keeps_the_answers_from_before_its_first_step(folder: Path
 
 
 def test_a_preference_run_asks_and_a_pretraining_continues(folder: Path) -> None:
-    pairs = ("objective.kind=dpo", f"data.train={folder}/pairs.jsonl", "data.seq_len=128", "log.samples=3")
+    pairs = (
+        "objective.kind=dpo",
+        f"data.train={folder}/pairs.jsonl",
+        "data.seq_len=128",
+        "log.samples=3",
+    )
     train(recipe(folder, "dpo", *pairs))
     found = shown(folder / "runs/dpo")
-    assert [one["prompt"] for one in found] == [f"Say {one['expected']}." for one in found] and len(found) == 3
+    assert [one["prompt"] for one in found] == [f"Say {one['expected']}." for one in found] and len(
+        found
+    ) == 3
     assert [one["before"]["text"] for one in found] == answers(folder / "base/out", found)
 
     train(recipe(folder, "text", f"data.train={folder}/texts.jsonl", "log.samples=1"))
@@ -103,13 +145,19 @@ def test_a_preference_run_asks_and_a_pretraining_continues(folder: Path) -> None
     assert [found["before"]["text"]] == answers(folder / "base/out", [found], "", "")
 
 
-def test_a_sample_that_fails_is_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sample_that_fails_is_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(*_: object) -> None:
         raise MemoryError("no room\nfor a second model")
 
     monkeypatch.setattr(samples, "write_answers", broken)
     summary = train(recipe(folder, "broken"))
-    assert summary["steps"] == 2 and summary["samples"] == [] and summary["validation"]["valid"]["loss"]["best"] is not None
+    assert (
+        summary["steps"] == 2
+        and summary["samples"] == []
+        and summary["validation"]["valid"]["loss"]["best"] is not None
+    )
     assert [line for line in caplog.messages if "no samples" in line] == [
         "no samples of held-out prompts: MemoryError: no room for a second model"
     ] * 2
@@ -126,7 +174,9 @@ def test_large_models_models_without_validation_and_those_that_write_no_text_hav
     assert train(recipe(folder, "off", "log.samples=0"))["samples"] == []
     reward = ("objective.kind=reward", f"data.train={folder}/pairs.jsonl", "data.seq_len=128")
     assert train(recipe(folder, "reward", *reward))["samples"] == []
-    with pytest.raises(ConfigError, match=r"log.samples is 1, but data.valid is null, so no prompts are held out"):
+    with pytest.raises(
+        ConfigError, match=r"log.samples is 1, but data.valid is null, so no prompts are held out"
+    ):
         recipe(folder, "alone", "data.valid=null", "eval.at_start=false", "log.samples=1")
     with pytest.raises(ConfigError, match=r"log.samples is -1; it must be auto, or from 0 to 100"):
         recipe(folder, "alone", "log.samples=-1")
@@ -158,6 +208,13 @@ def test_the_last_turn_is_shown_without_the_marks_of_its_template() -> None:
     def turn(text: str) -> str:
         return last_turn(tokenizer.encode(text, allowed_special="all"), tokenizer)
 
-    assert turn("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n") == "Hi there"
-    assert turn("### Instruction:\nHi\n\n### Response:\n") == "### Instruction:\nHi\n\n### Response:"
+    assert (
+        turn(
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
+        )
+        == "Hi there"
+    )
+    assert (
+        turn("### Instruction:\nHi\n\n### Response:\n") == "### Instruction:\nHi\n\n### Response:"
+    )
     assert turn("<|im_start|>user\nuser stories?<|im_end|>") == "user stories?"

@@ -29,11 +29,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two stores, a third with answers to learn and documents longer than a row, and a trained teacher."""
     path = tmp_path_factory.mktemp("cache")
     make_stores(path)
-    rng, writer = np.random.default_rng(5), StoreWriter(path / "chat", dtype="uint16", tokenizer_fingerprint=None, masked=True)
+    rng, writer = (
+        np.random.default_rng(5),
+        StoreWriter(path / "chat", dtype="uint16", tokenizer_fingerprint=None, masked=True),
+    )
     for size in (150, 20, 64, 33, 130, 5, 41):
         writer.add(rng.integers(0, 64, size).astype(np.uint16), rng.random(size) < 0.6)
     writer.finish()
-    run(path, "teacher", "optim.lr=1e-2", "data.valid=null", "eval.every=null", "steps=8", "model.hidden_size=48")
+    run(
+        path,
+        "teacher",
+        "optim.lr=1e-2",
+        "data.valid=null",
+        "eval.every=null",
+        "steps=8",
+        "model.hidden_size=48",
+    )
     return path
 
 
@@ -46,16 +57,27 @@ def teacher(folder: Path) -> LoadedModel:
 def few(folder: Path, teacher: LoadedModel) -> tuple[str, ...]:
     """A run with eight tokens per position, in half precision."""
     write(folder, teacher, "store0", "few", LogitsOptions(top_k=8, temperature=2.0))
-    shape = ("objective.kind=distill", f"objective.cache={folder}/few", "objective.temperature=2.0", "model.num_layers=2")
+    shape = (
+        "objective.kind=distill",
+        f"objective.cache={folder}/few",
+        "objective.temperature=2.0",
+        "model.num_layers=2",
+    )
     return (*shape, "steps=4", "optim.lr=1e-2", "checkpoint.every=2")
 
 
-def write(folder: Path, teacher: LoadedModel, store: str, out: str, options: LogitsOptions) -> LogitsResult:
+def write(
+    folder: Path, teacher: LoadedModel, store: str, out: str, options: LogitsOptions
+) -> LogitsResult:
     return write_logits(teacher, open_store(folder / store), folder / out, options)
 
 
 def recipe(folder: Path, name: str, *overrides: str) -> Recipe:
-    return load(Recipe, None, [*tiny_settings(folder / "runs", name), f"data.train=[{folder}/store0]", *overrides])
+    return load(
+        Recipe,
+        None,
+        [*tiny_settings(folder / "runs", name), f"data.train=[{folder}/store0]", *overrides],
+    )
 
 
 def run(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
@@ -67,42 +89,74 @@ def run(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
 def assert_same(got: list[dict[str, Any]], right: list[dict[str, Any]], rel: float = 2e-5) -> None:
     assert len(got) == len(right)
     for one, other in zip(got, right, strict=True):
-        assert {k: one[k] for k in NUMBERS} == pytest.approx({k: other[k] for k in NUMBERS}, rel=rel, abs=1e-6), f"step {one['step']}"
+        assert {k: one[k] for k in NUMBERS} == pytest.approx(
+            {k: other[k] for k in NUMBERS}, rel=rel, abs=1e-6
+        ), f"step {one['step']}"
         for name, values in other.get("valid", {}).items():
             assert one["valid"][name] == pytest.approx(values, rel=rel, abs=1e-6)
 
 
-def test_the_whole_vocabulary_gives_the_run_of_a_teacher_in_memory(folder: Path, teacher: LoadedModel) -> None:
+def test_the_whole_vocabulary_gives_the_run_of_a_teacher_in_memory(
+    folder: Path, teacher: LoadedModel
+) -> None:
     whole = LogitsOptions(top_k=64, temperature=2.0, dtype="float32", seq_len=64, batch_tokens=128)
     write(folder, teacher, "store0", "whole/store0", whole)
     for number in range(2):
-        write(folder, teacher, "chat", f"whole/chat{number}", LogitsOptions(**{**vars(whole), "shard": (number, 2)}))
-    data = f"data.train=[{{path: {folder}/store0, weight: 0.5}}, {{path: {folder}/chat, weight: 0.5}}]"
-    shape = (data, "objective.kind=distill", "objective.temperature=2.0", "steps=3", "optim.lr=1e-2")
+        write(
+            folder,
+            teacher,
+            "chat",
+            f"whole/chat{number}",
+            LogitsOptions(**{**vars(whole), "shard": (number, 2)}),
+        )
+    data = (
+        f"data.train=[{{path: {folder}/store0, weight: 0.5}}, {{path: {folder}/chat, weight: 0.5}}]"
+    )
+    shape = (
+        data,
+        "objective.kind=distill",
+        "objective.temperature=2.0",
+        "steps=3",
+        "optim.lr=1e-2",
+    )
     live = run(folder, "live", *shape, f"objective.teacher={folder}/runs/teacher")
     stored = run(folder, "stored", *shape, f"objective.cache={folder}/whole")
     assert_same(stored, live)
     assert "no model in memory" in (folder / "runs" / "stored" / "train.log").read_text()
 
 
-def test_a_few_tokens_in_half_precision_teach_nearly_the_same(folder: Path, few: tuple[str, ...]) -> None:
+def test_a_few_tokens_in_half_precision_teach_nearly_the_same(
+    folder: Path, few: tuple[str, ...]
+) -> None:
     """And the stored numbers are small: eight ids of two bytes and nine numbers of two bytes for each position."""
     tokens = open_store(folder / "store0").num_tokens
-    assert sum(file.stat().st_size for file in (folder / "few").glob("*.bin")) == tokens * (8 * 2 + 9 * 2)
+    assert sum(file.stat().st_size for file in (folder / "few").glob("*.bin")) == tokens * (
+        8 * 2 + 9 * 2
+    )
     short = ("steps=1", "eval.every=null", "data.valid=null", "checkpoint.every=null")
-    live = run(folder, "live8", *few[:1], *few[2:], f"objective.teacher={folder}/runs/teacher", *short)
+    live = run(
+        folder, "live8", *few[:1], *few[2:], f"objective.teacher={folder}/runs/teacher", *short
+    )
     got = run(folder, "few", *few, *short)
     assert got[0]["nll"] == pytest.approx(live[0]["nll"])
     assert 0.3 * live[0]["kl"] < got[0]["kl"] < live[0]["kl"]  # classes joined never diverge more
-    dropped = run(folder, "dropped", *few, "objective.tail=drop", "objective.temperature=3.0", *short)
+    dropped = run(
+        folder, "dropped", *few, "objective.tail=drop", "objective.temperature=3.0", *short
+    )
     assert 0 < dropped[0]["kl"] != pytest.approx(got[0]["kl"])
 
 
 @pytest.mark.slow
-def test_microbatches_and_ranks_change_nothing_and_a_resumed_run_is_the_uninterrupted_one(folder: Path, few: tuple[str, ...]) -> None:
+def test_microbatches_and_ranks_change_nothing_and_a_resumed_run_is_the_uninterrupted_one(
+    folder: Path, few: tuple[str, ...]
+) -> None:
     plain = run(folder, "plain", *few)
     assert_same(run(folder, "wide", *few, "batch.micro_rows=4", "data.workers=0"), plain, 1e-4)
-    layouts = {"zero1": (), "fsdp": ("parallel.strategy=fsdp",), "pipeline": ("parallel.pipeline=2",)}
+    layouts = {
+        "zero1": (),
+        "fsdp": ("parallel.strategy=fsdp",),
+        "pipeline": ("parallel.pipeline=2",),
+    }
     for name, more in layouts.items():
         one = recipe(folder, name, *few, "checkpoint.every=null", *more)
         start_processes(lambda one=one: train(one), 2)
@@ -144,23 +198,43 @@ def test_a_killed_writer_continues_and_leaves_the_same_bytes(
     with pytest.raises(HeadwayError, match=r"other settings \(top_k\)"):
         write(folder, teacher, "chat", str(tmp_path / "killed"), LogitsOptions(top_k=6, seq_len=64))
     resumed = write(folder, teacher, "chat", str(tmp_path / "killed"), options)
-    assert resumed.tokens_done_before == sum(calls[:4]) and resumed.coverage == pytest.approx(straight.coverage)
+    assert resumed.tokens_done_before == sum(calls[:4]) and resumed.coverage == pytest.approx(
+        straight.coverage
+    )
     files = sorted(one.name for one in (tmp_path / "straight").iterdir())
     assert files == sorted(one.name for one in (tmp_path / "killed").iterdir())
     for name in files:
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes(), name
+        assert (tmp_path / "killed" / name).read_bytes() == (
+            tmp_path / "straight" / name
+        ).read_bytes(), name
 
 
-def test_the_verb_writes_beside_the_store_and_says_what_it_kept(folder: Path, tmp_path: Path) -> None:
+def test_the_verb_writes_beside_the_store_and_says_what_it_kept(
+    folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder / "store1", tmp_path / "text")
-    command = ("data", "teacher-logits", str(tmp_path / "text"), "--teacher", str(folder / "runs" / "teacher"), "--top-k", "4", "--json")
+    command = (
+        "data",
+        "teacher-logits",
+        str(tmp_path / "text"),
+        "--teacher",
+        str(folder / "runs" / "teacher"),
+        "--top-k",
+        "4",
+        "--json",
+    )
     first = headway(*command)
     assert first.returncode == 0, first.stderr
     found = json.loads(first.stdout)["logits"][0]
-    assert found["out"] == str(tmp_path / "text.logits") and found["tokens"] == open_store(tmp_path / "text").num_tokens
+    assert (
+        found["out"] == str(tmp_path / "text.logits")
+        and found["tokens"] == open_store(tmp_path / "text").num_tokens
+    )
     assert 4 / 64 < found["coverage"] < 1
     again = json.loads(headway(*command).stdout)["logits"][0]
-    assert again["tokens_done_before"] == found["tokens"] and again["coverage"] == pytest.approx(found["coverage"])
+    assert again["tokens_done_before"] == found["tokens"] and again["coverage"] == pytest.approx(
+        found["coverage"]
+    )
     wrong = headway(*command[:-1], "--top-k", "65")
     assert wrong.returncode == 2 and wrong.stderr.strip().endswith(
         "it must be 1 to 64, the vocabulary of " + str(folder / "runs" / "teacher" / "final") + "."
@@ -170,7 +244,13 @@ def test_the_verb_writes_beside_the_store_and_says_what_it_kept(folder: Path, tm
 def test_logits_that_do_not_belong_are_refused_in_one_line(
     folder: Path, teacher: LoadedModel, few: tuple[str, ...], tmp_path: Path
 ) -> None:
-    write(folder, teacher, "store0", str(tmp_path / "half"), LogitsOptions(top_k=8, temperature=2.0, shard=(0, 2)))
+    write(
+        folder,
+        teacher,
+        "store0",
+        str(tmp_path / "half"),
+        LogitsOptions(top_k=8, temperature=2.0, shard=(0, 2)),
+    )
     shutil.copytree(folder / "few", tmp_path / "bad")
     at = tmp_path / "bad" / "logps-00000.bin"
     at.write_bytes(at.read_bytes()[:-1] + b"\x00")
@@ -180,7 +260,10 @@ def test_logits_that_do_not_belong_are_refused_in_one_line(
         (f"objective.cache={tmp_path}/bad",): "damaged: its checksum differs",
         (f"objective.cache={folder}/store0",): "no logits of a teacher",
         ("objective.temperature=1.0",): "objective.temperature is 1; .* for 2",
-        ("objective.teacher=null", f"objective.teacher={folder}/runs/teacher"): "teacher and cache are both given",
+        (
+            "objective.teacher=null",
+            f"objective.teacher={folder}/runs/teacher",
+        ): "teacher and cache are both given",
         ("objective.cache=null", "objective.tail=drop"): "which is for stored logits",
         ("parallel.tensor=2",): "parallel.tensor is 2 and objective distill",
         ("model.vocab_size=60",): "vocabulary",

@@ -29,11 +29,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(folder: Path, name: str, *more: str) -> Recipe:
-    return load(Recipe, None, [*tiny_settings(folder, name), "steps=40", "checkpoint.every=5", "checkpoint.keep_last=1", *WORSE, *more])
+    return load(
+        Recipe,
+        None,
+        [
+            *tiny_settings(folder, name),
+            "steps=40",
+            "checkpoint.every=5",
+            "checkpoint.keep_last=1",
+            *WORSE,
+            *more,
+        ],
+    )
 
 
 def losses(run: Path) -> dict[int, float]:
-    return {record["step"]: record["valid"]["valid"]["loss"] for record in deterministic(run / "metrics.jsonl") if "valid" in record}
+    return {
+        record["step"]: record["valid"]["valid"]["loss"]
+        for record in deterministic(run / "metrics.jsonl")
+        if "valid" in record
+    }
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +56,19 @@ def stopped(folder: Path) -> dict[str, Any]:
     return train(recipe(folder, "stopped"))
 
 
-def test_it_ends_after_patience_validations_that_are_no_better(stopped: dict[str, Any], folder: Path) -> None:
+def test_it_ends_after_patience_validations_that_are_no_better(
+    stopped: dict[str, Any], folder: Path
+) -> None:
     seen = losses(folder / "stopped")
     best = min(seen, key=lambda step: seen[step])
     assert stopped["steps"] == best + 3 * 2 == max(seen) < 40
     early = stopped["stopped_early"]
-    assert (early["best_step"], early["best"], early["step"], early["metric"]) == (best, seen[best], best + 6, "loss")
+    assert (early["best_step"], early["best"], early["step"], early["metric"]) == (
+        best,
+        seen[best],
+        best + 6,
+        "loss",
+    )
     assert json.loads((folder / "stopped" / "summary.json").read_text())["stopped_early"] == early
     assert "stopped early after step" in (folder / "stopped" / "train.log").read_text()
 
@@ -55,28 +77,43 @@ def test_final_is_made_from_the_best_checkpoint(stopped: dict[str, Any], folder:
     best = folder / "stopped" / "checkpoints" / f"step-{stopped['stopped_early']['best_step']:08}"
     assert stopped["checkpoint"] == str(best)
     weights = dict(find_model(best).weights())
-    assert all(torch.equal(weights[name], value) for name, value in find_model(folder / "stopped").weights())
+    assert all(
+        torch.equal(weights[name], value)
+        for name, value in find_model(folder / "stopped").weights()
+    )
     plain = train(recipe(folder, "last", "eval.stop.restore_best=false"))
     assert plain["final_step"] == plain["steps"]
     weights = dict(find_model(folder / "last" / "checkpoints" / "latest").weights())
-    assert all(torch.equal(weights[name], value) for name, value in find_model(folder / "last").weights())
+    assert all(
+        torch.equal(weights[name], value) for name, value in find_model(folder / "last").weights()
+    )
 
 
-def test_a_resumed_run_stops_where_the_undisturbed_one_does(stopped: dict[str, Any], folder: Path) -> None:
+def test_a_resumed_run_stops_where_the_undisturbed_one_does(
+    stopped: dict[str, Any], folder: Path
+) -> None:
     train(recipe(folder, "resumed"))
     run = folder / "resumed"
     best = stopped["stopped_early"]["best_step"]
     for path in (run / "checkpoints").glob("step-*"):
         if int(path.name[5:]) > best:
-            (path / "manifest.json").write_text("{}")  # as if it had been killed after the best step, patience partly used
+            (path / "manifest.json").write_text(
+                "{}"
+            )  # as if it had been killed after the best step, patience partly used
     (run / "summary.json").unlink()
     train(recipe(folder, "resumed"))
     assert_same_run(folder / "stopped", run, stopped["steps"])
     with open_checkpoint(run / "checkpoints" / "latest") as reader:
-        assert reader.scalars["patience"] == {"best": stopped["stopped_early"]["best"], "best_step": best, "used": 3}
+        assert reader.scalars["patience"] == {
+            "best": stopped["stopped_early"]["best"],
+            "best_step": best,
+            "used": 3,
+        }
 
 
-def test_an_ended_run_is_complete_and_more_patience_lets_it_go_on(stopped: dict[str, Any], folder: Path) -> None:
+def test_an_ended_run_is_complete_and_more_patience_lets_it_go_on(
+    stopped: dict[str, Any], folder: Path
+) -> None:
     before = (folder / "stopped" / "metrics.jsonl").read_bytes()
     train(recipe(folder, "stopped"))
     assert (folder / "stopped" / "metrics.jsonl").read_bytes() == before
@@ -92,9 +129,17 @@ def test_two_ranks_stop_after_the_same_step(stopped: dict[str, Any], folder: Pat
     assert seen[0]["final_step"] == stopped["final_step"]
 
 
-def test_the_next_stage_starts_from_the_best_checkpoint_of_one_that_stopped_early(stopped: dict[str, Any], folder: Path) -> None:
-    staged = recipe(folder, "staged", "stages=[{name: one}, {name: two, steps: 2, optim: {lr: 0.0}, eval: {stop: null}}]")
+def test_the_next_stage_starts_from_the_best_checkpoint_of_one_that_stopped_early(
+    stopped: dict[str, Any], folder: Path
+) -> None:
+    staged = recipe(
+        folder,
+        "staged",
+        "stages=[{name: one}, {name: two, steps: 2, optim: {lr: 0.0}, eval: {stop: null}}]",
+    )
     summary = train(staged)
     assert [stage["steps"] for stage in summary["stages"]] == [stopped["steps"], 2]
     best = dict(find_model(folder / "stopped").weights())
-    assert all(torch.equal(best[name], value) for name, value in find_model(folder / "staged").weights())
+    assert all(
+        torch.equal(best[name], value) for name, value in find_model(folder / "staged").weights()
+    )

@@ -71,7 +71,16 @@ ADDED = {
     "chat": ["--max-new-tokens", "2"],
     "eval ppl": ["--max-samples", "2", "--window", "64"],
     "eval compare": ["--max-samples", "2", "--window", "64", "--max-new-tokens", "2"],
-    "eval long": ["--samples", "1", "--tasks", "key_value", "--depths", "0", "--chunk-tokens", "64"],
+    "eval long": [
+        "--samples",
+        "1",
+        "--tasks",
+        "key_value",
+        "--depths",
+        "0",
+        "--chunk-tokens",
+        "64",
+    ],
     "eval multimodal": ["--limit", "2", "--max-new-tokens", "2"],
     "sparsify": ["--samples", "1", "--depths", "0", "--lengths", "64"],
     "verify resume": ["--steps", "4", "--kill-at", "2"],
@@ -86,10 +95,18 @@ FEWER = {
     "batch.rows_per_rank": "4", "steps": "1", "batch.tokens": "128",
 }  # fmt: skip
 RECIPES_OF_NODES = {
-    "node/nope_stage1": ["model.no_rope_layers=[3, 4, 5]", "train=[layers.3-5]", "data.train.0.limit=20"],
+    "node/nope_stage1": [
+        "model.no_rope_layers=[3, 4, 5]",
+        "train=[layers.3-5]",
+        "data.train.0.limit=20",
+    ],
     "node/nope_stage2": ["data.train.0.limit=20"],
     "node/prulong-masks": ["model.max_seq_len=128", "objective.window=16", "objective.sinks=4"],
-    "node/prulong-masks-and-weights": ["model.max_seq_len=128", "objective.window=16", "objective.sinks=4"],
+    "node/prulong-masks-and-weights": [
+        "model.max_seq_len=128",
+        "objective.window=16",
+        "objective.sinks=4",
+    ],
     "node/prulong-sft": ["model.max_seq_len=128"],
 }
 
@@ -131,13 +148,21 @@ GROUPS = ("config", "data", "doctor", "eval", "export", "launch", "masks", "toke
 
 def verb_of(words: list[str]) -> str:
     """`train`, or two words such as `eval ppl`."""
-    is_below = words[0] in GROUPS and len(words) > 1 and re.fullmatch(r"[a-z-]+", words[1]) and not words[1].startswith("-")
+    is_below = (
+        words[0] in GROUPS
+        and len(words) > 1
+        and re.fullmatch(r"[a-z-]+", words[1])
+        and not words[1].startswith("-")
+    )
     return " ".join(words[:2]) if is_below else words[0]
 
 
 def replaced(words: list[str], option: str, value: str) -> list[str]:
     """The words with another value of an option."""
-    return [value if before == option else word for before, word in zip(["", *words], words, strict=False)]
+    return [
+        value if before == option else word
+        for before, word in zip(["", *words], words, strict=False)
+    ]
 
 
 def smaller(words: list[str]) -> list[str]:
@@ -166,20 +191,39 @@ def small_training(words: list[str]) -> list[str]:
     axes = [key for key in given if key in FEWER and key.startswith("parallel.")]
     # Without an axis to split over, ranks only divide the rows: tests/distributed has that, and each rank starts an interpreter here.
     words = replaced(words, "--nproc", ("1", "2", "4")[len(axes)])
-    words = [f"{key}={FEWER[key]}" if (key := word.partition("=")[0]) in FEWER else word for word in words]
+    words = [
+        f"{key}={FEWER[key]}" if (key := word.partition("=")[0]) in FEWER else word
+        for word in words
+    ]
     words = [word for word in words if not word.startswith(("epochs=", "device="))]
     recipe = next((word for word in words[1:] if "=" not in word and not word.startswith("-")), "")
     more = ["run.dir=out"]
     if recipe in ("recipe.yaml", "internlm-7b.yaml", "RECIPE"):  # small already
         more += ["model.experts={num: 4, per_token: 2}"] if "parallel.expert" in given else []
     elif recipe.startswith("multimodal/"):
-        more += [one for one in guide_world.FAST if not one.startswith(("data.seq_len", "data.packing", "batch"))]
-        more += ["batch={rows: 4, micro_rows: 4}", "model.aligner.dim=16" if recipe == "multimodal/align" else "data.seq_len=512"]
+        more += [
+            one
+            for one in guide_world.FAST
+            if not one.startswith(("data.seq_len", "data.packing", "batch"))
+        ]
+        more += [
+            "batch={rows: 4, micro_rows: 4}",
+            "model.aligner.dim=16" if recipe == "multimodal/align" else "data.seq_len=512",
+        ]
     else:
         more += guide_world.FAST
-        more += guide_world.SCRATCH if recipe in ("pretrain", "laptop/pretrain", "laptop/moe") else []
+        more += (
+            guide_world.SCRATCH if recipe in ("pretrain", "laptop/pretrain", "laptop/moe") else []
+        )
     more += RECIPES_OF_NODES.get(recipe, [])
-    return [*words, *(one for one in more if one.partition("=")[0] not in given or one.startswith(("epochs", "device")))]
+    return [
+        *words,
+        *(
+            one
+            for one in more
+            if one.partition("=")[0] not in given or one.startswith(("epochs", "device"))
+        ),
+    ]
 
 
 def clear_outputs(words: list[str]) -> None:
@@ -215,7 +259,11 @@ def expanded(words: list[str]) -> list[str]:
     """Globs as a shell expands them."""
     found: list[str] = []
     for word in words:
-        matches = sorted(str(path) for path in Path().glob(word)) if "*" in word and "=" not in word else []
+        matches = (
+            sorted(str(path) for path in Path().glob(word))
+            if "*" in word and "=" not in word
+            else []
+        )
         found += matches or [word]
     return found
 
@@ -230,7 +278,9 @@ def serve(command: list[str]) -> str:
         said = os.pread(server._files[0], 1 << 16, 0).decode()
     server.send_signal(signal.SIGTERM)
     server.wait(60)
-    return "" if '"url"' in said else f"headway {shlex.join(command)}: {server.stderr.strip()[-700:]}"
+    return (
+        "" if '"url"' in said else f"headway {shlex.join(command)}: {server.stderr.strip()[-700:]}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +296,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def check_lines(lines: list[str], world: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_lines(
+    lines: list[str], world: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problems: list[str] = []
     for number, line in enumerate(lines):
         guide_world.copy_to(world, folder / str(number))
@@ -268,29 +320,47 @@ HEAVY = r"serve .*|doctor .*--nproc.*"
 """Lines of the front page that take long: with the guides."""
 
 
-def test_every_line_of_the_front_page_works(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [line for line, page in lines_to_run().items() if page == "README.md" and not re.fullmatch(HEAVY, line)]
+def test_every_line_of_the_front_page_works(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        line
+        for line, page in lines_to_run().items()
+        if page == "README.md" and not re.fullmatch(HEAVY, line)
+    ]
     assert len(lines) >= 15
     check_lines([*lines, *SAID[:2]], world, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_what_the_front_page_says_in_a_sentence_works(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_front_page_says_in_a_sentence_works(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_lines([*SAID[2:]], world, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", sorted(set(lines_to_run().values())))
-def test_every_line_of_a_guide_works(page: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [line for line, first in lines_to_run().items() if first == page and (page != "README.md" or re.fullmatch(HEAVY, line))]
+def test_every_line_of_a_guide_works(
+    page: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        line
+        for line, first in lines_to_run().items()
+        if first == page and (page != "README.md" or re.fullmatch(HEAVY, line))
+    ]
     check_lines(lines, world, tmp_path, monkeypatch)
 
 
 def test_every_line_is_run_or_listed_and_every_entry_is_needed() -> None:
-    headway_words = [words for page in PAGES for words in command_lines(page) if words[0] == "headway"]
+    headway_words = [
+        words for page in PAGES for words in command_lines(page) if words[0] == "headway"
+    ]
     listed = {" ".join(words) for words in headway_words if reason_for(words) is not None}
-    unused = [pattern for pattern in LISTED if not any(re.fullmatch(pattern, line) for line in listed)]
+    unused = [
+        pattern for pattern in LISTED if not any(re.fullmatch(pattern, line) for line in listed)
+    ]
     assert not unused, f"no page has such a line any more: {unused}"
     assert len(lines_to_run()) >= 150 and len(listed) <= 60
 
@@ -305,7 +375,9 @@ def test_no_line_of_a_block_is_overlooked() -> None:
 
 
 def test_installation_lines_name_extras_and_targets_that_exist() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
     targets = set(re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8")))
     seen = 0
     for page in PAGES:

@@ -23,12 +23,24 @@ def as_override(path: str, value: Any) -> str:
     key = path.split("[")[0] + (path.split("]")[1] if "]" in path else "")
     if path.startswith("model.aligner.encoders["):
         key = f"model.aligner.encoders.{encoded_by(path.split('[')[1].split(']')[0])}{path.split(']')[1]}"
-    if isinstance(value, list) and (".groups." in path or path.startswith(("data.train.", "track[", "stages."))):
-        key = key.split(".")[0] if path.startswith(("track", "stages")) else ".".join(key.split(".")[:2])
+    if isinstance(value, list) and (
+        ".groups." in path or path.startswith(("data.train.", "track[", "stages."))
+    ):
+        key = (
+            key.split(".")[0]
+            if path.startswith(("track", "stages"))
+            else ".".join(key.split(".")[:2])
+        )
         return f"{key}=[{', '.join(value)}]"
     if path.startswith("data.valid.sets."):
         return f"data.valid.sets={value}"
-    text = "null" if value is None else json.dumps(value) if not isinstance(value, str) else value or '""'
+    text = (
+        "null"
+        if value is None
+        else json.dumps(value)
+        if not isinstance(value, str)
+        else value or '""'
+    )
     return f"{key}={text}"
 
 
@@ -50,5 +62,8 @@ def test_a_second_value_changes_what_is_seen(path: str) -> None:
     before, first, second, look = TABLE[path]
     if path in ("init.from", "init.content"):
         observed(("run.dir=$/runs1",))
-    seen = [look(tuple(text.replace("$", str(root())) for text in (*before, as_override(path, value)))) for value in (first, second)]
+    seen = [
+        look(tuple(text.replace("$", str(root())) for text in (*before, as_override(path, value))))
+        for value in (first, second)
+    ]
     assert seen[0] != seen[1], f"{path}={first} and {path}={second} look the same: {seen[0]}"

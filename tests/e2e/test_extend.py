@@ -32,9 +32,15 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     project = tomllib.loads((LAB / "pyproject.toml").read_text())["project"]
     info = tmp_path / "site" / f"my_lab-{project['version']}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
     groups = project["entry-points"].items()
-    lines = [line for name, entries in groups for line in (f"[{name}]", *(f"{key} = {value}" for key, value in entries.items()))]
+    lines = [
+        line
+        for name, entries in groups
+        for line in (f"[{name}]", *(f"{key} = {value}" for key, value in entries.items()))
+    ]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     shutil.copytree(LAB / "my_lab", tmp_path / "site" / "my_lab")
     for name in [name for name in sys.modules if name.split(".")[0] == "my_lab"]:
@@ -47,15 +53,23 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_page_shows_the_files_of_the_package() -> None:
     page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     shown = dict(re.findall(r"(?ms)^```python\n# my_lab/(\w+\.py)\n(.*?)^```", page))
-    files = {file.name: file.read_text(encoding="utf-8") for file in (LAB / "my_lab").glob("*.py") if file.name != "__init__.py"}
+    files = {
+        file.name: file.read_text(encoding="utf-8")
+        for file in (LAB / "my_lab").glob("*.py")
+        if file.name != "__init__.py"
+    }
     assert shown == files, "docs/extend.md shows other code than examples/my_lab"
     assert re.findall(r"(?ms)^```toml\n(.*?)^```", page)[0] in (LAB / "pyproject.toml").read_text()
 
 
-def test_a_run_takes_everything_from_the_package(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_takes_everything_from_the_package(
+    lab: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     byte_tokenizer().save(lab / "tokenizer")
     (lab / "fortunes").mkdir()
-    (lab / "fortunes" / "one").write_text("\n%\n".join(f"fortune {number} says hello" for number in range(20)) + "\n")
+    (lab / "fortunes" / "one").write_text(
+        "\n%\n".join(f"fortune {number} says hello" for number in range(20)) + "\n"
+    )
     recipe = hw.Recipe.load(TINY).with_(
         {
             "model.family": "my_lab.family", "objective.kind": "my_lab.focal_loss", "track": ["my_lab.text_log"],
@@ -65,14 +79,20 @@ def test_a_run_takes_everything_from_the_package(lab: Path, capsys: pytest.Captu
         }
     )  # fmt: skip
     result = hw.train(recipe)
-    assert json.loads((lab / "run" / "final" / "config.json").read_text())["model_type"] == "my_llama"
+    assert (
+        json.loads((lab / "run" / "final" / "config.json").read_text())["model_type"] == "my_llama"
+    )
     log = (lab / "run" / "log.txt").read_text()
     assert "3 loss" in log and "finish: done" in log
-    assert float((lab / "run" / "best.txt").read_text()) == pytest.approx(result.best_valid_loss, abs=1e-3)
+    assert float((lab / "run" / "best.txt").read_text()) == pytest.approx(
+        result.best_valid_loss, abs=1e-3
+    )
     assert {one["key"] for one in json.loads((lab / "run" / "code.json").read_text())} == {
         "model.family", "objective.kind", "optim.kind", "track.0.kind", "callbacks.0", "data.train.0.format"
     }  # fmt: skip
-    assert result.history()[-1]["nll"] > 0 and hw.train(recipe.with_(steps=4)).steps == 4, "it resumes"
+    assert result.history()[-1]["nll"] > 0 and hw.train(recipe.with_(steps=4)).steps == 4, (
+        "it resumes"
+    )
     capsys.readouterr()
     assert main(["losses", "run", "--last", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
@@ -85,8 +105,12 @@ def test_a_run_takes_everything_from_the_package(lab: Path, capsys: pytest.Captu
 def test_the_focal_loss_without_focus_is_the_plain_loss(lab: Path) -> None:
     recipe = hw.Recipe.load(TINY, {"run.dir": lab})
     plain = hw.train(recipe)
-    focal = hw.train(recipe.with_({"run.name": "focal"}, objective={"kind": "my_lab.focal_loss", "gamma": 0.0}))
-    assert [one["loss"] for one in focal.history()] == pytest.approx([one["loss"] for one in plain.history()], rel=1e-5)
+    focal = hw.train(
+        recipe.with_({"run.name": "focal"}, objective={"kind": "my_lab.focal_loss", "gamma": 0.0})
+    )
+    assert [one["loss"] for one in focal.history()] == pytest.approx(
+        [one["loss"] for one in plain.history()], rel=1e-5
+    )
 
 
 def test_the_momentum_optimizer_is_torchs(lab: Path) -> None:
@@ -99,7 +123,14 @@ def test_the_momentum_optimizer_is_torchs(lab: Path) -> None:
     for number in range(5):
         grad = torch.randn(10)
         guard = Guard(torch.tensor(2.0), torch.tensor(float(number == 2)))
-        Momentum().update([mine], [grad * 2], {"momentum": [held]}, [step], Hyper(0.1, (0.9, 0.0), 0.0, 0.0), guard)
+        Momentum().update(
+            [mine],
+            [grad * 2],
+            {"momentum": [held]},
+            [step],
+            Hyper(0.1, (0.9, 0.0), 0.0, 0.0),
+            guard,
+        )
         if number != 2:
             theirs.grad = grad
             reference.step()
@@ -111,11 +142,28 @@ def test_files_in_the_working_directory_work_with_two_ranks(lab: Path) -> None:
     for name in ("focal_loss", "momentum", "text_log", "follow"):
         shutil.copy(LAB / "my_lab" / f"{name}.py", lab)
     (lab / "recipe.yaml").write_text(json.dumps({**TINY, "steps": 4}))
-    kinds = ["objective=./focal_loss.py", "optim.kind=./momentum.py", "track=[./text_log.py]", "callbacks=[./follow.py:Best]"]
+    kinds = [
+        "objective=./focal_loss.py",
+        "optim.kind=./momentum.py",
+        "track=[./text_log.py]",
+        "callbacks=[./follow.py:Best]",
+    ]
     for name, ranks in (("one", "1"), ("two", "2")):
-        done = headway("train", "recipe.yaml", f"run.dir={lab}", f"run.name={name}", *kinds, "--nproc", ranks)
+        done = headway(
+            "train", "recipe.yaml", f"run.dir={lab}", f"run.name={name}", *kinds, "--nproc", ranks
+        )
         assert done.returncode == 0, done.stderr
-    one, two = ([record["loss"] for record in read_metrics(lab / name / "metrics.jsonl")] for name in ("one", "two"))
-    assert one == pytest.approx(two, rel=1e-5) and len(json.loads((lab / "two" / "code.json").read_text())) == 4
-    done = headway("train", "recipe.yaml", f"run.dir={lab}", "run.name=two", *kinds, "steps=6", "--nproc", "2")
-    assert done.returncode == 0 and len((lab / "two" / "metrics.jsonl").read_text().splitlines()) == 6
+    one, two = (
+        [record["loss"] for record in read_metrics(lab / name / "metrics.jsonl")]
+        for name in ("one", "two")
+    )
+    assert (
+        one == pytest.approx(two, rel=1e-5)
+        and len(json.loads((lab / "two" / "code.json").read_text())) == 4
+    )
+    done = headway(
+        "train", "recipe.yaml", f"run.dir={lab}", "run.name=two", *kinds, "steps=6", "--nproc", "2"
+    )
+    assert (
+        done.returncode == 0 and len((lab / "two" / "metrics.jsonl").read_text().splitlines()) == 6
+    )

@@ -37,9 +37,17 @@ def full_while(monkeypatch: pytest.MonkeyPatch, mark: Path) -> None:
     monkeypatch.setattr(supervise, "write_atomic", writing)
 
 
-def test_metrics_events_and_the_log_are_complete_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_events_and_the_log_are_complete_after_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_stores(tmp_path)
-    settings = [*tiny_settings(tmp_path, "RUN"), "steps=8", "log.every=1", "checkpoint.every=100", "track=[{kind: support.my_lab.filler}]"]
+    settings = [
+        *tiny_settings(tmp_path, "RUN"),
+        "steps=8",
+        "log.every=1",
+        "checkpoint.every=100",
+        "track=[{kind: support.my_lab.filler}]",
+    ]
     monkeypatch.setenv("FILL_FROM_TO", "0,0")
     assert headway("train", *[one.replace("RUN", "plain") for one in settings]).returncode == 0
     full_while(monkeypatch, tmp_path / "runs-full")
@@ -47,15 +55,21 @@ def test_metrics_events_and_the_log_are_complete_after_a_full_disk(tmp_path: Pat
     monkeypatch.setenv("FILL_MARK", str(tmp_path / "runs-full"))
     done = headway("train", *[one.replace("RUN", "full") for one in settings])
     assert done.returncode == 0, done.stderr
-    assert deterministic(tmp_path / "full" / "metrics.jsonl") == deterministic(tmp_path / "plain" / "metrics.jsonl")
-    events = [json.loads(line) for line in (tmp_path / "full" / "events.jsonl").read_text().splitlines()]
+    assert deterministic(tmp_path / "full" / "metrics.jsonl") == deterministic(
+        tmp_path / "plain" / "metrics.jsonl"
+    )
+    events = [
+        json.loads(line) for line in (tmp_path / "full" / "events.jsonl").read_text().splitlines()
+    ]
     assert [one["event"] for one in events] == ["start", "save_failure", "finish"]
     assert "training continues" in events[1]["text"]
     log = (tmp_path / "full" / "train.log").read_text()
     assert all(f" {step}/8 " in log for step in range(1, 9)) and "can be written again" in log
 
 
-def test_a_supervisor_on_a_full_disk_keeps_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_on_a_full_disk_keeps_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark, run = tmp_path / "full", tmp_path / "run"
     (run / "logs").mkdir(parents=True)
     mark.touch()
@@ -63,7 +77,11 @@ def test_a_supervisor_on_a_full_disk_keeps_its_run(tmp_path: Path, monkeypatch: 
     script = "import time; time.sleep(1.5)"
     told: list[str] = []
     watching = supervise.Supervisor(
-        [sys.executable, "-c", script], supervise.RestartPolicy(max_restarts=0), run, {}, lambda event, text, step: told.append(event)
+        [sys.executable, "-c", script],
+        supervise.RestartPolicy(max_restarts=0),
+        run,
+        {},
+        lambda event, text, step: told.append(event),
     )
     assert watching.run() == 0
     assert watching.restarts == 0 and told == ["save_failure"]

@@ -27,14 +27,26 @@ def test_hostile_input_is_accepted_or_refused_in_one_line(target: Target, tmp_pa
     assert not tally.findings, "\n\n".join(tally.findings[:5])
 
 
-def test_the_harness_sees_a_traceback_a_hang_and_a_dead_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_harness_sees_a_traceback_a_hang_and_a_dead_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("support.fuzzing.CASE_SECONDS", 0.2)
 
     def loop() -> None:
         while True:
             pass
 
-    calls = {"a good one": lambda: None, "a traceback": lambda: {}["x"], "a hang": loop, "a dead process": lambda: os._exit(3)}
+    calls = {
+        "a good one": lambda: None,
+        "a traceback": lambda: {}["x"],
+        "a hang": loop,
+        "a dead process": lambda: os._exit(3),
+    }
     for number, (name, call) in enumerate(calls.items()):
-        tally = fuzz(Target(name, lambda rng, folder, name=name, call=call: (name, call)), tmp_path, 5, only=number)
+        tally = fuzz(
+            Target(name, lambda rng, folder, name=name, call=call: (name, call)),
+            tmp_path,
+            5,
+            only=number,
+        )
         assert (tally.cases, len(tally.findings)) == (1, int(name != "a good one")), name

@@ -31,7 +31,13 @@ BASE = [
     "model.max_seq_len=64", "data.seq_len=64", "data.tokenizer_unchecked=true", "batch.rows=4", "batch.micro_rows=2", "device=cpu",
     "optim.lr=1e-2", "optim.schedule.warmup=1", "eval.rows=4", "data.valid.fraction=0.2",
 ]  # fmt: skip
-SPARSE = ["objective.kind=head_sparsity", "objective.window=6", "objective.sinks=2", "objective.start=0.5", "objective.target=0.5"]
+SPARSE = [
+    "objective.kind=head_sparsity",
+    "objective.window=6",
+    "objective.sinks=2",
+    "objective.start=0.5",
+    "objective.target=0.5",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +46,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sparse")
     make_stores(folder)
     run(folder, "dense", ["steps=4"])
-    run(folder, "masks", [*SPARSE, "steps=6", "checkpoint.every=3", "freeze=[weights]", f"init.from={folder}/dense"])
+    run(
+        folder,
+        "masks",
+        [*SPARSE, "steps=6", "checkpoint.every=3", "freeze=[weights]", f"init.from={folder}/dense"],
+    )
     return folder
 
 
 def run(folder: Path, name: str, overrides: list[str], base: list[str] = BASE) -> dict[str, Any]:
-    places = [f"run.dir={folder}", f"run.name={name}", f"data.train=[{folder}/store0]", f"data.cache_dir={folder}/cache"]
+    places = [
+        f"run.dir={folder}",
+        f"run.name={name}",
+        f"data.train=[{folder}/store0]",
+        f"data.cache_dir={folder}/cache",
+    ]
     shapes = [] if any(text.startswith("init.from") for text in overrides) else base[:7]
     return train(load(Recipe, None, [*shapes, *base[7:], *places, *overrides]))
 
@@ -71,7 +86,9 @@ def test_metrics_hold_sparsity_aim_and_lambdas(world: Path) -> None:
     for key in ("sparsity", "lambda_1", "lambda_2", "nll", "undecided_heads"):
         assert all(isinstance(record[key], float) for record in records), key
     for record in records:  # an undecided head runs both branches
-        assert record["full_heads"] + record["streaming_heads"] == pytest.approx(1 + record["undecided_heads"])
+        assert record["full_heads"] + record["streaming_heads"] == pytest.approx(
+            1 + record["undecided_heads"]
+        )
         assert 1 - record["full_heads"] <= record["sparsity"] <= record["streaming_heads"]
     assert records[0]["lambda_2"] == 0.0
     assert records[-1]["lambda_2"] > 0
@@ -82,26 +99,50 @@ def test_a_resumed_run_draws_the_same_gates(world: Path) -> None:
     again = world / "again"
     again.mkdir()
     shutil.copytree(world / "masks", again / "masks", symlinks=True)
-    shutil.rmtree(again / "masks" / "checkpoints" / "step-00000006")  # as if it had been killed after step 3
+    shutil.rmtree(
+        again / "masks" / "checkpoints" / "step-00000006"
+    )  # as if it had been killed after step 3
     (again / "masks" / "saved.json").unlink()
     (again / "masks" / "summary.json").unlink()
     for link in (again / "masks" / "checkpoints").iterdir():
         if link.is_symlink() and not link.exists():
             link.unlink()
-    sources = [f"data.train=[{world}/store0]", f"data.cache_dir={world}/cache", f"init.from={world}/dense"]
+    sources = [
+        f"data.train=[{world}/store0]",
+        f"data.cache_dir={world}/cache",
+        f"init.from={world}/dense",
+    ]
     train(
         load(
             Recipe,
             None,
-            [*BASE[7:], *SPARSE, "steps=6", "checkpoint.every=3", "freeze=[weights]", f"run.dir={again}", "run.name=masks", *sources],
+            [
+                *BASE[7:],
+                *SPARSE,
+                "steps=6",
+                "checkpoint.every=3",
+                "freeze=[weights]",
+                f"run.dir={again}",
+                "run.name=masks",
+                *sources,
+            ],
         )
     )
     assert_same_run(world / "masks", again / "masks", 6)
 
 
 def test_later_stages_go_on_from_the_gates_and_fine_tuning_keeps_them(world: Path) -> None:
-    held = ["objective.start=0.5", "objective.target=0.5", "objective.mask_lr=0.0", "objective.mask_weight_decay=0.0"]
-    run(world, "weights", [SPARSE[0], "objective.window=9", *held, "steps=2", f"init.from={world}/masks"])
+    held = [
+        "objective.start=0.5",
+        "objective.target=0.5",
+        "objective.mask_lr=0.0",
+        "objective.mask_weight_decay=0.0",
+    ]
+    run(
+        world,
+        "weights",
+        [SPARSE[0], "objective.window=9", *held, "steps=2", f"init.from={world}/masks"],
+    )
     gates, kept = stored(world / "masks")[GATES], stored(world / "weights")
     assert torch.equal(kept[GATES], gates), "a rate of 0 leaves the gates where they were"
     assert not torch.equal(kept["model.norm.weight"], stored(world / "masks")["model.norm.weight"])
@@ -125,11 +166,18 @@ def test_the_three_modes_are_stages_of_one_recipe(world: Path) -> None:
     shape = find_model(world / "staged").config.head_gates
     assert shape is not None
     assert (shape.window, shape.sinks) == (9, 2)
-    kept = [stored(world / "staged" / "stages" / name)[GATES] for name in ("01-masks", "02-weights", "03-sft")]
+    kept = [
+        stored(world / "staged" / "stages" / name)[GATES]
+        for name in ("01-masks", "02-weights", "03-sft")
+    ]
     assert not torch.equal(kept[0], kept[1])
     assert torch.equal(kept[1], kept[2])
     with pytest.raises(ConfigError, match="stage sft: the model has head gates"):
-        run(world, "mistaken", ["steps=2", f"init.from={world}/dense", f"stages=[{stages[0]}, {{name: sft}}]"])
+        run(
+            world,
+            "mistaken",
+            ["steps=2", f"init.from={world}/dense", f"stages=[{stages[0]}, {{name: sft}}]"],
+        )
 
 
 def test_gates_train_beside_adapters_and_stay_out_of_the_adapter_folder(world: Path) -> None:
@@ -140,18 +188,33 @@ def test_gates_train_beside_adapters_and_stay_out_of_the_adapter_folder(world: P
     with safe_open(final / "adapter" / "adapter_model.safetensors", framework="pt") as file:
         assert not [name for name in file.keys() if "head_gates" in name]  # noqa: SIM118
     assert (stored(world / "adapted")[GATES] != 4.0).all()
-    run(world, "adapted-on", [*SPARSE, "adapter.rank=2", "steps=1", f"init.from={world}/adapted/checkpoints/latest"])
+    run(
+        world,
+        "adapted-on",
+        [*SPARSE, "adapter.rank=2", "steps=1", f"init.from={world}/adapted/checkpoints/latest"],
+    )
 
 
 def test_frozen_masks_decide_what_training_sees(world: Path) -> None:
     losses = {}
     for name, full in (("all-full", True), ("all-streaming", False)):
         write_masks(HeadMasks(((full, full),) * 3, 3, 1), world / f"{name}.tsv")
-        run(world, name, ["freeze=[gates]", "steps=1", f"init.from={world}/dense", f"init.masks={world}/{name}.tsv"])
+        run(
+            world,
+            name,
+            [
+                "freeze=[gates]",
+                "steps=1",
+                f"init.from={world}/dense",
+                f"init.masks={world}/{name}.tsv",
+            ],
+        )
         losses[name] = read_metrics(world / name / "metrics.jsonl")[0]["loss"]
         assert read_masks(world / name / "final").num_full == (6 if full else 0)
     run(world, "plain", ["steps=1", f"init.from={world}/dense"])
-    assert losses["all-full"] == pytest.approx(read_metrics(world / "plain" / "metrics.jsonl")[0]["loss"], rel=1e-5)
+    assert losses["all-full"] == pytest.approx(
+        read_metrics(world / "plain" / "metrics.jsonl")[0]["loss"], rel=1e-5
+    )
     assert losses["all-streaming"] != pytest.approx(losses["all-full"], rel=1e-5)
 
 
@@ -162,8 +225,14 @@ def test_gates_must_be_frozen_trained_or_left_behind(world: Path) -> None:
     assert GATES not in stored(world / "left")
     write_masks(HeadMasks(((True,),) * 3), world / "other.tsv")
     with pytest.raises(ConfigError, match="3 layers of 1 KV heads; the model has 3 layers of 2"):
-        run(world, "other", ["freeze=[gates]", f"init.from={world}/dense", f"init.masks={world}/other.tsv"])
-    with pytest.raises(ConfigError, match=r"objective\.window is 6 and model\.head_gates\.window is 7"):
+        run(
+            world,
+            "other",
+            ["freeze=[gates]", f"init.from={world}/dense", f"init.masks={world}/other.tsv"],
+        )
+    with pytest.raises(
+        ConfigError, match=r"objective\.window is 6 and model\.head_gates\.window is 7"
+    ):
         run(world, "twice", [*SPARSE, "model.head_gates.window=7", f"init.from={world}/dense"])
 
 
@@ -176,7 +245,9 @@ def test_an_exported_model_is_the_plain_one_with_gates_beside_it(world: Path) ->
         assert GATES not in set(file.keys())
     loaded, plain = load_model(world / "masks"), load_model(world / "dense")
     assert loaded.config.head_gates is None
-    for (name, one), (_, other) in zip(loaded.model.named_parameters(), plain.model.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(
+        loaded.model.named_parameters(), plain.model.named_parameters(), strict=True
+    ):
         assert torch.equal(one, other), name
     (final / "head_gates.json").rename(world / "aside")
     (final / DIGESTS).rename(world / DIGESTS)
@@ -188,37 +259,120 @@ def test_an_exported_model_is_the_plain_one_with_gates_beside_it(world: Path) ->
         (world / DIGESTS).rename(final / DIGESTS)
 
 
-def test_runs_checkpoints_and_exports_are_read_under_what_their_gates_have_come_to(world: Path) -> None:
+def test_runs_checkpoints_and_exports_are_read_under_what_their_gates_have_come_to(
+    world: Path,
+) -> None:
     settled = settled_masks(stored(world / "masks")[GATES], 6, 2)
-    for path in (world / "masks", world / "masks" / "checkpoints" / "step-00000006", world / "masks" / "final"):
+    for path in (
+        world / "masks",
+        world / "masks" / "checkpoints" / "step-00000006",
+        world / "masks" / "final",
+    ):
         loaded = load_model(path)
         assert loaded.masks is None
-        assert (loaded.with_mask_choice(MaskChoice()).masks, loaded.with_mask_choice(MaskChoice()).masks_from) == (settled, "own")
+        assert (
+            loaded.with_mask_choice(MaskChoice()).masks,
+            loaded.with_mask_choice(MaskChoice()).masks_from,
+        ) == (settled, "own")
         assert loaded.with_mask_choice(MaskChoice("none")).masks is None
 
 
-def test_masks_are_exported_raw_at_a_sparsity_and_equal_per_layer(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_masks_are_exported_raw_at_a_sparsity_and_equal_per_layer(
+    world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = world / "exported" / "masks.tsv"
-    assert main(["masks", "export", "--model", str(world / "masks"), "--sparsity", "0.5", "--out", str(out), "--json"]) == 0
+    assert (
+        main(
+            [
+                "masks",
+                "export",
+                "--model",
+                str(world / "masks"),
+                "--sparsity",
+                "0.5",
+                "--out",
+                str(out),
+                "--json",
+            ]
+        )
+        == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert (said["full_heads"], said["sparsity"], said["window"], said["sinks"]) == (3, 0.5, 6, 2)
     masks, gates = read_masks(out), stored(world / "masks")[GATES]
     assert min(gates[torch.tensor(masks.full)]) >= max(gates[~torch.tensor(masks.full)])
-    assert main(["masks", "export", "--model", str(world / "masks"), "--sparsity", "0.5", "--equal-per-layer", "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "masks",
+                "export",
+                "--model",
+                str(world / "masks"),
+                "--sparsity",
+                "0.5",
+                "--equal-per-layer",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     assert [sum(row) for row in read_masks(out).full] == [1, 1, 1]
-    assert main(["masks", "export", "--model", str(world / "masks" / "checkpoints" / "step-00000003"), "--raw", "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "masks",
+                "export",
+                "--model",
+                str(world / "masks" / "checkpoints" / "step-00000003"),
+                "--raw",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     header, *rows = (line.split("\t") for line in out.read_text().splitlines())
     assert header == ["layer", "head", "log_alpha", "expected_z", "p_streaming", "p_full"]
     assert len(rows) == 6
 
 
-def test_masks_are_shown_as_a_table_and_a_picture(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_masks_are_shown_as_a_table_and_a_picture(
+    world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_masks(HeadMasks(((True, False), (False, False)), 8, 1), world / "small.tsv")
-    assert main(["masks", "show", "--masks", str(world / "small.tsv"), "--out", str(world / "small.png")]) == 0
+    assert (
+        main(
+            [
+                "masks",
+                "show",
+                "--masks",
+                str(world / "small.tsv"),
+                "--out",
+                str(world / "small.png"),
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "#." in shown
     assert "1 of 4 heads full, sparsity 0.7500; window 8, sinks 1" in shown
-    assert main(["masks", "show", "--model", str(world / "masks"), "--sparsity", "0.5", "--out", str(world / "gates.png"), "--json"]) == 0
+    assert (
+        main(
+            [
+                "masks",
+                "show",
+                "--model",
+                str(world / "masks"),
+                "--sparsity",
+                "0.5",
+                "--out",
+                str(world / "gates.png"),
+                "--json",
+            ]
+        )
+        == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert (said["layers"], said["kv_heads"], sum(map(sum, said["full"]))) == (3, 2, 3)
     for name in ("small.png", "gates.png"):
@@ -230,14 +384,25 @@ def test_masks_are_shown_as_a_table_and_a_picture(world: Path, capsys: pytest.Ca
     [
         (["show"], "give either a model or --masks"),
         (["show", "--masks", "$/small.tsv", "--out", "x.txt"], "ends in .png"),
-        (["show", "--masks", "$/small.tsv", "--equal-per-layer"], "1, 0 full heads in its layers, so heads cannot be ranked"),
+        (
+            ["show", "--masks", "$/small.tsv", "--equal-per-layer"],
+            "1, 0 full heads in its layers, so heads cannot be ranked",
+        ),
         (["export", "--model", "$/dense", "--out", "m.tsv"], "has no head gates"),
-        (["export", "--model", "$/masks", "--out", "m.tsv", "--raw", "--sparsity", "0.5"], "--raw writes the gates"),
-        (["export", "--model", "$/masks", "--out", "m.tsv", "--sparsity", "1.5"], "between 0 and 1"),
+        (
+            ["export", "--model", "$/masks", "--out", "m.tsv", "--raw", "--sparsity", "0.5"],
+            "--raw writes the gates",
+        ),
+        (
+            ["export", "--model", "$/masks", "--out", "m.tsv", "--sparsity", "1.5"],
+            "between 0 and 1",
+        ),
         (["export", "--model", "$/masks", "--out", "$"], "is a folder"),
     ],
 )
-def test_a_mistake_is_one_line(world: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line(
+    world: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_masks(HeadMasks(((True, False), (False, False)), 8, 1), world / "small.tsv")
     assert main(["masks", *(text.replace("$", str(world)) for text in arguments)]) == 2
     error = capsys.readouterr().err.strip().splitlines()

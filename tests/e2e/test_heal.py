@@ -20,7 +20,13 @@ from headway.train.health import add_skipped_batches
 pytestmark = pytest.mark.slow
 
 STEPS = 30
-RULE = ("heal.window=8", "heal.sigma=6", "objective.kind=support.my_lab.poison", "checkpoint.keep_last=1", "data.workers=2")
+RULE = (
+    "heal.window=8",
+    "heal.sigma=6",
+    "objective.kind=support.my_lab.poison",
+    "checkpoint.keep_last=1",
+    "data.workers=2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,30 +73,45 @@ def bad(stores: list[Path], tmp_path_factory: pytest.TempPathFactory) -> int:
     return spiked[0]
 
 
-def test_a_skipped_spike_changes_nothing_and_names_its_documents(stores: list[Path], bad: int, tmp_path: Path) -> None:
+def test_a_skipped_spike_changes_nothing_and_names_its_documents(
+    stores: list[Path], bad: int, tmp_path: Path
+) -> None:
     folder = run(tmp_path, stores, "skips", "heal.on_spike=skip")
     (told,) = events(folder, "spike")
     assert "skipped" in told["text"] and told["batches"] == [bad - 1, bad - 1]
-    assert 41 in told["documents"][next(name for name in told["documents"] if name.endswith("store0"))]
+    assert (
+        41 in told["documents"][next(name for name in told["documents"] if name.endswith("store0"))]
+    )
     assert read_metrics(folder / "metrics.jsonl")[-1]["inf_nan_skip_batches"] == 1
 
 
 @pytest.mark.parametrize("factor", ["100", "0"], ids=["spike", "nan"])
-def test_going_back_ends_as_a_run_that_never_saw_the_batch(factor: str, stores: list[Path], bad: int, tmp_path: Path) -> None:
+def test_going_back_ends_as_a_run_that_never_saw_the_batch(
+    factor: str, stores: list[Path], bad: int, tmp_path: Path
+) -> None:
     healing = ("heal.on_spike=rollback", "heal.on_nan=rollback", f"objective.factor={factor}")
     healed = run(tmp_path, stores, "healed", *healing)
     right = run(tmp_path, stores, "right", f"data.skip_batches='{bad - 1}'", *healing)
     assert_same_run(healed, right, STEPS)
     (told,) = events(healed, "spike", "nan")
-    assert told["event"] == ("spike" if factor == "100" else "nan") and told["batches"] == [bad - 1, bad - 1]
+    assert told["event"] == ("spike" if factor == "100" else "nan") and told["batches"] == [
+        bad - 1,
+        bad - 1,
+    ]
     assert 41 in next(found for name, found in told["documents"].items() if name.endswith("store0"))
-    assert [record["step"] for record in read_metrics(healed / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in read_metrics(healed / "metrics.jsonl")] == list(
+        range(1, STEPS + 1)
+    )
     assert not events(right, "spike", "nan")
 
 
-def test_a_healed_run_that_is_stopped_resumes_exactly(stores: list[Path], bad: int, tmp_path: Path) -> None:
+def test_a_healed_run_that_is_stopped_resumes_exactly(
+    stores: list[Path], bad: int, tmp_path: Path
+) -> None:
     right = run(tmp_path, stores, "right", "heal.on_spike=rollback")
-    run(tmp_path, stores, "parts", "heal.on_spike=rollback", "checkpoint.at_end=false")  # its last checkpoint is before its end
+    run(
+        tmp_path, stores, "parts", "heal.on_spike=rollback", "checkpoint.at_end=false"
+    )  # its last checkpoint is before its end
     (tmp_path / "runs" / "parts" / "summary.json").unlink()
     parts = run(tmp_path, stores, "parts", "heal.on_spike=rollback")
     assert_same_run(parts, right, STEPS)
@@ -106,10 +127,26 @@ def test_two_ranks_go_back_together(stores: list[Path], bad: int, tmp_path: Path
 def test_it_gives_up_after_the_limit_with_exit_code_3(stores: list[Path], tmp_path: Path) -> None:
     always = ("objective.token=1", "heal.sigma=0.0001", "heal.window=2")
     with pytest.raises(GaveUpError, match="2 times already") as caught:
-        run(tmp_path, stores, "back", "heal.on_spike=rollback", "heal.limit=2", "checkpoint.every=null", *always)
+        run(
+            tmp_path,
+            stores,
+            "back",
+            "heal.on_spike=rollback",
+            "heal.limit=2",
+            "checkpoint.every=null",
+            *always,
+        )
     assert caught.value.exit_code == 3
     with pytest.raises(GaveUpError, match="3 steps in a row"):
-        run(tmp_path, stores, "skip", "heal.on_nan=skip", "heal.limit=2", "objective.token=1", "objective.factor=0")
+        run(
+            tmp_path,
+            stores,
+            "skip",
+            "heal.on_nan=skip",
+            "heal.limit=2",
+            "objective.token=1",
+            "objective.factor=0",
+        )
 
 
 def test_ranges_join_what_is_skipped_already() -> None:

@@ -56,13 +56,18 @@ def assert_all_readable(checkpoints: Path) -> None:
 
 
 @pytest.mark.timeout(3000)
-def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(recipe: Path, whole: tuple[int, tuple[str, ...], Recipe]) -> None:
+def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(
+    recipe: Path, whole: tuple[int, tuple[str, ...], Recipe]
+) -> None:
     world, overrides, undisturbed = whole
     hit: Counter[str] = Counter()
     run = 0
     while sum(hit.values()) < KILLS // 2:
         run += 1
-        plan, draw = small(recipe, f"killed{world}-{run}", *overrides), random.Random(f"{SEED} {world} {run}")
+        plan, draw = (
+            small(recipe, f"killed{world}-{run}", *overrides),
+            random.Random(f"{SEED} {world} {run}"),
+        )
         told = f"HEADWAY_DRILL_SEED={SEED}, {world} ranks, run {run}, killed in {dict(hit)}"
         for _ in range(min(KILLS_OF_A_RUN, KILLS // 2 - sum(hit.values()))):
             place = kill_somewhere(plan, world, draw)
@@ -77,7 +82,9 @@ def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(recipe: Path, who
         except AssertionError as difference:
             raise AssertionError(told) from difference
     print(f"seed {SEED}, {world} ranks: {sum(hit.values())} kills in {run} runs, in {dict(hit)}")  # noqa: T201
-    assert KILLS < 100 or {"save", "validate", "step"} <= set(hit), f"too few places were hit: {dict(hit)}"
+    assert KILLS < 100 or {"save", "validate", "step"} <= set(hit), (
+        f"too few places were hit: {dict(hit)}"
+    )
 
 
 @pytest.mark.timeout(3000)
@@ -87,7 +94,10 @@ def test_asked_to_stop_at_any_moment_a_run_leaves_in_time_with_a_loadable_checkp
     world, overrides, _ = whole
     for number in range(-(-TERMS // 2)):
         draw = random.Random(f"{SEED} {world} stop {number}")
-        plan, sent = small(recipe, f"stopped{world}-{number}", *overrides), draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+        plan, sent = (
+            small(recipe, f"stopped{world}-{number}", *overrides),
+            draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
+        )
         told = f"HEADWAY_DRILL_SEED={SEED}, {world} ranks, stop {number}, {sent.name}"
         with started(plan, world) as attempt:
             while not attempt.has_begun():

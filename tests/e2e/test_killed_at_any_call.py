@@ -40,7 +40,9 @@ def dying(folder: Path, call: int) -> Around:
         if rank:
             yield
             return
-        with killed_at(call, folder, die=lambda event: os.kill(os.getpid(), signal.SIGKILL)) as calls:
+        with killed_at(
+            call, folder, die=lambda event: os.kill(os.getpid(), signal.SIGKILL)
+        ) as calls:
             yield
         (folder.parent / f"{folder.name}.calls").write_text("\n".join(calls))
 
@@ -51,7 +53,9 @@ def undisturbed(recipe: Path, world: int, *more: str) -> tuple[Recipe, list[str]
     """A whole run, and its calls."""
     plan = small(recipe, f"whole{world}{''.join(more)}", *SHORT, *more)
     if world == 1:
-        train(small(recipe, "loaded", *SHORT))  # here, so that the processes that are forked find everything loaded
+        train(
+            small(recipe, "loaded", *SHORT)
+        )  # here, so that the processes that are forked find everything loaded
     assert finish(plan, world, around=dying(plan.run.folder, NEVER)) == [0] * world
     return plan, Path(f"{plan.run.folder}.calls").read_text().splitlines()
 
@@ -85,8 +89,12 @@ def test_killed_at_some_call_a_run_ends_as_the_undisturbed_one(recipe: Path) -> 
     [(1, 1, ()), (1, 1, ("checkpoint.async=false",)), (2, 5, ())],
     ids=["beside training", "in its way", "2 ranks, every fifth"],
 )
-def test_killed_at_every_call_a_run_ends_as_the_undisturbed_one(recipe: Path, world: int, stride: int, more: tuple[str, ...]) -> None:
+def test_killed_at_every_call_a_run_ends_as_the_undisturbed_one(
+    recipe: Path, world: int, stride: int, more: tuple[str, ...]
+) -> None:
     whole, calls = undisturbed(recipe, world, *more)
-    killed = sum(kill_at(recipe, world, whole, call, *more) for call in range(0, len(calls), stride))
+    killed = sum(
+        kill_at(recipe, world, whole, call, *more) for call in range(0, len(calls), stride)
+    )
     print(f"{world} ranks {more}: killed at {killed} of {len(calls)} calls: {dict(Counter(calls))}")  # noqa: T201
     assert killed >= 0.9 * len(calls) / stride, "the number of calls varies little"

@@ -57,7 +57,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan_of(whole: Path, folder: Path, *more: str) -> Recipe:
     home = whole.parent.parent
-    return load(Recipe, write_recipe(folder, [home / "store0", home / "store1"], name="run"), [*SETTINGS, *TO_S3, *more])
+    return load(
+        Recipe,
+        write_recipe(folder, [home / "store0", home / "store1"], name="run"),
+        [*SETTINGS, *TO_S3, *more],
+    )
 
 
 @contextmanager
@@ -90,14 +94,22 @@ def assert_store_is_whole(whole: Path, folder: Path) -> None:
     assert newest_good(PLACE).path == PLACE / f"step-{STEPS:08}"
     for place in remote_folders(PLACE)[:-1]:
         open_checkpoint(place).verify(deep=True)
-    with open_checkpoint(PLACE / f"step-{STEPS:08}") as ours, open_checkpoint(whole / "checkpoints" / f"step-{STEPS:08}") as theirs:
+    with (
+        open_checkpoint(PLACE / f"step-{STEPS:08}") as ours,
+        open_checkpoint(whole / "checkpoints" / f"step-{STEPS:08}") as theirs,
+    ):
         for name in theirs.names():
-            assert all(torch.equal(ours.read(name, role), theirs.read(name, role)) for role in theirs.roles(name)), name
+            assert all(
+                torch.equal(ours.read(name, role), theirs.read(name, role))
+                for role in theirs.roles(name)
+            ), name
     assert_same_run(whole, folder / "runs" / "run", STEPS)
     assert S3().abort_uploads(PLACE) == 0
 
 
-def test_an_upload_killed_with_its_process_goes_on_after_the_next_start(store: Store, whole: Path, tmp_path: Path) -> None:
+def test_an_upload_killed_with_its_process_goes_on_after_the_next_start(
+    store: Store, whole: Path, tmp_path: Path
+) -> None:
     first = f"step-{STEPS:08}/rank-00000.safetensors"
     arrived: list[str] = []
 
@@ -106,19 +118,28 @@ def test_an_upload_killed_with_its_process_goes_on_after_the_next_start(store: S
             arrived.append(path)
         return len(arrived) == 2
 
-    plan = plan_of(whole, tmp_path, "checkpoint.every=null")  # of several saves only the newest would be sent
+    plan = plan_of(
+        whole, tmp_path, "checkpoint.every=null"
+    )  # of several saves only the newest would be sent
     assert kill_at(store, plan, after_one_part)
     assert newest_good(PLACE).path is None, "half of it is no checkpoint"
     assert finish(plan, 1, around=own_connections) == [0]
     assert_store_is_whole(whole, tmp_path)
     sent = [(method, path.partition("?")[2]) for method, path in store.requests if first in path]
-    assert sum(method == "POST" and "uploads" in query for method, query in sent) == 1, "the upload that was cut off went on"
-    assert [sum(method == "PUT" and f"partNumber={part}&" in query + "&" for method, query in sent) for part in (1, 2)] == [1, 2]
+    assert sum(method == "POST" and "uploads" in query for method, query in sent) == 1, (
+        "the upload that was cut off went on"
+    )
+    assert [
+        sum(method == "PUT" and f"partNumber={part}&" in query + "&" for method, query in sent)
+        for part in (1, 2)
+    ] == [1, 2]
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(3000)
-def test_killed_at_every_request_the_store_ends_whole(store: Store, whole: Path, tmp_path: Path) -> None:
+def test_killed_at_every_request_the_store_ends_whole(
+    store: Store, whole: Path, tmp_path: Path
+) -> None:
     killed, number, goes_on = 0, 0, True
     while goes_on:
         folder = tmp_path / str(number)
@@ -149,7 +170,9 @@ def down_for(seconds: float, store: Store, recipe: Recipe) -> tuple[int, int]:
     refused, done, since = list[str](), [0], [0.0]
 
     def is_down() -> bool:
-        return done[0] > 0 and (done[0] < 3 or len(refused) < 2 or time.monotonic() < since[0] + seconds)
+        return done[0] > 0 and (
+            done[0] < 3 or len(refused) < 2 or time.monotonic() < since[0] + seconds
+        )
 
     def fault(method: str, path: str) -> int | None:
         if not is_down():
@@ -179,7 +202,11 @@ def test_a_store_that_is_down_stops_no_training_is_told_and_gets_everything_afte
     script.write_text(f"#!/bin/sh\ncat >> {told}; echo >> {told}\n")
     script.chmod(0o755)
     alert = f"track=[{{kind: alert, form: command, command: [{script}], events: [save_failure], every_seconds: 0}}]"
-    steps, refused = down_for(seconds, store, plan_of(whole, tmp_path, alert, f"checkpoint.retry_seconds={20 + 4 * seconds}"))
+    steps, refused = down_for(
+        seconds,
+        store,
+        plan_of(whole, tmp_path, alert, f"checkpoint.retry_seconds={20 + 4 * seconds}"),
+    )
     assert steps >= 3, "training went on"
     assert refused < 12 + seconds, "it is asked again, and not hammered"
     assert_store_is_whole(whole, tmp_path)

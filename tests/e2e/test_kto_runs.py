@@ -36,7 +36,16 @@ eval: {{every: 2, rows: 8}}
 checkpoint: {{every: 2}}
 device: cpu
 """
-SAME = ("loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
+SAME = (
+    "loss",
+    "grad_norm",
+    "kl",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +73,9 @@ def run(folder: Path, name: str, *overrides: str, world: int = 1) -> list[dict[s
 def assert_same(got: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
     assert len(got) == len(right)
     for one, other in zip(got, right, strict=True):
-        assert {k: one[k] for k in SAME} == pytest.approx({k: other[k] for k in SAME}, rel=1e-4, abs=1e-6), f"step {one['step']}"
+        assert {k: one[k] for k in SAME} == pytest.approx(
+            {k: other[k] for k in SAME}, rel=1e-4, abs=1e-6
+        ), f"step {one['step']}"
         for name, values in other.get("valid", {}).items():
             assert one["valid"][name] == pytest.approx(values, rel=1e-4, abs=1e-5)
 
@@ -74,29 +85,57 @@ def plain(folder: Path) -> list[dict[str, Any]]:
     return run(folder, "plain")
 
 
-def test_a_run_starts_at_half_learns_and_reports_rewards(folder: Path, plain: list[dict[str, Any]]) -> None:
+def test_a_run_starts_at_half_learns_and_reports_rewards(
+    folder: Path, plain: list[dict[str, Any]]
+) -> None:
     seen = read_log(folder, "plain")
-    assert plain[0]["loss"] == pytest.approx(0.5 * (66 + 34 * 1.5) / 100, abs=0.04)  # half of each weight, of the records of one step
-    assert plain[-1]["valid"]["valid"]["rewards/accuracies"] > 0.7 and plain[-1]["rewards/margins"] > 0.3
-    assert "66 are desirable, 34 undesirable" in seen and "reference with the random weights" in seen
+    assert plain[0]["loss"] == pytest.approx(
+        0.5 * (66 + 34 * 1.5) / 100, abs=0.04
+    )  # half of each weight, of the records of one step
+    assert (
+        plain[-1]["valid"]["valid"]["rewards/accuracies"] > 0.7
+        and plain[-1]["rewards/margins"] > 0.3
+    )
+    assert (
+        "66 are desirable, 34 undesirable" in seen and "reference with the random weights" in seen
+    )
 
 
 def read_log(folder: Path, name: str) -> str:
     return (folder / "runs" / name / "train.log").read_text()
 
 
-LAYOUTS = {"ddp": ("parallel.zero1.size=1",), "zero1": (), "fsdp": ("parallel.strategy=fsdp",), "tensor": ("parallel.tensor=2",)}
+LAYOUTS = {
+    "ddp": ("parallel.zero1.size=1",),
+    "zero1": (),
+    "fsdp": ("parallel.strategy=fsdp",),
+    "tensor": ("parallel.tensor=2",),
+}
 
 
-@pytest.mark.parametrize("layout", [pytest.param(one, marks=() if one == "ddp" else pytest.mark.drill) for one in LAYOUTS])
-def test_two_ranks_leave_what_one_process_leaves(folder: Path, plain: list[dict[str, Any]], layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, marks=() if one == "ddp" else pytest.mark.drill) for one in LAYOUTS],
+)
+def test_two_ranks_leave_what_one_process_leaves(
+    folder: Path, plain: list[dict[str, Any]], layout: str
+) -> None:
     how = "cached" if layout in ("ddp", "tensor") else "live"
-    assert_same(run(folder, f"two-{layout}", f"objective.reference_logps={how}", *LAYOUTS[layout], world=2), plain)
+    assert_same(
+        run(folder, f"two-{layout}", f"objective.reference_logps={how}", *LAYOUTS[layout], world=2),
+        plain,
+    )
 
 
 @pytest.mark.drill
 def test_records_packed_into_rows_are_records_on_their_own(folder: Path) -> None:
-    whole = ("data.valid=null", "steps=null", "epochs=1", "batch.rows=100", "objective.reference_logps=cached")
+    whole = (
+        "data.valid=null",
+        "steps=null",
+        "epochs=1",
+        "batch.rows=100",
+        "objective.reference_logps=cached",
+    )
     packed = run(folder, "packed", *whole, "batch.micro_rows=50")
     alone = run(folder, "alone", *whole, "batch.micro_rows=100", "data.packing=pad")
     assert [record["num_samples_in_batch"] for record in packed] == [100]
@@ -117,21 +156,33 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(how: str, tmp_path: 
 
 @pytest.mark.drill
 def test_an_adapter_is_compared_with_the_model_without_it(folder: Path) -> None:
-    got = run(folder, "adapter", "adapter={kind: lora, rank: 4}", "steps=2", "optim.lr=0.05", "objective.undesirable_weight=1.0")
+    got = run(
+        folder,
+        "adapter",
+        "adapter={kind: lora, rank: 4}",
+        "steps=2",
+        "optim.lr=0.05",
+        "objective.undesirable_weight=1.0",
+    )
     assert got[0]["loss"] == pytest.approx(0.5, abs=1e-6) and got[1]["loss"] != got[0]["loss"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("objective={kind: dpo}",), "holds answers labelled good or bad, which objective kto reads"),
+        (
+            ("objective={kind: dpo}",),
+            "holds answers labelled good or bad, which objective kto reads",
+        ),
         (("data.train=null", "data.valid=null"), "data.train is null"),
         (("data.packing=concat",), "which splits records"),
         (("data.train=[$/long]", "data.seq_len=8"), "no record fits into"),
         (("parallel.context=2",), "needs whole rows"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(folder: Path, tmp_path: Path, overrides: tuple[str, ...], said: str) -> None:
+def test_what_cannot_work_is_refused_in_one_line(
+    folder: Path, tmp_path: Path, overrides: tuple[str, ...], said: str
+) -> None:
     write_unpaired(tmp_path / "long", [([1] * 9, [2], True), ([3] * 9, [4], False)])
     with pytest.raises(HeadwayError, match=said) as refused:
         run(folder, "refused", *(text.replace("$", str(tmp_path)) for text in overrides))
@@ -139,7 +190,9 @@ def test_what_cannot_work_is_refused_in_one_line(folder: Path, tmp_path: Path, o
 
 
 @pytest.mark.slow
-def test_the_recipe_learns_from_raw_records_what_held_out_ones_confirm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_learns_from_raw_records_what_held_out_ones_confirm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Good answers repeat a word of the question, bad ones another word; labels of unseen questions are told apart."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     byte_tokenizer("<|im_start|>", "<|im_end|>").save(tmp_path / "tokenizer")
@@ -148,7 +201,11 @@ def test_the_recipe_learns_from_raw_records_what_held_out_ones_confirm(tmp_path:
     for number in range(160):
         word, is_good = rng.choice(words), number % 2 == 0
         answer = f"It is {word}." if is_good else f"Never {rng.choice(words)} then."
-        lines.append(json.dumps({"prompt": f"Is it {word} ({number})?", "completion": answer, "label": is_good}))
+        lines.append(
+            json.dumps(
+                {"prompt": f"Is it {word} ({number})?", "completion": answer, "label": is_good}
+            )
+        )
     (tmp_path / "labelled.jsonl").write_text("\n".join(lines) + "\n")
     small = "{hidden_size: 32, num_layers: 1, num_heads: 4, ffn_size: 48, max_seq_len: 128}"
     settings = ["init.from=null", f"model={small}", f"tokenizer={tmp_path}/tokenizer", f"data.train.0.path={tmp_path}/labelled.jsonl",
@@ -158,7 +215,11 @@ def test_the_recipe_learns_from_raw_records_what_held_out_ones_confirm(tmp_path:
     found = read_metrics(loaded.run.folder / "metrics.jsonl")
     before, after = found[0]["valid_at_start"]["valid"], found[-1]["valid"]["valid"]
     assert before["loss"] == pytest.approx(0.5, abs=1e-3) and abs(before["rewards/margins"]) < 1e-3
-    assert after["rewards/accuracies"] > 0.9 and after["rewards/margins"] > 0.1 and after["loss"] < 0.48
+    assert (
+        after["rewards/accuracies"] > 0.9
+        and after["rewards/margins"] > 0.1
+        and after["loss"] < 0.48
+    )
 
 
 @pytest.mark.drill

@@ -28,7 +28,9 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def start(*arguments: str, **settings: str) -> subprocess.Popen[bytes]:
     """Start the command line with its output on a pipe."""
     command = [sys.executable, "-m", "headway", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **settings})
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **settings}
+    )
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
@@ -46,16 +48,34 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def test_two_ranks_train_like_one_with_one_screen_and_a_profile(stores: list[Path], tmp_path: Path) -> None:
+def test_two_ranks_train_like_one_with_one_screen_and_a_profile(
+    stores: list[Path], tmp_path: Path
+) -> None:
     recipe = str(write_recipe(tmp_path, stores, steps=8))
     train(load(Recipe, Path(recipe), [*SMALL, "run.name=alone"]))
-    done = headway("train", recipe, *SMALL, "--nproc", "2", "--json", "--profile", "--profile-from", "3", "--profile-steps", "2")
+    done = headway(
+        "train",
+        recipe,
+        *SMALL,
+        "--nproc",
+        "2",
+        "--json",
+        "--profile",
+        "--profile-from",
+        "3",
+        "--profile-steps",
+        "2",
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 8
     assert done.stderr.count("8/8  loss") == 1
-    one, two = (read_metrics(tmp_path / "runs" / name / "metrics.jsonl") for name in ("alone", "run"))
+    one, two = (
+        read_metrics(tmp_path / "runs" / name / "metrics.jsonl") for name in ("alone", "run")
+    )
     assert [record["tokens"] for record in two] == [record["tokens"] for record in one]
-    assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=1e-5)
+    assert [record["loss"] for record in two] == pytest.approx(
+        [record["loss"] for record in one], rel=1e-5
+    )
     logs = tmp_path / "runs" / "run" / "logs"
     assert "run " in (logs / "rank-00001.log").read_text()
     for rank in range(2):
@@ -67,7 +87,9 @@ def test_two_ranks_train_like_one_with_one_screen_and_a_profile(stores: list[Pat
 
 
 def test_a_mistake_is_one_line_and_writes_nothing(stores: list[Path], tmp_path: Path) -> None:
-    done = headway("train", str(write_recipe(tmp_path, stores)), "freeze=[layers.99]", "--nproc", "2")
+    done = headway(
+        "train", str(write_recipe(tmp_path, stores)), "freeze=[layers.99]", "--nproc", "2"
+    )
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert len(lines) == 1 and "layers.99" in lines[0], done.stderr
@@ -75,9 +97,13 @@ def test_a_mistake_is_one_line_and_writes_nothing(stores: list[Path], tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_all_within_30_seconds_and_is_named(stores: list[Path], tmp_path: Path) -> None:
+def test_a_killed_rank_ends_all_within_30_seconds_and_is_named(
+    stores: list[Path], tmp_path: Path
+) -> None:
     run = tmp_path / "runs" / "run"
-    launcher = start("train", str(write_recipe(tmp_path, stores, steps=100_000)), *SMALL, "--nproc", "2")
+    launcher = start(
+        "train", str(write_recipe(tmp_path, stores, steps=100_000)), *SMALL, "--nproc", "2"
+    )
     wait_for_step(run / "metrics.jsonl", 3, launcher)
     ranks = ranks_of(launcher.pid)
     assert set(ranks) == {0, 1}
@@ -94,7 +120,9 @@ def test_a_killed_rank_ends_all_within_30_seconds_and_is_named(stores: list[Path
 
 
 @pytest.mark.slow
-def test_a_stop_signal_saves_once_and_the_run_goes_on_with_another_number_of_ranks(stores: list[Path], tmp_path: Path) -> None:
+def test_a_stop_signal_saves_once_and_the_run_goes_on_with_another_number_of_ranks(
+    stores: list[Path], tmp_path: Path
+) -> None:
     run, recipe = tmp_path / "runs" / "run", str(write_recipe(tmp_path, stores, steps=100_000))
     launcher = start("train", recipe, *SMALL, "--nproc", "2")
     wait_for_step(run / "metrics.jsonl", 3, launcher)
@@ -107,25 +135,56 @@ def test_a_stop_signal_saves_once_and_the_run_goes_on_with_another_number_of_ran
     step = max(record["step"] for record in read_metrics(run / "metrics.jsonl"))
     again = headway("train", recipe, *SMALL, f"steps={step + 2}")
     assert again.returncode == 0, again.stderr
-    assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(range(1, step + 3))
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(
+        range(1, step + 3)
+    )
 
 
 @pytest.mark.drill
 def test_under_torchrun_it_is_the_same_run(stores: list[Path], tmp_path: Path) -> None:
     recipe = str(write_recipe(tmp_path, stores, steps=6))
     assert headway("train", recipe, *SMALL, "run.name=own", "--nproc", "2").returncode == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "headway", "train", recipe]
-    assert subprocess.run([*command, *SMALL, "run.name=theirs"], timeout=120, check=False).returncode == 0
-    one, two = (read_metrics(tmp_path / "runs" / name / "metrics.jsonl") for name in ("own", "theirs"))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "headway",
+        "train",
+        recipe,
+    ]
+    assert (
+        subprocess.run([*command, *SMALL, "run.name=theirs"], timeout=120, check=False).returncode
+        == 0
+    )
+    one, two = (
+        read_metrics(tmp_path / "runs" / name / "metrics.jsonl") for name in ("own", "theirs")
+    )
     assert [record["loss"] for record in one] == [record["loss"] for record in two]
 
 
 @pytest.mark.drill
 def test_under_mpi_variables_it_is_the_same_run(stores: list[Path], tmp_path: Path) -> None:
     recipe = str(write_recipe(tmp_path, stores, steps=6))
-    shared = {"OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29631", "GLOO_SOCKET_IFNAME": "lo"}
+    shared = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29631",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     started = [
-        start("train", recipe, *SMALL, OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_LOCAL_RANK=str(rank), **shared) for rank in (0, 1)
+        start(
+            "train",
+            recipe,
+            *SMALL,
+            OMPI_COMM_WORLD_RANK=str(rank),
+            OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+            **shared,
+        )
+        for rank in (0, 1)
     ]
     said = [process.communicate(timeout=120)[0].decode() for process in started]
     assert [process.returncode for process in started] == [0, 0], said

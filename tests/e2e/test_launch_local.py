@@ -22,7 +22,14 @@ checkpoint: {every: 20, keep_last: 2}
 
 
 def verb(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*HEADWAY, "launch", *words], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [*HEADWAY, "launch", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def status(folder: Path) -> dict[str, Any]:
@@ -40,14 +47,22 @@ def test_a_job_is_found_and_stopped_from_another_shell(tmp_path: Path) -> None:
             assert time.monotonic() < deadline, verb(tmp_path, "logs", "runs/run").stdout
             time.sleep(0.1)
         second = verb(tmp_path, "local", "r.yaml")
-        assert second.returncode == 2 and "in use" in second.stderr and len(second.stderr.strip().splitlines()) == 1
+        assert (
+            second.returncode == 2
+            and "in use" in second.stderr
+            and len(second.stderr.strip().splitlines()) == 1
+        )
     finally:
         cancelled = verb(tmp_path, "cancel", "runs/run", "--json")
     assert json.loads(cancelled.stdout)["state"] == "stopping"
     followed = verb(tmp_path, "logs", "runs/run", "--follow")
     assert "saved runs/run/checkpoints/step-" in followed.stdout
     found = status(tmp_path)
-    assert (found["state"], found["exit_code"], found["attempt"]) == ("cancelled", 130, 1) and found["step"] >= 20
+    assert (found["state"], found["exit_code"], found["attempt"]) == (
+        "cancelled",
+        130,
+        1,
+    ) and found["step"] >= 20
     assert verb(tmp_path, "cancel", "runs/run").returncode == 2
     rest = verb(tmp_path, "local", "r.yaml", f"steps={found['step'] + 2}", "--json")
     assert rest.returncode == 0 and json.loads(rest.stdout)["state"] == "done", rest.stderr

@@ -25,20 +25,42 @@ def nodes() -> Iterator[tuple[str, str]]:
         yield names
 
 
-def start(node: str, rank: int, recipe: Path, *more: str, nproc: int = 1) -> subprocess.Popen[bytes]:
-    command = ["ip", "netns", "exec", node, sys.executable, "-m", "headway", "train", str(recipe), *SMALL, "--nnodes", "2"]
+def start(
+    node: str, rank: int, recipe: Path, *more: str, nproc: int = 1
+) -> subprocess.Popen[bytes]:
+    command = [
+        "ip",
+        "netns",
+        "exec",
+        node,
+        sys.executable,
+        "-m",
+        "headway",
+        "train",
+        str(recipe),
+        *SMALL,
+        "--nnodes",
+        "2",
+    ]
     flags = ["--node-rank", str(rank), "--master", MASTER, "--nproc", str(nproc), *more]
     return subprocess.Popen(
-        [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [*command, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
-def test_two_nodes_train_as_one_and_a_lost_rank_is_named_on_both(nodes: tuple[str, str], tmp_path: Path) -> None:
+def test_two_nodes_train_as_one_and_a_lost_rank_is_named_on_both(
+    nodes: tuple[str, str], tmp_path: Path
+) -> None:
     stores = make_stores(tmp_path)
     recipe, run = write_recipe(tmp_path, stores, steps=100_000), tmp_path / "runs" / "run"
     launchers = [start(node, rank, recipe) for rank, node in enumerate(nodes)]
     wait_for_step(run / "metrics.jsonl", 3, launchers[0])
-    children = Path(f"/proc/{launchers[1].pid}/task/{launchers[1].pid}/children").read_text().split()
+    children = (
+        Path(f"/proc/{launchers[1].pid}/task/{launchers[1].pid}/children").read_text().split()
+    )
     os.kill(int(children[0]), signal.SIGKILL)
     said = [launcher.communicate(timeout=30)[0].decode() for launcher in launchers]
     assert "2 ranks on 2 nodes" in said[0]
@@ -53,10 +75,14 @@ def test_a_missing_node_is_named(nodes: tuple[str, str], tmp_path: Path) -> None
     said = first.communicate(timeout=60)[0].decode()
     assert first.returncode == 2
     lines = [line for line in said.splitlines() if line.strip()]
-    assert len(lines) == 1 and f"node rank 1 of 2 did not connect to {MASTER} within 2 s" in lines[0], said
+    assert (
+        len(lines) == 1 and f"node rank 1 of 2 did not connect to {MASTER} within 2 s" in lines[0]
+    ), said
     alone = start(nodes[1], 1, recipe, "--node-timeout", "2")
     text = alone.communicate(timeout=60)[0].decode()
     assert alone.returncode == 2
     lines = [line for line in text.splitlines() if line.strip()]
-    assert len(lines) == 1 and lines[0].startswith(f"error: node 0 is missing: no answer from {MASTER}"), text
+    assert len(lines) == 1 and lines[0].startswith(
+        f"error: node 0 is missing: no answer from {MASTER}"
+    ), text
     assert not (tmp_path / "runs").exists()

@@ -30,7 +30,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path) -> list[str]:
-    return [*tiny_settings(folder, "run"), "checkpoint.every=2", "checkpoint.keep_last=3", "eval.every=null"]
+    return [
+        *tiny_settings(folder, "run"),
+        "checkpoint.every=2",
+        "checkpoint.keep_last=3",
+        "eval.every=null",
+    ]
 
 
 @pytest.fixture
@@ -64,10 +69,14 @@ def test_checkpoints_without_a_recipe_are_refused_and_never_sets_them_aside(plac
     code, said = begin_again(place, "--resume", "never", steps=4)
     assert code == 0, said
     assert [step["step"] for step in read_metrics(place / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert [path.name for path in step_folders(place / "run.old-1" / "checkpoints")] == [f"step-{n:08}" for n in (2, 4, 6)]
+    assert [path.name for path in step_folders(place / "run.old-1" / "checkpoints")] == [
+        f"step-{n:08}" for n in (2, 4, 6)
+    ]
 
 
-def test_a_run_that_was_copied_with_links_followed_resumes_and_has_its_links_again(trained: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_copied_with_links_followed_resumes_and_has_its_links_again(
+    trained: Path, tmp_path: Path
+) -> None:
     shutil.copytree(trained / "run", tmp_path / "run", symlinks=False)
     for name in ("store0", "store1"):
         (tmp_path / name).symlink_to(trained / name)
@@ -95,7 +104,13 @@ def test_saved_checkpoints_that_are_not_there_are_refused(place: Path, damage: s
         checkpoints.symlink_to(place / "not-mounted")
         assert_refused(place, "is a link to", "not-mounted", "Mount or restore it")
     else:
-        assert_refused(place, "the checkpoint of step 6 was saved in", "is missing", "Mount or restore it", "--resume never")
+        assert_refused(
+            place,
+            "the checkpoint of step 6 was saved in",
+            "is missing",
+            "Mount or restore it",
+            "--resume never",
+        )
     if damage == "newest gone":
         code, said = begin_again(place, "--resume", str(checkpoints / "step-00000004"))
         assert code == 0, said
@@ -119,7 +134,9 @@ def test_a_damaged_record_blocks_nothing(place: Path) -> None:
     assert read_save_record(place / "run").step == 8  # type: ignore[union-attr]
 
 
-def test_a_run_folder_removed_under_way_is_whole_again_after_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_folder_removed_under_way_is_whole_again_after_the_next_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saver = Saver(tmp_path / "run" / "checkpoints", CheckpointConfig())
     told: list[int] = []
     session = SimpleNamespace(callbacks=SimpleNamespace(saved=lambda step, _: told.append(step)))
@@ -142,12 +159,16 @@ def test_a_run_folder_removed_under_way_is_whole_again_after_the_next_save(tmp_p
     assert (saved.run, saved.step) == (found.run, found.step) == (saver.run, 3)
 
 
-def test_old_checkpoints_of_higher_steps_are_neither_taken_nor_do_new_ones_go_for_them(place: Path, tmp_path: Path) -> None:
+def test_old_checkpoints_of_higher_steps_are_neither_taken_nor_do_new_ones_go_for_them(
+    place: Path, tmp_path: Path
+) -> None:
     old = place / "run" / "checkpoints"
     code, said = begin_again(place, "--resume", "never", "run.name=new", steps=4)
     assert code == 0, said
     new = place / "new" / "checkpoints"
-    shutil.copytree(old / "step-00000006", new / "step-00000006")  # e.g. a disk that was mounted late
+    shutil.copytree(
+        old / "step-00000006", new / "step-00000006"
+    )  # e.g. a disk that was mounted late
     own = RunScope(open_checkpoint(new / "step-00000004").run, 4)
     assert retain(new, CheckpointConfig(keep_last=1, keep_best=0), own) == [new / "step-00000002"]
     found = newest_good(new, own.run)

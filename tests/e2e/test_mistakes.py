@@ -44,16 +44,33 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "freeze=[layers.99]"], ["layers.99", "matches no parameter"]),
         (["train", "device=cuda"], ["device is 'cuda'", "device=cpu"]),
         (["train", "data.seq_len=1024"], ["data.seq_len is 1024", "max_seq_len=512"]),
-        (["train", "parallel.context=2", "objective.kind=dpo"], ["objective dpo needs whole rows", "parallel.context is 2 and must be 1"]),
-        (["train", "parallel.context=2"], ["parallel.context is 2", "number of ranks, 1", "--nproc"]),
-        (["train", "parallel.tensor=3"], ["parallel.tensor is 3", "must divide model.num_heads=4", "Use 2"]),
+        (
+            ["train", "parallel.context=2", "objective.kind=dpo"],
+            ["objective dpo needs whole rows", "parallel.context is 2 and must be 1"],
+        ),
+        (
+            ["train", "parallel.context=2"],
+            ["parallel.context is 2", "number of ranks, 1", "--nproc"],
+        ),
+        (
+            ["train", "parallel.tensor=3"],
+            ["parallel.tensor is 3", "must divide model.num_heads=4", "Use 2"],
+        ),
         (["train", "parallel.tensor=2"], ["parallel.tensor is 2", "number of ranks, 1", "--nproc"]),
         (["train", "steps=5", "epochs=1"], ["steps and epochs"]),
         (
-            ["train", "data.train=[{path: $/store0, weight: 1}]", "model.vocab_size=32", "data.tokenizer_unchecked=true"],
+            [
+                "train",
+                "data.train=[{path: $/store0, weight: 1}]",
+                "model.vocab_size=32",
+                "data.tokenizer_unchecked=true",
+            ],
             ["vocabulary has 32"],
         ),
-        (["train", "data.train=[$/store0]", "model.vocab_size=64"], ["does not record which tokenizer", "tokenizer_unchecked"]),
+        (
+            ["train", "data.train=[$/store0]", "model.vocab_size=64"],
+            ["does not record which tokenizer", "tokenizer_unchecked"],
+        ),
         (["train", "run.dir=$/file"], ["$/file"]),
         (["train", "a.yaml", "b.yaml"], ["two recipes"]),
         (["generate", "--model", "nowhere", "--prompt", "x"], ["nowhere", "is not a folder"]),
@@ -67,18 +84,41 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "run.name=/elsewhere"], ["run.name", "run.dir"]),
         (["train", "model.hidden_size=100000000000"], ["hidden_size is 100000000000", "smaller"]),
         (["train", "model.num_layers=100000000"], ["num_layers 100000000", "smaller"]),
-        (["tokenizer", "train", "--input", "$/file", "--vocab-size", "300", "--out", "$/file"], ["$/file", "is a file"]),
-        (["data", "tokenize", "--input", "$/file", "--tokenizer", "t", "--out", "$/file"], ["$/file", "is a file"]),
-        (["data", "tokenize", "--input", "$/file", "--tokenizer", "t", "--out", "/proc/store"], ["/proc/store", "cannot be written"]),
-        (["data", "clean", "$/file", "out.jsonl", "--min-characters", "-4"], ["min_characters is -4", "0 or more"]),
-        (["export", "hf", "--model", "nowhere", "--out", "/proc/export"], ["/proc", "cannot be written"]),
-        (["eval", "ppl", "--model", "nowhere", "--data", "$/file", "--tensorboard", "$/file"], ["$/file", "is a file"]),
-        (["data", "inspect", "$"], ["$", "token stores but is not one itself", "$/store0 or $/store1"]),
+        (
+            ["tokenizer", "train", "--input", "$/file", "--vocab-size", "300", "--out", "$/file"],
+            ["$/file", "is a file"],
+        ),
+        (
+            ["data", "tokenize", "--input", "$/file", "--tokenizer", "t", "--out", "$/file"],
+            ["$/file", "is a file"],
+        ),
+        (
+            ["data", "tokenize", "--input", "$/file", "--tokenizer", "t", "--out", "/proc/store"],
+            ["/proc/store", "cannot be written"],
+        ),
+        (
+            ["data", "clean", "$/file", "out.jsonl", "--min-characters", "-4"],
+            ["min_characters is -4", "0 or more"],
+        ),
+        (
+            ["export", "hf", "--model", "nowhere", "--out", "/proc/export"],
+            ["/proc", "cannot be written"],
+        ),
+        (
+            ["eval", "ppl", "--model", "nowhere", "--data", "$/file", "--tensorboard", "$/file"],
+            ["$/file", "is a file"],
+        ),
+        (
+            ["data", "inspect", "$"],
+            ["$", "token stores but is not one itself", "$/store0 or $/store1"],
+        ),
         (["demo", "--out", "$/file"], ["$/file", "is a file"]),
         (["verify", "checkpoint", "nowhere"], ["nowhere", "no such folder"]),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(stores: Path, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(
+    stores: Path, tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
     given = [argument.replace("$", str(stores)) for argument in arguments]
     before = os.getcwd()
     os.chdir(tmp_path)
@@ -98,7 +138,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(stores: Path, tmp_path: Path, arg
 def test_a_fresh_interpreter_ends_a_mistake_the_same_way() -> None:
     done = headway("train", "freeze=[layers.99]", afresh=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: freeze contains 'layers.99'") and len(done.stderr.splitlines()) == 1, done.stderr
+    assert (
+        done.stderr.startswith("error: freeze contains 'layers.99'")
+        and len(done.stderr.splitlines()) == 1
+    ), done.stderr
 
 
 def test_an_interrupt_that_an_import_swallowed_is_still_one_word(
@@ -133,10 +176,19 @@ def test_a_dry_run_writes_nothing_and_says_what_would_happen(stores: Path, tmp_p
     ("arguments", "words"),
     [
         (["train", "init.from=$/empty"], ["init.from: $/empty", "no checkpoint and no model"]),
-        (["train", "init.from=$/empty", "init.content=all"], ["init.from: $/empty", "no checkpoint and no model"]),
-        (["train", "init.from=$/weightless", "data.seq_len=64"], ["$/weightless", "neither model.safetensors"]),
+        (
+            ["train", "init.from=$/empty", "init.content=all"],
+            ["init.from: $/empty", "no checkpoint and no model"],
+        ),
+        (
+            ["train", "init.from=$/weightless", "data.seq_len=64"],
+            ["$/weightless", "neither model.safetensors"],
+        ),
         (["train", "--resume", "$/empty"], ["$/empty", "no checkpoint"]),
-        (["generate", "--model", "$/empty", "--prompt", "x"], ["$/empty", "no checkpoint and no model"]),
+        (
+            ["generate", "--model", "$/empty", "--prompt", "x"],
+            ["$/empty", "no checkpoint and no model"],
+        ),
     ],
 )
 def test_a_folder_without_a_model_is_the_users_mistake_and_nothing_is_written(
@@ -155,14 +207,19 @@ def test_a_folder_without_a_model_is_the_users_mistake_and_nothing_is_written(
 
 
 def test_damaged_weights_to_start_from_are_named_and_not_tried_again(
-    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stores: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     (damaged / "config.json").write_text(json.dumps(WEIGHTLESS))
     (damaged / "model.safetensors").write_bytes(b"\x20\0\0\0\0\0\0\0{ broken")
     monkeypatch.chdir(tmp_path)
-    assert main(["train", f"init.from={damaged}", "data.seq_len=64", "device=cpu"]) == 2, "a supervisor must not start it again"
+    assert main(["train", f"init.from={damaged}", "data.seq_len=64", "device=cpu"]) == 2, (
+        "a supervisor must not start it again"
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert "init.from" in line and "model.safetensors" in line, line
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"], "nothing is written"

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import assert_same_run, deterministic, headway, make_stores, start_headway, wait_for_step, write_recipe
+from support.runs import (
+    assert_same_run,
+    deterministic,
+    headway,
+    make_stores,
+    start_headway,
+    wait_for_step,
+    write_recipe,
+)
 
 from headway.config.load import load
 from headway.errors import ConfigError
@@ -14,7 +22,12 @@ from headway.train import train
 from headway.train.config import Recipe
 from headway.train.resolve import resolve
 
-BIASED = ["model.experts.num=4", "model.experts.bias_rate=0.01", "model.experts.shared_ffn_size=8", "model.experts.aux_scope=step"]
+BIASED = [
+    "model.experts.num=4",
+    "model.experts.bias_rate=0.01",
+    "model.experts.shared_ffn_size=8",
+    "model.experts.aux_scope=step",
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +43,9 @@ def _run(recipe: Path, name: str) -> Path:
     return load(Recipe, recipe).run.dir / name
 
 
-def test_an_upcycled_model_starts_with_the_logits_of_the_dense_one(dense: tuple[Path, Path]) -> None:
+def test_an_upcycled_model_starts_with_the_logits_of_the_dense_one(
+    dense: tuple[Path, Path],
+) -> None:
     recipe, folder = dense
     given = load(Recipe, recipe, [f"init.from={folder}", "init.upcycle.experts=4", "run.name=up"])
     found = resolve(given).weights
@@ -39,29 +54,51 @@ def test_an_upcycled_model_starts_with_the_logits_of_the_dense_one(dense: tuple[
     plain = load_model(folder).model
     tokens, position = torch.arange(1, 25).view(2, 12), torch.arange(12).expand(2, 12)
     right = plain.logits(plain.prefill(tokens, position))
-    torch.testing.assert_close(mixture.logits(mixture.prefill(tokens, position)), right, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        mixture.logits(mixture.prefill(tokens, position)), right, atol=1e-5, rtol=1e-5
+    )
     train(given)
     final = find_model(_run(recipe, "up") / "final")
-    assert final.config.family == "mixtral" and final.config.experts is not None and final.config.experts.per_token == 2
+    assert (
+        final.config.family == "mixtral"
+        and final.config.experts is not None
+        and final.config.experts.per_token == 2
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         (["init.upcycle.experts=4"], "without init.from"),
-        (["init.from=$", "init.upcycle.experts=4", "model.experts.num=6"], "init.upcycle makes it 4"),
-        (["init.from=$", "init.upcycle.experts=4", "adapter.rank=2"], "init.upcycle is given with adapter"),
+        (
+            ["init.from=$", "init.upcycle.experts=4", "model.experts.num=6"],
+            "init.upcycle makes it 4",
+        ),
+        (
+            ["init.from=$", "init.upcycle.experts=4", "adapter.rank=2"],
+            "init.upcycle is given with adapter",
+        ),
         (["init.from=$", "model.experts.num=4"], "Use init.upcycle"),
     ],
 )
-def test_mistakes_about_experts_are_one_line(dense: tuple[Path, Path], settings: list[str], named: str) -> None:
+def test_mistakes_about_experts_are_one_line(
+    dense: tuple[Path, Path], settings: list[str], named: str
+) -> None:
     recipe, folder = dense
     with pytest.raises(ConfigError, match=named):
-        resolve(load(Recipe, recipe, ["run.name=bad", *(text.replace("$", str(folder)) for text in settings)]))
+        resolve(
+            load(
+                Recipe,
+                recipe,
+                ["run.name=bad", *(text.replace("$", str(folder)) for text in settings)],
+            )
+        )
 
 
 @pytest.mark.slow
-def test_a_killed_mixture_ends_bit_for_bit_like_the_undisturbed_one_with_its_bias(dense: tuple[Path, Path]) -> None:
+def test_a_killed_mixture_ends_bit_for_bit_like_the_undisturbed_one_with_its_bias(
+    dense: tuple[Path, Path],
+) -> None:
     recipe, _ = dense
     settings = [*BIASED, "steps=12", "checkpoint.every=3"]
     train(load(Recipe, recipe, [*settings, "run.name=undisturbed"]))
@@ -75,7 +112,12 @@ def test_a_killed_mixture_ends_bit_for_bit_like_the_undisturbed_one_with_its_bia
     bias = dict(find_model(killed).weights())["model.layers.0.mlp.gate.e_score_correction_bias"]
     assert bias.dtype == torch.float32 and bias.any()
     record = deterministic(killed / "metrics.jsonl")[-1]
-    assert record["dropped_tokens"] == 0 and record["expert_load_max"] >= 1 and record["router_entropy"] > 0 and record["aux_loss"] > 0
+    assert (
+        record["dropped_tokens"] == 0
+        and record["expert_load_max"] >= 1
+        and record["router_entropy"] > 0
+        and record["aux_loss"] > 0
+    )
     shares = [value for name, value in record.items() if name.startswith("expert_share/1.")]
     assert len(shares) == 4 and sum(shares) == pytest.approx(1.0)
 
@@ -104,4 +146,6 @@ def bias_of(folder: Path) -> torch.Tensor:
     """The bias as their file has it."""
     from safetensors.torch import load_file
 
-    return load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    return load_file(folder / "model.safetensors")[
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    ]

@@ -13,7 +13,14 @@ from headway.model.layout import active_parameters, num_parameters
 from headway.train import train
 from headway.train.config import Recipe
 from headway.workflows.demo.post_training import VALID_MODULES
-from headway.workflows.demo.run import RECIPE, Demo, evaluate, make_corpus, make_store, make_tokenizer
+from headway.workflows.demo.run import (
+    RECIPE,
+    Demo,
+    evaluate,
+    make_corpus,
+    make_store,
+    make_tokenizer,
+)
 
 SMALL = ["model.hidden_size=64", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2"]
 """Small enough that the number of parameters limits the dense model."""
@@ -23,13 +30,21 @@ MIXTURE = [*SMALL, "model.ffn_size=64", "model.experts.num=8", "model.experts.pe
 
 def measured(demo: Demo, name: str, settings: list[str], steps: int) -> dict[str, Any]:
     """Train one of the two and evaluate it on held-out modules."""
-    demo.recipe.write_text(RECIPE.format(out=demo.out.as_posix(), fraction=VALID_MODULES, steps=steps), encoding="utf-8")
+    demo.recipe.write_text(
+        RECIPE.format(out=demo.out.as_posix(), fraction=VALID_MODULES, steps=steps),
+        encoding="utf-8",
+    )
     recipe = load(Recipe, demo.recipe, [f"run.name={name}", "checkpoint.every=null", *settings])
     train(recipe)
     demo.run = demo.out / "runs" / name
     model: ModelConfig = recipe.model.with_(vocab_size=2048)
     flops = token_flops(model, 256).matrices
-    return {**evaluate(demo), "parameters": num_parameters(model), "active": active_parameters(model), "flops": flops}
+    return {
+        **evaluate(demo),
+        "parameters": num_parameters(model),
+        "active": active_parameters(model),
+        "flops": flops,
+    }
 
 
 @pytest.mark.drill
@@ -47,7 +62,10 @@ def compare_twins(out: Path, steps: int) -> dict[str, dict[str, Any]]:
     demo = Demo(out, steps)
     for make in (make_corpus, make_tokenizer, make_store):
         make(demo)
-    found = {"dense": measured(demo, "dense", DENSE, steps), "mixture": measured(demo, "mixture", MIXTURE, steps)}
+    found = {
+        "dense": measured(demo, "dense", DENSE, steps),
+        "mixture": measured(demo, "mixture", MIXTURE, steps),
+    }
     for name, one in found.items():
         sys.stdout.write(
             f"\n{name}: {one['parameters']:,} parameters, {one['active']:,} active, {steps} steps, {one['bits_per_byte']:.4f} bits per byte"

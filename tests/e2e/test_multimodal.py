@@ -17,7 +17,14 @@ from headway.export.huggingface import export_huggingface, export_model
 from headway.infer.check_checkpoint import check_checkpoint
 from headway.infer.generate import GenerateOptions, PromptMedia, generate_from_ids
 from headway.infer.load import load_model
-from headway.infer.media import answer_media, answer_records, place_question, question_about, question_of, read_questions
+from headway.infer.media import (
+    answer_media,
+    answer_records,
+    place_question,
+    question_about,
+    question_of,
+    read_questions,
+)
 from headway.media.items import MediaRef
 from headway.media.schema import AnswerSchema
 from headway.media.synthetic import SyntheticMedia, write_media
@@ -37,7 +44,14 @@ from headway.train.config import Recipe
 from headway.train.next_steps import next_steps
 
 WIDTH = 6
-SMALL: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 384}
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 48,
+    "vocab_size": 384,
+}
 SMALL["max_seq_len"] = 128
 
 
@@ -45,8 +59,15 @@ SMALL["max_seq_len"] = 128
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A generated set, a tokenizer, tables of random features and an aligner."""
     folder = tmp_path_factory.mktemp("multimodal")
-    write_media(folder / "set", SyntheticMedia(samples=8, heldout=4, image_size=16, seconds=0.1, missing=0.2))
-    texts = [turn["content"] for line in (folder / "set/chat.jsonl").read_text().splitlines() for turn in json.loads(line)["messages"]]
+    write_media(
+        folder / "set",
+        SyntheticMedia(samples=8, heldout=4, image_size=16, seconds=0.1, missing=0.2),
+    )
+    texts = [
+        turn["content"]
+        for line in (folder / "set/chat.jsonl").read_text().splitlines()
+        for turn in json.loads(line)["messages"]
+    ]
     train_bpe(texts * 9, vocab_size=300, out=folder / "tok")
     for number, (name, kind) in enumerate((("image", "images"), ("audio", "sounds"))):
         files = sorted((folder / "set" / kind).iterdir())
@@ -62,7 +83,9 @@ def write_heads(path: Path, width: int) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"norm.weight": (width,), "norm.bias": (width,), "proj.weight": (5, width)}
     heads = {
-        f"heads.{name}.{leaf}": torch.randn(*shape, generator=generator) for name in ("image", "audio") for leaf, shape in shapes.items()
+        f"heads.{name}.{leaf}": torch.randn(*shape, generator=generator)
+        for name in ("image", "audio")
+        for leaf, shape in shapes.items()
     }
     write_aligner(AlignerHeads(heads, {"image": 2.66, "audio": 2.66}), path)
 
@@ -94,8 +117,13 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 def test_a_stopped_run_resumes_bit_for_bit(made: Path, run: Path) -> None:
     train(recipe_of(made, "stopped", "steps=2"))
     train(recipe_of(made, "stopped"))
-    whole, stopped = weights_of(run / "checkpoints/step-00000004"), weights_of(made / "runs/stopped/checkpoints/step-00000004")
-    assert whole.keys() == stopped.keys() and all(torch.equal(whole[name], stopped[name]) for name in whole)
+    whole, stopped = (
+        weights_of(run / "checkpoints/step-00000004"),
+        weights_of(made / "runs/stopped/checkpoints/step-00000004"),
+    )
+    assert whole.keys() == stopped.keys() and all(
+        torch.equal(whole[name], stopped[name]) for name in whole
+    )
     losses = [
         [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (run, made / "runs/stopped")
@@ -105,7 +133,10 @@ def test_a_stopped_run_resumes_bit_for_bit(made: Path, run: Path) -> None:
 
 def test_the_next_command_of_a_finished_run_asks_about_a_picture_and_a_sound(run: Path) -> None:
     commands = [command for command, _ in next_steps({"run": run, "final": run / "final"})]
-    assert commands[0] == f"headway generate --model {run} --image picture.png --audio sound.wav --prompt 'What is this?'"
+    assert (
+        commands[0]
+        == f"headway generate --model {run} --image picture.png --audio sound.wav --prompt 'What is this?'"
+    )
 
 
 def test_the_final_folder_is_the_checkpoint_and_holds_the_aligner(made: Path, run: Path) -> None:
@@ -126,11 +157,20 @@ def test_the_final_folder_is_the_checkpoint_and_holds_the_aligner(made: Path, ru
 def prompts_of(run: Path, present: bool) -> list[torch.Tensor]:
     loaded = load_model(run)
     rng = np.random.default_rng(0)
-    features = {"a": rng.normal(size=(1, WIDTH)).astype(np.float32), "b": rng.normal(size=(1, WIDTH)).astype(np.float32)}
+    features = {
+        "a": rng.normal(size=(1, WIDTH)).astype(np.float32),
+        "b": rng.normal(size=(1, WIDTH)).astype(np.float32),
+    }
     items = (MediaItem(1, "image", "a"), MediaItem(4, "audio", "b"))
     ids = [5, 1, 1, 6, 1, 1, 7, 8]
     media = [PromptMedia(items, features if present else {}), PromptMedia((), {})]
-    found = generate_from_ids(loaded, [("one", ids), ("two", [5, 6, 7])], GenerateOptions(max_new_tokens=4, chunk_tokens=3), None, media)
+    found = generate_from_ids(
+        loaded,
+        [("one", ids), ("two", [5, 6, 7])],
+        GenerateOptions(max_new_tokens=4, chunk_tokens=3),
+        None,
+        media,
+    )
     return [torch.tensor(one.token_ids) for one in found]
 
 
@@ -142,44 +182,76 @@ def test_generation_reads_media_in_chunks_and_text_rows_beside_them(run: Path) -
     assert plain[0].token_ids == with_media[1].tolist()
 
 
-def test_damaged_or_foreign_files_are_refused_by_name(made: Path, run: Path, tmp_path: Path) -> None:
+def test_damaged_or_foreign_files_are_refused_by_name(
+    made: Path, run: Path, tmp_path: Path
+) -> None:
     write_heads(tmp_path / "narrow.safetensors", WIDTH - 1)
-    with pytest.raises(ConfigError, match="its image head takes features of width 5; the image encoder gives 6"):
+    with pytest.raises(
+        ConfigError, match="its image head takes features of width 5; the image encoder gives 6"
+    ):
         train(recipe_of(made, "bad", f"multimodal.aligner={tmp_path}/narrow.safetensors"))
     chat = tmp_path / "chat.jsonl"
-    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}) + "\n")
+    chat.write_text(
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "hi"},
+                    {"role": "assistant", "content": "ho"},
+                ]
+            }
+        )
+        + "\n"
+    )
     with pytest.raises(ConfigError, match="no source holds pictures or sounds"):
         train(recipe_of(made, "bad", f"data.train=[{{path: {chat}, kind: chat}}]"))
-    with pytest.raises(ConfigError, match="has kind multimodal, and the recipe has no `multimodal` section"):
+    with pytest.raises(
+        ConfigError, match="has kind multimodal, and the recipe has no `multimodal` section"
+    ):
         train(
             load(
                 Recipe,
                 None,
-                [f"tokenizer={made}/tok", f"data.train=[{{path: {made}/set/chat.jsonl, kind: multimodal}}]", f"run.dir={tmp_path}"],
+                [
+                    f"tokenizer={made}/tok",
+                    f"data.train=[{{path: {made}/set/chat.jsonl, kind: multimodal}}]",
+                    f"run.dir={tmp_path}",
+                ],
             )
         )
     shutil.copytree(run / "final", tmp_path / "final")
     damaged = (tmp_path / "final/projector.safetensors").read_bytes()
     (tmp_path / "final/projector.safetensors").write_bytes(damaged[:-1] + b"x")
-    with pytest.raises(DataError, match=r"projector\.safetensors: damaged, or changed since headway wrote it"):
+    with pytest.raises(
+        DataError, match=r"projector\.safetensors: damaged, or changed since headway wrote it"
+    ):
         load_model(tmp_path / "final")
     (tmp_path / "final" / DIGESTS).unlink()
     with pytest.raises(CheckpointError, match=r"projector\.safetensors: damaged"):
         load_model(tmp_path / "final")
     loaded = load_model(run)
     with pytest.raises(ConfigError, match="trained on a table of image features"):
-        answer_media(loaded, [next(one for _, one in read_questions(made / "set/chat.jsonl"))], "chatml", GenerateOptions())
+        answer_media(
+            loaded,
+            [next(one for _, one in read_questions(made / "set/chat.jsonl"))],
+            "chatml",
+            GenerateOptions(),
+        )
 
 
 def test_records_with_and_without_answers_become_questions(made: Path) -> None:
     for data, expected in (
         ({"messages": [{"role": "user", "content": "hi"}]}, None),
-        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}, "ho"),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+            "ho",
+        ),
         ({"instruction": "hi"}, None),
         ({"prompt": "hi", "response": "ho"}, "ho"),
     ):
         found = question_of(Record(data, "x.jsonl", 1))
-        assert [(turn.role, turn.content) for turn in found.turns] == [("user", "hi")] and found.expected == expected
+        assert [(turn.role, turn.content) for turn in found.turns] == [
+            ("user", "hi")
+        ] and found.expected == expected
 
 
 def test_packed_rows_have_the_loss_of_unpacked_ones(made: Path) -> None:
@@ -188,11 +260,23 @@ def test_packed_rows_have_the_loss_of_unpacked_ones(made: Path) -> None:
     for packing in ("best_fit", "pad"):
         sets = f"data.valid.sets={{all: {{path: {made}/set/chat.jsonl, kind: multimodal}}}}"
         recipe = recipe_of(
-            made, packing, f"data.packing={packing}", "steps=1", "optim.lr=0", "eval.rows=1000", sets, "checkpoint.at_end=false"
+            made,
+            packing,
+            f"data.packing={packing}",
+            "steps=1",
+            "optim.lr=0",
+            "eval.rows=1000",
+            sets,
+            "checkpoint.at_end=false",
         )
         train(recipe)
-        lines = [json.loads(line) for line in (recipe.run.folder / "metrics.jsonl").read_text().splitlines()]
-        losses.append(next(line["valid"]["all"]["loss"] for line in reversed(lines) if "valid" in line))
+        lines = [
+            json.loads(line)
+            for line in (recipe.run.folder / "metrics.jsonl").read_text().splitlines()
+        ]
+        losses.append(
+            next(line["valid"]["all"]["loss"] for line in reversed(lines) if "valid" in line)
+        )
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -200,14 +284,23 @@ def clip_folder(folder: Path) -> Path:
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
     CLIPVisionModel(CLIPVisionConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(folder)
-    CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}).save_pretrained(folder)
+    CLIPImageProcessor(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+    ).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.slow
-def test_a_llava_folder_computes_the_same_logits_with_transformers(made: Path, run: Path, tmp_path: Path) -> None:
+def test_a_llava_folder_computes_the_same_logits_with_transformers(
+    made: Path, run: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     from transformers import LlavaForConditionalGeneration
 
@@ -216,13 +309,24 @@ def test_a_llava_folder_computes_the_same_logits_with_transformers(made: Path, r
 
     text = encoder_text(str(clip_folder(tmp_path / "clip")), "image", patches=True)
     encoder = open_encoder(text, "image")
-    shape = MediaShape((MediaInput("image", encoder.width, encoder.tokens, encoder.tokens, text),), hidden=SMALL["hidden_size"])
+    shape = MediaShape(
+        (MediaInput("image", encoder.width, encoder.tokens, encoder.tokens, text),),
+        hidden=SMALL["hidden_size"],
+    )
     config = ModelConfig(**SMALL, media=shape)
-    weights = [(spec.name, initial_value(spec.name, spec.shape, config, 3)) for spec in param_specs(config)]
+    weights = [
+        (spec.name, initial_value(spec.name, spec.shape, config, 3)) for spec in param_specs(config)
+    ]
     export_huggingface(config, iter(weights), tmp_path / "ours", tokenizer=made / "tok")
     export_llava(tmp_path / "ours", tmp_path / "llava")
-    theirs = LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava", attn_implementation="eager").eval()
-    token = theirs.config.image_token_index if hasattr(theirs.config, "image_token_index") else theirs.config.image_token_id
+    theirs = LlavaForConditionalGeneration.from_pretrained(
+        tmp_path / "llava", attn_implementation="eager"
+    ).eval()
+    token = (
+        theirs.config.image_token_index
+        if hasattr(theirs.config, "image_token_index")
+        else theirs.config.image_token_id
+    )
     picture = next((made / "set/images").iterdir())
     pixels = encoder.input.read(MediaRef("image", picture))
     loaded = load_model(tmp_path / "ours")
@@ -235,7 +339,12 @@ def test_a_llava_folder_computes_the_same_logits_with_transformers(made: Path, r
     media = MediaTensors(slot, {"image": features}, {"image": torch.tensor([[True]])})
     with torch.no_grad():
         ours = loaded.model.logits(
-            loaded.model.prefill(ids.clamp(max=SMALL["vocab_size"] - 1), torch.arange(ids.shape[1])[None], None, media)
+            loaded.model.prefill(
+                ids.clamp(max=SMALL["vocab_size"] - 1),
+                torch.arange(ids.shape[1])[None],
+                None,
+                media,
+            )
         )
         values = encoder.module.pixels(torch.from_numpy(pixels[None]))  # pyright: ignore[reportAttributeAccessIssue]
         wanted = theirs(input_ids=ids, pixel_values=values).logits
@@ -244,7 +353,9 @@ def test_a_llava_folder_computes_the_same_logits_with_transformers(made: Path, r
         export_llava(run, tmp_path / "other")
 
 
-def test_batch_prediction_keeps_order_and_continues(made: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_prediction_keeps_order_and_continues(
+    made: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Encoders are replaced by the table's features, so that only the prediction is looked at."""
     from headway.infer import media as module
     from headway.store.media_table import open_table
@@ -252,16 +363,25 @@ def test_batch_prediction_keeps_order_and_continues(made: Path, run: Path, tmp_p
     tables = {name: open_table(made / name) for name in ("image", "audio")}
 
     def encoded(loaded: Any, refs: Any) -> dict[str, np.ndarray]:
-        return {name: tables[ref.modality].rows(tables[ref.modality].indices_of([name]))[0] for name, ref in refs.items()}
+        return {
+            name: tables[ref.modality].rows(tables[ref.modality].indices_of([name]))[0]
+            for name, ref in refs.items()
+        }
 
     monkeypatch.setattr(module, "encode_media", encoded)
     loaded, source, out = load_model(run), made / "set/chat.jsonl", tmp_path / "answers.jsonl"
     schema, options = AnswerSchema({"type": "object"}), GenerateOptions(max_new_tokens=3, rows=5)
     report = answer_records(loaded, source, out, "chatml", options, schema)
     whole = out.read_text()
-    assert report.records == report.answered == len(source.read_text().splitlines()) and report.valid == 0 and report.exact is not None
+    assert (
+        report.records == report.answered == len(source.read_text().splitlines())
+        and report.valid == 0
+        and report.exact is not None
+    )
     assert [json.loads(line)["index"] for line in whole.splitlines()] == list(range(report.records))
-    out.write_text("".join(line + "\n" for line in whole.splitlines()[:7]) + whole.splitlines()[7][:20])  # killed inside a line
+    out.write_text(
+        "".join(line + "\n" for line in whole.splitlines()[:7]) + whole.splitlines()[7][:20]
+    )  # killed inside a line
     again = answer_records(loaded, source, out, "chatml", options, schema)
     assert out.read_text() == whole and again.answered == report.records - 7
     with pytest.raises(ConfigError, match="is of another input"):
@@ -269,7 +389,9 @@ def test_batch_prediction_keeps_order_and_continues(made: Path, run: Path, tmp_p
     side = out.with_name(out.name + ".settings")
     settings = json.loads(side.read_text())
     side.write_text(json.dumps({**settings, "weights_digest": "0" * 64}))
-    with pytest.raises(ConfigError, match=r"begun with other content of model .*: its weights changed"):
+    with pytest.raises(
+        ConfigError, match=r"begun with other content of model .*: its weights changed"
+    ):
         answer_records(loaded, source, out, "chatml", options)
     side.unlink()  # of an earlier version, which wrote none
     assert answer_records(loaded, source, out, "chatml", options).answered == 0
@@ -278,30 +400,62 @@ def test_batch_prediction_keeps_order_and_continues(made: Path, run: Path, tmp_p
 
 def random_features(loaded: Any, refs: Any) -> dict[str, np.ndarray]:
     """In place of encoders: features that depend on the content alone."""
-    return {name: np.random.default_rng(int(name[:8], 16)).normal(size=(1, WIDTH)).astype(np.float32) for name in refs}
+    return {
+        name: np.random.default_rng(int(name[:8], 16)).normal(size=(1, WIDTH)).astype(np.float32)
+        for name in refs
+    }
 
 
 def test_a_video_is_asked_about_as_training_reads_it(
-    made: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: Path,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("av")
-    clip, silent, records = tmp_path / "clip.mp4", tmp_path / "silent.mp4", tmp_path / "records.jsonl"
+    clip, silent, records = (
+        tmp_path / "clip.mp4",
+        tmp_path / "silent.mp4",
+        tmp_path / "records.jsonl",
+    )
     clip.write_bytes(film(8))
     silent.write_bytes(film(4, sound=False))
     prompts = ["What is it?", "First <video> then?"]
     asked = [question_about(prompt, [MediaRef("video", clip)]) for prompt in prompts]
     for prompt, one in zip(prompts, asked, strict=True):
         same = question_of(Record({"prompt": prompt, "video": "clip.mp4"}, str(records), 1))
-        assert same.turns == one.turns and [ref.content_hash() for ref in same.media] == [ref.content_hash() for ref in one.media]
-    assert [turn.content for turn in asked[1].turns] == ["First <image><image><image><image><audio> then?"]
+        assert same.turns == one.turns and [ref.content_hash() for ref in same.media] == [
+            ref.content_hash() for ref in one.media
+        ]
+    assert [turn.content for turn in asked[1].turns] == [
+        "First <image><image><image><image><audio> then?"
+    ]
     monkeypatch.setattr("headway.infer.media.encode_media", random_features)
-    lines = [{"prompt": prompts[0], "video": "clip.mp4"}, {"prompt": prompts[1], "video": "silent.mp4"}, {"prompt": "<image>x"}]
+    lines = [
+        {"prompt": prompts[0], "video": "clip.mp4"},
+        {"prompt": prompts[1], "video": "silent.mp4"},
+        {"prompt": "<image>x"},
+    ]
     records.write_text("".join(json.dumps(line) + "\n" for line in lines))
     answers = tmp_path / "answers.jsonl"
-    common = ["generate", "--model", str(run), "--chat-template", "chatml", "--max-new-tokens", "3", "--device", "cpu", "--json"]
+    common = [
+        "generate",
+        "--model",
+        str(run),
+        "--chat-template",
+        "chatml",
+        "--max-new-tokens",
+        "3",
+        "--device",
+        "cpu",
+        "--json",
+    ]
     assert run_verb([*common, "--input", str(records), "--output", str(answers)]) == 0
     found = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert "1 marks <image> and 0 files" in found[2]["error"] and found[2]["error"].startswith(str(records))
+    assert "1 marks <image> and 0 files" in found[2]["error"] and found[2]["error"].startswith(
+        str(records)
+    )
     capsys.readouterr()
     assert run_verb([*common, "--prompt", prompts[0], "--video", str(clip)]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -316,5 +470,8 @@ def test_a_video_with_sound_is_refused_by_a_model_that_does_not_hear(tmp_path: P
         (tmp_path / name).write_bytes(film(4, sound=sound))
     sees = MediaPositions({"image": 2}, missing=False)
     place_question(question_about("What?", [MediaRef("video", tmp_path / "silent.mp4")]), sees)
-    with pytest.raises(DataError, match=r"loud\.mp4 \(sound\): is audio; the model takes image only\. Give the video without its sound"):
+    with pytest.raises(
+        DataError,
+        match=r"loud\.mp4 \(sound\): is audio; the model takes image only\. Give the video without its sound",
+    ):
         place_question(question_about("What?", [MediaRef("video", tmp_path / "loud.mp4")]), sees)

@@ -40,12 +40,28 @@ PHASES = ("align", "tune")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A generated set, a tokenizer, a small language model, and undisturbed runs of both phases."""
     folder = tmp_path_factory.mktemp("kills")
-    files = write_media(folder / "media", SyntheticMedia(samples=24, heldout=0, image_size=16, seconds=0.1, missing=0.2))
-    texts = [turn["content"] for line in files["chat"].read_text().splitlines() for turn in json.loads(line)["messages"]]
+    files = write_media(
+        folder / "media",
+        SyntheticMedia(samples=24, heldout=0, image_size=16, seconds=0.1, missing=0.2),
+    )
+    texts = [
+        turn["content"]
+        for line in files["chat"].read_text().splitlines()
+        for turn in json.loads(line)["messages"]
+    ]
     train_bpe(texts * 9, vocab_size=300, out=folder / "tok")
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 384}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 48,
+        "vocab_size": 384,
+    }
     config = ModelConfig(family="qwen2", qkv_bias=True, **sizes)
-    weights = ((spec.name, initial_value(spec.name, spec.shape, config, 3)) for spec in param_specs(config))
+    weights = (
+        (spec.name, initial_value(spec.name, spec.shape, config, 3)) for spec in param_specs(config)
+    )
     export_huggingface(config, weights, folder / "model", tokenizer=folder / "tok")
     for phase in PHASES:
         train(recipe_of(folder, phase, "whole"))
@@ -59,7 +75,13 @@ def settings(made: Path, phase: str, name: str) -> list[str]:
         "checkpoint.every=2", "eval.every=3", "eval.rows=4", "log.every=100",
     ]  # fmt: skip
     if phase == "align":
-        sizes = ["text.max_bytes=48", "image.image_size=16", "audio.frames=16", "audio.width=32", "audio.stages=2"]
+        sizes = [
+            "text.max_bytes=48",
+            "image.image_size=16",
+            "audio.frames=16",
+            "audio.width=32",
+            "audio.stages=2",
+        ]
         return [
             *common, f"data.train=[{made}/media/captions.jsonl]", "data.valid={fraction: 0.2}", "batch={rows: 8, micro_rows: 4}",
             *(f"model.aligner.encoders.{one}" for one in sizes),
@@ -78,12 +100,20 @@ def assert_same_end(made: Path, phase: str, name: str) -> None:
     """Checkpoint, metrics and every file of final/."""
     one, two = (made / phase / run for run in ("whole", name))
     assert_same_run(one, two, STEPS)
-    files = sorted(path.relative_to(one / "final") for path in (one / "final").rglob("*") if path.is_file())
+    files = sorted(
+        path.relative_to(one / "final") for path in (one / "final").rglob("*") if path.is_file()
+    )
     weights = [path for path in files if path.suffix == ".safetensors"]
-    assert weights and files == sorted(path.relative_to(two / "final") for path in (two / "final").rglob("*") if path.is_file())
-    for path in weights:  # tensors, not bytes: safetensors writes the two notes of a header in any order
+    assert weights and files == sorted(
+        path.relative_to(two / "final") for path in (two / "final").rglob("*") if path.is_file()
+    )
+    for (
+        path
+    ) in weights:  # tensors, not bytes: safetensors writes the two notes of a header in any order
         left, right = load_file(one / "final" / path), load_file(two / "final" / path)
-        assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left), path
+        assert left.keys() == right.keys() and all(
+            torch.equal(left[key], right[key]) for key in left
+        ), path
 
 
 @pytest.mark.slow
@@ -98,7 +128,15 @@ def test_a_killed_phase_ends_as_the_undisturbed_one(made: Path, phase: str) -> N
 
 
 def start(made: Path, phase: str, name: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-m", "headway", "train", f"multimodal/{phase}", *settings(made, phase, name)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "headway",
+        "train",
+        f"multimodal/{phase}",
+        *settings(made, phase, name),
+    ]
     with (made / f"{phase}-{name}.log").open("ab") as out:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=made)
 
@@ -107,12 +145,17 @@ def start(made: Path, phase: str, name: str) -> subprocess.Popen[bytes]:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("number", range(KILLS))
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_real_command_killed_at_a_random_step_ends_as_the_undisturbed_one(made: Path, phase: str, number: int) -> None:
+def test_a_real_command_killed_at_a_random_step_ends_as_the_undisturbed_one(
+    made: Path, phase: str, number: int
+) -> None:
     draw, name = random.Random(f"{SEED} {phase} {number}"), f"process{number}"
     step, metrics = draw.randrange(STEPS), made / phase / name / "metrics.jsonl"
     told = f"HEADWAY_DRILL_SEED={SEED}, {phase}, killed after step {step}"
     process = start(made, phase, name)
-    while process.poll() is None and (metrics.read_bytes().count(b"\n") if metrics.exists() else -1) < step:
+    while (
+        process.poll() is None
+        and (metrics.read_bytes().count(b"\n") if metrics.exists() else -1) < step
+    ):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, f"{told}: it was done first"

@@ -45,7 +45,13 @@ BATCH = {
     "rows": {"rows": 2, "micro_rows": 1},
     "rows_per_rank": {"rows_per_rank": 1, "accumulate": 2},
 }
-SHAPE = {"vocab_size": 272, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+SHAPE = {
+    "vocab_size": 272,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def smaller(value: Any) -> Any:
@@ -75,29 +81,60 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         import transformers
 
     folder = tmp_path_factory.mktemp("node")
-    qwen = transformers.Qwen2Config(**SHAPE, num_hidden_layers=6, max_position_embeddings=128, tie_word_embeddings=True)
-    llama = transformers.LlamaConfig(**{**SHAPE, "num_key_value_heads": 2}, num_hidden_layers=2, max_position_embeddings=128)
+    qwen = transformers.Qwen2Config(
+        **SHAPE, num_hidden_layers=6, max_position_embeddings=128, tie_word_embeddings=True
+    )
+    llama = transformers.LlamaConfig(
+        **{**SHAPE, "num_key_value_heads": 2}, num_hidden_layers=2, max_position_embeddings=128
+    )
     tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
     tokenizer.save(folder / "tokenizer")
     settings = json.loads((folder / "tokenizer" / "tokenizer_config.json").read_text())
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    settings["chat_template"] = template + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    settings["chat_template"] = (
+        template + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
     torch.manual_seed(0)
-    for name, config in (("qwen2.5-3b", qwen), ("qwen2.5-7b", qwen), ("llama-3.1-8b-instruct", llama)):
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "models" / name)
+    for name, config in (
+        ("qwen2.5-3b", qwen),
+        ("qwen2.5-7b", qwen),
+        ("llama-3.1-8b-instruct", llama),
+    ):
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(
+            folder / "models" / name
+        )
         for file in (folder / "tokenizer").iterdir():
             (folder / "models" / name / file.name).write_bytes(file.read_bytes())
     texts = [{"text": f"document {n} says " + "over the hills " * 4} for n in range(60)]
     chat = [{"instruction": f"Say {n}.", "output": f"{n}"} for n in range(40)]
-    pairs = [{"prompt": one["instruction"], "chosen": one["output"], "rejected": "No."} for one in chat]
+    pairs = [
+        {"prompt": one["instruction"], "chosen": one["output"], "rejected": "No."} for one in chat
+    ]
     sample = Path("togethercomputer/RedPajama-Data-1T-Sample/docs.jsonl")
-    for name, records in (("chat.jsonl", chat), ("pairs.jsonl", pairs), ("redpajama.jsonl", texts), (sample, texts)):
+    for name, records in (
+        ("chat.jsonl", chat),
+        ("pairs.jsonl", pairs),
+        ("redpajama.jsonl", texts),
+        (sample, texts),
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-    domains = [f"long-context-65536/{name}" for name in ("thestackv1_concat_by_repo-65536", "book-65536", "fineweb-edu")]
+    domains = [
+        f"long-context-65536/{name}"
+        for name in ("thestackv1_concat_by_repo-65536", "book-65536", "fineweb-edu")
+    ]
     for name in (*domains, "long-context-524288/book-524288", "prolong-ultrachat-64K"):
-        given = ["--input", str(folder / "redpajama.jsonl"), "--tokenizer", str(folder / "tokenizer"), "--to", "mds"]
+        given = [
+            "--input",
+            str(folder / "redpajama.jsonl"),
+            "--tokenizer",
+            str(folder / "tokenizer"),
+            "--to",
+            "mds",
+        ]
         assert main(["data", "tokenize", *given, "--out", str(folder / "datasets" / name)]) == 0
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
@@ -114,7 +151,21 @@ def trained(there: Path) -> Callable[[str], dict[str, Any]]:
             run(BEFORE[name])
         if name == "prulong-masks-and-weights":
             # Of two layers with two heads each, half stream.
-            assert main(["masks", "export", "--model", "runs/prulong-masks", "--sparsity", "0.5", "--out", "masks_sp0.7.tsv"]) == 0
+            assert (
+                main(
+                    [
+                        "masks",
+                        "export",
+                        "--model",
+                        "runs/prulong-masks",
+                        "--sparsity",
+                        "0.5",
+                        "--out",
+                        "masks_sp0.7.tsv",
+                    ]
+                )
+                == 0
+            )
         (there / f"{name}.yaml").write_text(json.dumps(smaller(read_yaml(NODE / f"{name}.yaml"))))
         return train(load(Recipe, there / f"{name}.yaml", ["device=cpu"]))
 
@@ -122,7 +173,9 @@ def trained(there: Path) -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_node_recipe_trains_and_leaves_a_model(name: str, there: Path, trained: Callable[[str], dict[str, Any]]) -> None:
+def test_a_node_recipe_trains_and_leaves_a_model(
+    name: str, there: Path, trained: Callable[[str], dict[str, Any]]
+) -> None:
     summary = trained(name)
     recipe = load(Recipe, NODE / f"{name}.yaml")
     assert summary["steps"] == max(1, len(recipe.stages))
@@ -141,7 +194,9 @@ def test_staged_surgery_is_exported_to_a_model_that_plain_transformers_computes_
 
     trained("nope")
     assert main(["export", "hf", "--model", "runs/nope", "--out", "hf/nope"]) == 0
-    plain = transformers.AutoModelForCausalLM.from_pretrained(there / "hf" / "nope", dtype=torch.float32).eval()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        there / "hf" / "nope", dtype=torch.float32
+    ).eval()
     assert type(plain).__name__ == "SmolLM3ForCausalLM"
     model = load_model(there / "runs" / "nope", dtype=torch.float32).model
     tokens = torch.arange(1, 65)[None] * 3 % 250

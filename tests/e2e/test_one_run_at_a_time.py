@@ -57,7 +57,11 @@ def test_a_second_start_is_refused_by_name_and_touches_nothing(tmp_path: Path) -
     "stages",
     [
         pytest.param([], id="one stage"),
-        pytest.param(["stages=[{name: a, steps: 2}, {name: b, steps: 2}]"], id="two stages", marks=pytest.mark.drill),
+        pytest.param(
+            ["stages=[{name: a, steps: 2}, {name: b, steps: 2}]"],
+            id="two stages",
+            marks=pytest.mark.drill,
+        ),
     ],
 )
 def test_a_run_left_by_a_lost_machine_is_taken_over(tmp_path: Path, stages: list[str]) -> None:
@@ -76,7 +80,9 @@ def test_two_runs_that_share_only_their_checkpoint_folder_are_refused_too(tmp_pa
     shared = tmp_path / "shared" / "run"
     shared.mkdir(parents=True)
     (shared / LOCK).write_text(json.dumps(asdict(replace(this_process(), pid=os.getpid()))))
-    refused = headway("train", *tiny_settings(tmp_path, "run"), "steps=2", f"checkpoint.to={tmp_path / 'shared'}")
+    refused = headway(
+        "train", *tiny_settings(tmp_path, "run"), "steps=2", f"checkpoint.to={tmp_path / 'shared'}"
+    )
     assert refused.returncode == 2
     assert f"{shared} is in use by process {os.getpid()}" in refused.stderr
     assert not (tmp_path / "run").exists()
@@ -84,6 +90,8 @@ def test_two_runs_that_share_only_their_checkpoint_folder_are_refused_too(tmp_pa
 
 def test_a_start_that_is_refused_for_another_reason_leaves_no_folder(tmp_path: Path) -> None:
     make_stores(tmp_path)
-    refused = headway("train", *tiny_settings(tmp_path, "new/run"), "steps=2", "data.train=[nowhere]")
+    refused = headway(
+        "train", *tiny_settings(tmp_path, "new/run"), "steps=2", "data.train=[nowhere]"
+    )
     assert refused.returncode == 2
     assert not (tmp_path / "new").exists()

@@ -15,7 +15,9 @@ from headway.store.reader import StoreWriter, open_store
 
 def write_store(path: Path, documents: int, shard_tokens: int) -> None:
     rng = np.random.default_rng(len(str(path)))
-    with StoreWriter(path, dtype="uint16", tokenizer_fingerprint=None, shard_tokens=shard_tokens) as writer:
+    with StoreWriter(
+        path, dtype="uint16", tokenizer_fingerprint=None, shard_tokens=shard_tokens
+    ) as writer:
         for _ in range(documents):
             writer.add(rng.integers(0, 64, 12).astype(np.uint16))
         writer.finish()
@@ -40,13 +42,22 @@ def few_files(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("few_files", [200], indirect=True)
-def test_hundreds_of_shards_and_sources_train_with_few_open_files(tmp_path: Path, few_files: None) -> None:
+def test_hundreds_of_shards_and_sources_train_with_few_open_files(
+    tmp_path: Path, few_files: None
+) -> None:
     write_store(tmp_path / "shards", 320, 12)
     for number in range(120):
         write_store(tmp_path / f"s{number}", 2, 1000)
     assert len(list((tmp_path / "shards").glob("tokens-*.bin"))) == 320
     sources = ",".join(str(tmp_path / name) for name in ("shards", *(f"s{n}" for n in range(120))))
-    settings = [*tiny_settings(tmp_path, "run"), f"data.train=[{sources}]", "data.valid=null", "eval.every=null", "steps=null", "epochs=1"]
+    settings = [
+        *tiny_settings(tmp_path, "run"),
+        f"data.train=[{sources}]",
+        "data.valid=null",
+        "eval.every=null",
+        "steps=null",
+        "epochs=1",
+    ]
     done = headway("train", *settings, "checkpoint.at_end=false")
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -58,7 +69,10 @@ def test_maps_are_bounded_and_hold_no_open_file(tmp_path: Path) -> None:
     contents = [maps.get(str(path), "<u2", path.stat().st_size) for path in paths]
     assert len(maps) == 5
     assert len(os.listdir("/proc/self/fd")) == before
-    assert all(np.array_equal(found, np.fromfile(path, "<u2")) for found, path in zip(contents, paths, strict=True))
+    assert all(
+        np.array_equal(found, np.fromfile(path, "<u2"))
+        for found, path in zip(contents, paths, strict=True)
+    )
     with pytest.raises(ValueError, match="read-only"):
         contents[0][0] = 1
 

@@ -33,7 +33,9 @@ def raw_data(folder: Path) -> list[str]:
 
 
 def change_raw(folder: Path) -> None:
-    rewrite_in_place(folder / "texts" / "a.txt", ("THE QUICK BROWN FOX JUMPS OVER THE LAZY DOG. " * 40).encode())
+    rewrite_in_place(
+        folder / "texts" / "a.txt", ("THE QUICK BROWN FOX JUMPS OVER THE LAZY DOG. " * 40).encode()
+    )
 
 
 def store_data(folder: Path) -> list[str]:
@@ -57,10 +59,19 @@ def change_store(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "change"),
-    [pytest.param(raw_data, change_raw, id="raw files"), pytest.param(store_data, change_store, id="a store", marks=pytest.mark.drill)],
+    [
+        pytest.param(raw_data, change_raw, id="raw files"),
+        pytest.param(store_data, change_store, id="a store", marks=pytest.mark.drill),
+    ],
 )
 def test_a_run_is_resumed_on_other_data_only_if_asked_to(tmp_path: Path, make, change) -> None:
-    settings = [*tiny_settings(tmp_path, "run"), "data.valid=null", "eval.every=null", "checkpoint.every=2", *make(tmp_path)]
+    settings = [
+        *tiny_settings(tmp_path, "run"),
+        "data.valid=null",
+        "eval.every=null",
+        "checkpoint.every=2",
+        *make(tmp_path),
+    ]
     first = headway("train", *settings, "steps=4")
     assert first.returncode == 0, first.stderr
     same = headway("train", *settings, "steps=5")
@@ -70,7 +81,13 @@ def test_a_run_is_resumed_on_other_data_only_if_asked_to(tmp_path: Path, make, c
     assert refused.returncode == 2, refused.stderr
     assert "the data changed since" in refused.stderr
     assert "data.accept_changed=true" in refused.stderr
-    assert [step["step"] for step in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert [step["step"] for step in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     asked = headway("train", *settings, "steps=8", "data.accept_changed=true")
     assert asked.returncode == 0, asked.stderr
     assert "reading it from its beginning" in asked.stderr

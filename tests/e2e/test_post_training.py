@@ -89,8 +89,12 @@ def run(folder: Path, name: str, *overrides: str, world: int = 1) -> list[dict[s
 def assert_same(got: list[dict[str, Any]], right: list[dict[str, Any]], rel: float = 1e-4) -> None:
     assert len(got) == len(right)
     for one, other in zip(got, right, strict=True):
-        keys = [k for k in SAME if k != "rewards/accuracies" or one["step"] > 1]  # at first both answers of a pair have the same reward
-        assert {k: one[k] for k in keys} == pytest.approx({k: other[k] for k in keys}, rel=rel, abs=1e-6), f"step {one['step']}"
+        keys = [
+            k for k in SAME if k != "rewards/accuracies" or one["step"] > 1
+        ]  # at first both answers of a pair have the same reward
+        assert {k: one[k] for k in keys} == pytest.approx(
+            {k: other[k] for k in keys}, rel=rel, abs=1e-6
+        ), f"step {one['step']}"
         for name, values in other.get("valid", {}).items():
             assert one["valid"][name] == pytest.approx(values, rel=rel, abs=1e-6)
 
@@ -100,7 +104,9 @@ def plain(folder: Path) -> list[dict[str, Any]]:
     return run(folder, "plain")
 
 
-def test_a_run_starts_at_ln_2_learns_and_reports_rewards(plain: list[dict[str, Any]], folder: Path) -> None:
+def test_a_run_starts_at_ln_2_learns_and_reports_rewards(
+    plain: list[dict[str, Any]], folder: Path
+) -> None:
     assert plain[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert plain[-1]["loss"] < 0.65
     assert set(SAME) <= set(plain[0])
@@ -112,24 +118,46 @@ def test_a_run_starts_at_ln_2_learns_and_reports_rewards(plain: list[dict[str, A
     assert "reference with the random weights" in log
 
 
-def test_rewards_may_say_which_checkpoint_is_best_and_a_wrong_name_is_refused_before_the_first_step(folder: Path) -> None:
+def test_rewards_may_say_which_checkpoint_is_best_and_a_wrong_name_is_refused_before_the_first_step(
+    folder: Path,
+) -> None:
     run(folder, "best", "checkpoint.metric=rewards/accuracies")
     assert (folder / "runs" / "best" / "checkpoints" / "best-1").is_symlink()
-    with pytest.raises(HeadwayError, match=r"checkpoint.metric is 'rewards/accuracy'; .* reports .*rewards/accuracies") as raised:
+    with pytest.raises(
+        HeadwayError,
+        match=r"checkpoint.metric is 'rewards/accuracy'; .* reports .*rewards/accuracies",
+    ) as raised:
         run(folder, "wrong", "checkpoint.metric=rewards/accuracy")
     assert raised.value.exit_code == 2
     assert not (folder / "runs" / "wrong" / "metrics.jsonl").exists()
 
 
-LAYOUTS = {"ddp": ("parallel.zero1.size=1",), "zero1": (), "fsdp": ("parallel.strategy=fsdp",), "tensor": ("parallel.tensor=2",)}
+LAYOUTS = {
+    "ddp": ("parallel.zero1.size=1",),
+    "zero1": (),
+    "fsdp": ("parallel.strategy=fsdp",),
+    "tensor": ("parallel.tensor=2",),
+}
 QUICK = [("zero1", "sigmoid"), ("fsdp", "kto_pair"), ("tensor", "sigmoid")]
-REST = [(layout, loss) for layout in LAYOUTS for loss in ("sigmoid", "kto_pair") if (layout, loss) not in QUICK]
+REST = [
+    (layout, loss)
+    for layout in LAYOUTS
+    for loss in ("sigmoid", "kto_pair")
+    if (layout, loss) not in QUICK
+]
 
 
-@pytest.mark.parametrize(("layout", "loss_type"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.drill) for one in REST)])
-def test_two_ranks_leave_what_one_process_leaves(folder: Path, plain: list[dict[str, Any]], layout: str, loss_type: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "loss_type"),
+    [*QUICK, *(pytest.param(*one, marks=pytest.mark.drill) for one in REST)],
+)
+def test_two_ranks_leave_what_one_process_leaves(
+    folder: Path, plain: list[dict[str, Any]], layout: str, loss_type: str
+) -> None:
     kind = f"objective.loss_type={loss_type}"
-    right = plain if loss_type == "sigmoid" else run(folder, "one-kto", kind, "batch.micro_rows=8")  # the whole step at once
+    right = (
+        plain if loss_type == "sigmoid" else run(folder, "one-kto", kind, "batch.micro_rows=8")
+    )  # the whole step at once
     assert_same(run(folder, f"two-{loss_type}-{layout}", kind, *LAYOUTS[layout], world=2), right)
 
 
@@ -141,13 +169,17 @@ def test_pairs_packed_into_rows_are_pairs_on_their_own(folder: Path) -> None:
     assert_same(packed, alone)
 
 
-def test_cached_log_probabilities_are_the_live_ones_and_are_made_once(folder: Path, plain: list[dict[str, Any]]) -> None:
+def test_cached_log_probabilities_are_the_live_ones_and_are_made_once(
+    folder: Path, plain: list[dict[str, Any]]
+) -> None:
     cached = "objective.reference_logps=cached"
     assert_same(run(folder, "cached", cached), plain)
     files = sorted((folder / "cache" / "reference").iterdir())
     assert len(files) == 1
     before = files[0].stat().st_mtime_ns
-    assert deterministic(folder / "runs" / "cached" / "metrics.jsonl") == run_without_time(folder, "cached-again", cached)
+    assert deterministic(folder / "runs" / "cached" / "metrics.jsonl") == run_without_time(
+        folder, "cached-again", cached
+    )
     assert sorted((folder / "cache" / "reference").iterdir()) == files
     assert files[0].stat().st_mtime_ns == before
     run(folder, "other-weights", cached, "seed=7", "steps=1")
@@ -161,13 +193,17 @@ def test_cached_log_probabilities_are_the_live_ones_and_are_made_once(folder: Pa
 def scored(cache: Path) -> dict[str, np.ndarray]:
     """The log-probabilities of a cache: NaN where the reference has read nothing."""
     paths = sorted((cache / "reference").glob("*.sealed"))
-    return {path.name: np.frombuffer(read_sealed(path) or b"", "<f4").reshape(-1, 2) for path in paths}
+    return {
+        path.name: np.frombuffer(read_sealed(path) or b"", "<f4").reshape(-1, 2) for path in paths
+    }
 
 
 def read_pairs(loaded: Recipe, steps: int) -> set[int]:
     """The pairs in the batches of a run."""
     with build(resolve(loaded), decide_start(loaded, "never")).loader as loader:
-        numbers = [micro.extra[PAIR] for step, _ in islice(loader, steps) for micro in step.microbatches]
+        numbers = [
+            micro.extra[PAIR] for step, _ in islice(loader, steps) for micro in step.microbatches
+        ]
     return set(torch.cat(numbers)[torch.cat(numbers) >= 0].tolist())
 
 
@@ -177,7 +213,9 @@ SHORT = (
 )  # fmt: skip
 
 
-def test_a_short_run_scores_the_pairs_it_reads_and_a_longer_one_the_rest(folder: Path, tmp_path: Path) -> None:
+def test_a_short_run_scores_the_pairs_it_reads_and_a_longer_one_the_rest(
+    folder: Path, tmp_path: Path
+) -> None:
     cache = f"data.cache_dir={tmp_path}/cache"
     run(folder, "short", *SHORT, cache, "steps=3")
     ((name, first),) = scored(tmp_path / "cache").items()
@@ -201,13 +239,19 @@ def test_a_short_run_scores_the_pairs_it_reads_and_a_longer_one_the_rest(folder:
     # what reads everything scores everything, as ever, and short runs then use that
     run(folder, "whole", *SHORT, cache, "steps=null", "epochs=1")
     whole = {one: table for one, table in scored(tmp_path / "cache").items() if one != name}
-    assert len(whole) == 1 and "-" not in next(iter(whole)) and not np.isnan(next(iter(whole.values()))).any()
+    assert (
+        len(whole) == 1
+        and "-" not in next(iter(whole))
+        and not np.isnan(next(iter(whole.values()))).any()
+    )
     assert np.allclose(next(iter(whole.values()))[is_scored], first[is_scored], rtol=1e-5)
     run(folder, "other-rows", *SHORT, cache, "data.window_tokens=128", "steps=1")
     assert len(scored(tmp_path / "cache")) == 2
 
 
-def test_a_dry_run_scores_one_step(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_scores_one_step(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[int] = []
 
     def counting(model: Model, chunk_tokens: int) -> Callable[[Batch], Batch]:
@@ -220,7 +264,14 @@ def test_a_dry_run_scores_one_step(folder: Path, tmp_path: Path, monkeypatch: py
         return prepare
 
     monkeypatch.setattr("headway.train.dpo_reference.score_with", counting)
-    loaded = recipe(folder, "dry", "objective.reference_logps=cached", f"data.cache_dir={tmp_path}/cache", "steps=null", "epochs=1")
+    loaded = recipe(
+        folder,
+        "dry",
+        "objective.reference_logps=cached",
+        f"data.cache_dir={tmp_path}/cache",
+        "steps=null",
+        "epochs=1",
+    )
     outcome = dry_run(loaded)
     assert outcome["first_step"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert len(read) == 4 and sum(read) == outcome["first_step"]["num_samples_in_batch"] // 2 < 40
@@ -233,8 +284,18 @@ def test_a_dry_run_scores_one_step(folder: Path, tmp_path: Path, monkeypatch: py
     assert len(read) == 4, "the step after the checkpoint"
 
 
-def test_a_run_that_rolls_back_scores_the_batches_that_take_the_place_of_skipped_ones(folder: Path, tmp_path: Path) -> None:
-    loaded = recipe(folder, "back", *SHORT, f"data.cache_dir={tmp_path}/cache", "steps=3", "data.valid=null", "heal.on_spike=rollback")
+def test_a_run_that_rolls_back_scores_the_batches_that_take_the_place_of_skipped_ones(
+    folder: Path, tmp_path: Path
+) -> None:
+    loaded = recipe(
+        folder,
+        "back",
+        *SHORT,
+        f"data.cache_dir={tmp_path}/cache",
+        "steps=3",
+        "data.valid=null",
+        "heal.on_spike=rollback",
+    )
     fractions: list[float] = []
 
     @contextmanager
@@ -251,11 +312,15 @@ def test_a_run_that_rolls_back_scores_the_batches_that_take_the_place_of_skipped
     train(loaded, hook=spoiled)
     records = read_metrics(loaded.run.folder / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3]
-    assert all(math.isfinite(record["loss"]) and not record["inf_nan_skip_batches"] for record in records)
+    assert all(
+        math.isfinite(record["loss"]) and not record["inf_nan_skip_batches"] for record in records
+    )
     assert fractions[-1] > fractions[0]
 
 
-def test_ranks_that_share_layers_share_the_reference_and_its_cache(folder: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_ranks_that_share_layers_share_the_reference_and_its_cache(
+    folder: Path, plain: list[dict[str, Any]], tmp_path: Path
+) -> None:
     cached = ("objective.reference_logps=cached", f"data.cache_dir={tmp_path}", "parallel.tensor=2")
     assert_same(run(folder, "cached-tensor", *cached, world=2), plain)
     assert_same(run(folder, "cached-tensor-again", *cached, world=4), plain)
@@ -267,7 +332,9 @@ def run_without_time(folder: Path, name: str, *overrides: str) -> list[dict[str,
 
 
 @pytest.mark.drill
-def test_a_damaged_cache_of_log_probabilities_is_made_again(folder: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_a_damaged_cache_of_log_probabilities_is_made_again(
+    folder: Path, plain: list[dict[str, Any]], tmp_path: Path
+) -> None:
     cached = ("objective.reference_logps=cached", f"data.cache_dir={tmp_path}")
     run(folder, "whole-cache", *cached, "steps=1")
     (file,) = (tmp_path / "reference").iterdir()
@@ -275,21 +342,36 @@ def test_a_damaged_cache_of_log_probabilities_is_made_again(folder: Path, plain:
     assert_same(run(folder, "damaged-cache", *cached), plain)
 
 
-@pytest.mark.parametrize("overrides", [("objective.loss_type=kto_pair",), ("objective.reference_logps=cached",)], ids=["kto", "cached"])
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(folder: Path, overrides: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [("objective.loss_type=kto_pair",), ("objective.reference_logps=cached",)],
+    ids=["kto", "cached"],
+)
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
+    folder: Path, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
     make_pair_store(tmp_path / "pairs", pairs=80)
     run(tmp_path, "straight", *overrides)
     loaded = recipe(tmp_path, "again", *overrides)
     train(loaded, resume=str(tmp_path / "runs" / "straight" / "checkpoints" / "step-00000002"))
     assert (
-        deterministic(tmp_path / "runs" / "again" / "metrics.jsonl") == deterministic(tmp_path / "runs" / "straight" / "metrics.jsonl")[2:]
+        deterministic(tmp_path / "runs" / "again" / "metrics.jsonl")
+        == deterministic(tmp_path / "runs" / "straight" / "metrics.jsonl")[2:]
     )
-    shutil.copyfile(tmp_path / "runs" / "straight" / "metrics.jsonl", tmp_path / "runs" / "again" / "metrics.jsonl")
+    shutil.copyfile(
+        tmp_path / "runs" / "straight" / "metrics.jsonl",
+        tmp_path / "runs" / "again" / "metrics.jsonl",
+    )
     assert_same_run(tmp_path / "runs" / "straight", tmp_path / "runs" / "again", 4)
 
 
 def test_another_reference_than_the_run_began_with_is_refused(folder: Path, tmp_path: Path) -> None:
-    base = ("objective.kind=next_token", f"data.train=[{text_store(tmp_path)}]", "steps=1", "data.valid=null")
+    base = (
+        "objective.kind=next_token",
+        f"data.train=[{text_store(tmp_path)}]",
+        "steps=1",
+        "data.valid=null",
+    )
     for name, seed in (("one", 1), ("two", 2)):
         run(folder, f"base-{name}", *base, f"seed={seed}")
     weights = folder / "runs" / "weights"
@@ -304,9 +386,17 @@ def test_another_reference_than_the_run_began_with_is_refused(folder: Path, tmp_
 
 @pytest.mark.drill
 def test_a_reference_of_its_own_is_the_margin_to_beat(folder: Path, tmp_path: Path) -> None:
-    base = ("objective.kind=next_token", f"data.train=[{text_store(tmp_path)}]", "steps=1", "data.valid=null", "seed=9")
+    base = (
+        "objective.kind=next_token",
+        f"data.train=[{text_store(tmp_path)}]",
+        "steps=1",
+        "data.valid=null",
+        "seed=9",
+    )
     run(folder, "other", *base)
-    got = run(folder, "against-other", f"objective.reference={folder / 'runs' / 'other'}", "steps=2")
+    got = run(
+        folder, "against-other", f"objective.reference={folder / 'runs' / 'other'}", "steps=2"
+    )
     assert got[0]["loss"] != pytest.approx(math.log(2), abs=1e-6)
 
 
@@ -314,7 +404,11 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(folder: Path) -> No
     got = run(folder, "adapter", "adapter={kind: lora, rank: 4}", "steps=2", "optim.lr=0.05")
     assert got[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert got[1]["loss"] != got[0]["loss"]
-    line = next(line for line in (folder / "runs" / "adapter" / "train.log").read_text().splitlines() if "frozen" in line)
+    line = next(
+        line
+        for line in (folder / "runs" / "adapter" / "train.log").read_text().splitlines()
+        if "frozen" in line
+    )
     assert "train," in line
 
 
@@ -339,7 +433,9 @@ def text_store(folder: Path) -> Path:
         (("objective.reference=$/nowhere",), "objective.reference"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(folder: Path, tmp_path: Path, overrides: tuple[str, ...], said: str) -> None:
+def test_what_cannot_work_is_refused_in_one_line(
+    folder: Path, tmp_path: Path, overrides: tuple[str, ...], said: str
+) -> None:
     text_store(tmp_path)
     with pytest.raises(HeadwayError, match=said) as refused:
         run(folder, "refused", *(text.replace("$", str(tmp_path)) for text in overrides))
@@ -347,23 +443,43 @@ def test_what_cannot_work_is_refused_in_one_line(folder: Path, tmp_path: Path, o
     assert not (folder / "runs" / "refused").exists()
 
 
-def test_packed_conversations_are_conversations_on_their_own_and_the_result_stops(tmp_path: Path) -> None:
+def test_packed_conversations_are_conversations_on_their_own_and_the_result_stops(
+    tmp_path: Path,
+) -> None:
     """Supervised fine-tuning: loss on answers alone, documents isolated; final/ ends a text where the answers do."""
     byte_tokenizer("<|im_start|>", "<|im_end|>").save(tmp_path / "tokenizer")
     records = [{"instruction": f"Repeat {n}", "output": f"{n} " * (1 + n % 7)} for n in range(40)]
     (tmp_path / "alpaca.json").write_text(json.dumps(records))
-    data = (f"data.train=[{{path: {tmp_path}/alpaca.json, kind: chat}}]", f"tokenizer={tmp_path}/tokenizer", "data.seq_len=128")
-    shape = ("objective.kind=next_token", "model.vocab_size=null", "model.max_seq_len=128", "data.valid=null", "steps=null", "epochs=1")
+    data = (
+        f"data.train=[{{path: {tmp_path}/alpaca.json, kind: chat}}]",
+        f"tokenizer={tmp_path}/tokenizer",
+        "data.seq_len=128",
+    )
+    shape = (
+        "objective.kind=next_token",
+        "model.vocab_size=null",
+        "model.max_seq_len=128",
+        "data.valid=null",
+        "steps=null",
+        "epochs=1",
+    )
     packed = run(tmp_path, "packed", *data, *shape, "batch.rows=40", "batch.micro_rows=20")
-    alone = run(tmp_path, "alone", *data, *shape, "batch.rows=40", "batch.micro_rows=40", "data.packing=pad")
+    alone = run(
+        tmp_path, "alone", *data, *shape, "batch.rows=40", "batch.micro_rows=40", "data.packing=pad"
+    )
     for record in (packed, alone):
         assert [one["num_samples_in_batch"] for one in record] == [40]
     for key in ("loss", "nll", "accuracy", "grad_norm"):
         assert packed[0][key] == pytest.approx(alone[0][key], rel=1e-5)
-    ends = json.loads((tmp_path / "runs" / "packed" / "final" / "generation_config.json").read_text())["eos_token_id"]
+    ends = json.loads(
+        (tmp_path / "runs" / "packed" / "final" / "generation_config.json").read_text()
+    )["eos_token_id"]
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     assert ends == [tokenizer.eos_id, tokenizer.token_to_id("<|im_end|>")]
-    assert "each of 40 samples has a target" in (tmp_path / "runs" / "packed" / "train.log").read_text()
+    assert (
+        "each of 40 samples has a target"
+        in (tmp_path / "runs" / "packed" / "train.log").read_text()
+    )
 
 
 STAGED = """\

@@ -23,13 +23,23 @@ ROWS = [{"text": f"{number} " * 12} for number in range(30)]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a byte tokenizer that knows chatml."""
     folder = tmp_path_factory.mktemp("model")
-    return write_model(folder, CONFIG.with_(max_seq_len=128), byte_tokenizer("<|im_start|>", "<|im_end|>"))
+    return write_model(
+        folder, CONFIG.with_(max_seq_len=128), byte_tokenizer("<|im_start|>", "<|im_end|>")
+    )
 
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> hw.Recipe:
-    changes = {"init.from": model, "run.dir": tmp_path, "data.cache_dir": tmp_path / "cache", "data.seq_len": 64, "device": "cpu"}
-    return hw.Recipe.load(None, changes, steps=4, batch={"rows": 2}, eval={"every": 2, "rows": 2}, log={"every": 1})
+    changes = {
+        "init.from": model,
+        "run.dir": tmp_path,
+        "data.cache_dir": tmp_path / "cache",
+        "data.seq_len": 64,
+        "device": "cpu",
+    }
+    return hw.Recipe.load(
+        None, changes, steps=4, batch={"rows": 2}, eval={"every": 2, "rows": 2}, log={"every": 1}
+    )
 
 
 def test_the_sweep_trains_scores_answers_and_exports(
@@ -42,12 +52,18 @@ def test_the_sweep_trains_scores_answers_and_exports(
     spec.loader.exec_module(sweep)
     sweep.main(str(model), str(tmp_path), steps=2)
     shown = capsys.readouterr().out
-    assert (tmp_path / "lr-0.001" / "final").is_dir() and (tmp_path / "lr-0.0003" / "final").is_dir()
-    assert (tmp_path / "best" / "config.json").is_file() and f"exported to {tmp_path / 'best'}" in shown
+    assert (tmp_path / "lr-0.001" / "final").is_dir() and (
+        tmp_path / "lr-0.0003" / "final"
+    ).is_dir()
+    assert (
+        tmp_path / "best" / "config.json"
+    ).is_file() and f"exported to {tmp_path / 'best'}" in shown
     assert "step 2: valid loss" in shown and "perplexity" in shown and "letters" in shown
     assert len([line for line in SWEEP.read_text().splitlines() if line.strip()]) <= 30
     records = list((tmp_path / "cache" / "headway" / "records").iterdir())
-    assert sorted(len(path.read_text().splitlines()) for path in records) == [1, 1, 40, 200], "the second run reads the same files"
+    assert sorted(len(path.read_text().splitlines()) for path in records) == [1, 1, 40, 200], (
+        "the second run reads the same files"
+    )
 
 
 @pytest.mark.drill
@@ -55,7 +71,13 @@ def test_the_sweep_passes_mypy_strict(tmp_path: Path) -> None:
     """`make lint` checks the examples with basedpyright; this is for users of mypy."""
     pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(SWEEP)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "MYPYPATH": str(ROOT / "src")})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MYPYPATH": str(ROOT / "src")},
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -63,30 +85,59 @@ def test_training_on_records_equals_training_on_a_file(recipe: hw.Recipe, tmp_pa
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     one = hw.train(recipe.with_({"run.name": "one"}), data=iter(ROWS), valid=ROWS[:5])
     two = hw.train(
-        recipe.with_({"run.name": "two", "data.valid": {"sets": {"valid": f"{tmp_path}/rows.jsonl"}}}), data=tmp_path / "rows.jsonl"
+        recipe.with_(
+            {"run.name": "two", "data.valid": {"sets": {"valid": f"{tmp_path}/rows.jsonl"}}}
+        ),
+        data=tmp_path / "rows.jsonl",
     )
-    assert [row[:2] for row in one.losses.rows] == [row[:2] for row in two.losses.rows] and len(one.losses) >= 2
-    assert one.run == tmp_path / "one" and one.steps == 4 and one.final == tmp_path / "one" / "final" and one.final.is_dir()
-    assert one.last_loss == one.history()[-1]["loss"] and one.last_valid_loss == one.losses.rows[-1][2]
-    assert one.stopped_by is None and not one.stopped_early and one.summary["tokens"] == one.tokens > 0
+    assert [row[:2] for row in one.losses.rows] == [row[:2] for row in two.losses.rows] and len(
+        one.losses
+    ) >= 2
+    assert (
+        one.run == tmp_path / "one"
+        and one.steps == 4
+        and one.final == tmp_path / "one" / "final"
+        and one.final.is_dir()
+    )
+    assert (
+        one.last_loss == one.history()[-1]["loss"] and one.last_valid_loss == one.losses.rows[-1][2]
+    )
+    assert (
+        one.stopped_by is None and not one.stopped_early and one.summary["tokens"] == one.tokens > 0
+    )
     assert f"run {one.run}" in str(one) and "<table>" in one._repr_html_()
-    store = hw.tokenize(ROWS, recipe.init.source + "/../tokenizer" if recipe.init.source else "", cache_dir=tmp_path / "cache")
+    store = hw.tokenize(
+        ROWS,
+        recipe.init.source + "/../tokenizer" if recipe.init.source else "",
+        cache_dir=tmp_path / "cache",
+    )
     assert store.documents == 30 and store.path.is_dir() and "30" in str(store)
     three = hw.train(recipe.with_({"run.name": "three"}), data=store.path, valid=0.2)
     assert three.losses.rows[0][1] is not None and "valid" in three.losses.columns
 
 
-def test_conversations_take_their_kind_from_the_call_the_recipe_or_the_records(recipe: hw.Recipe, tmp_path: Path) -> None:
+def test_conversations_take_their_kind_from_the_call_the_recipe_or_the_records(
+    recipe: hw.Recipe, tmp_path: Path
+) -> None:
     rows = [{"prompt": f"{number}?", "response": "yes"} for number in range(12)]
     first = hw.train(recipe, data=rows)
     same = hw.train(recipe.with_({"run.name": "same"}), data=rows, kind="chat")
     assert same.losses == first.losses
-    again = recipe.with_({"run.name": "again", "data.train": [{"path": "none", "kind": "chat", "chat_template": "chatml"}]})
+    again = recipe.with_(
+        {
+            "run.name": "again",
+            "data.train": [{"path": "none", "kind": "chat", "chat_template": "chatml"}],
+        }
+    )
     assert hw.train(again, data=rows).losses.rows == first.losses.rows
-    detected = hw.tokenize(rows, recipe.with_().init.source + "/../tokenizer", cache_dir=tmp_path / "cache")  # type: ignore[operator]
+    detected = hw.tokenize(
+        rows, recipe.with_().init.source + "/../tokenizer", cache_dir=tmp_path / "cache"
+    )  # type: ignore[operator]
     assert (detected.kind, detected.documents) == ("chat", 12)
     done = hw.train(again, data=rows)
-    assert done.final == tmp_path / "again" / "final" and done.losses.rows == first.losses.rows, "a finished run is found again"
+    assert done.final == tmp_path / "again" / "final" and done.losses.rows == first.losses.rows, (
+        "a finished run is found again"
+    )
     with pytest.raises(hw.ConfigError, match="neither data nor valid is given"):
         hw.train(recipe, kind="chat")
     with pytest.raises(hw.DataError, match=r"data\[0\] is a str"):
@@ -120,11 +171,25 @@ class Watch(hw.Callback):
 
 def test_callbacks_see_the_run_and_a_broken_one_is_an_event(recipe: hw.Recipe) -> None:
     good, bad = Watch(), Watch(fail_at=2)
-    result = hw.train(recipe.with_({"checkpoint.every": 2}), data=ROWS, valid=ROWS[:5], callbacks=[good, bad])
+    result = hw.train(
+        recipe.with_({"checkpoint.every": 2}), data=ROWS, valid=ROWS[:5], callbacks=[good, bad]
+    )
     history = result.history()
-    assert good.steps == {record["step"]: record["loss"] for record in history} and result.steps == 4
-    assert good.valid == {record["step"]: record["valid"]["valid"]["loss"] for record in history if "valid" in record} != {}
-    assert [path.name for path in good.saves] == ["step-00000002", "step-00000004"] and good.saves[-1].is_dir()
+    assert (
+        good.steps == {record["step"]: record["loss"] for record in history} and result.steps == 4
+    )
+    assert (
+        good.valid
+        == {
+            record["step"]: record["valid"]["valid"]["loss"]
+            for record in history
+            if "valid" in record
+        }
+        != {}
+    )
+    assert [path.name for path in good.saves] == ["step-00000002", "step-00000004"] and good.saves[
+        -1
+    ].is_dir()
     assert good.summary["last_loss"] == result.last_loss
     events = [json.loads(line) for line in (result.run / "events.jsonl").read_text().splitlines()]
     (event,) = [one for one in events if one["event"] == "callback"]
@@ -159,7 +224,10 @@ class Power:
 
 
 def test_a_loss_in_a_file_here_trains_resumes_and_is_recorded(
-    recipe: hw.Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    recipe: hw.Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_loss.py").write_text(LOSS)
@@ -168,8 +236,14 @@ def test_a_loss_in_a_file_here_trains_resumes_and_is_recorded(
     plain = hw.train(recipe.with_({"run.name": "plain"}), data=ROWS)
     assert found.last_loss == pytest.approx(plain.last_loss)
     (code,) = json.loads((found.run / "code.json").read_text())
-    assert (code["key"], code["name"], code["file"]) == ("objective.kind", "./my_loss.py", str(tmp_path / "my_loss.py"))
-    assert (found.run / "logs" / "starts" / "0001" / "code" / "objective.kind-my_loss.py").read_text() == LOSS
+    assert (code["key"], code["name"], code["file"]) == (
+        "objective.kind",
+        "./my_loss.py",
+        str(tmp_path / "my_loss.py"),
+    )
+    assert (
+        found.run / "logs" / "starts" / "0001" / "code" / "objective.kind-my_loss.py"
+    ).read_text() == LOSS
     (tmp_path / "my_loss.py").write_text(LOSS + "# edited\n")
     assert hw.train(mine.with_(steps=5), data=ROWS).steps == 5
     assert "the code of ./my_loss.py has changed" in caplog.text

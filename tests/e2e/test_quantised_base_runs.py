@@ -31,7 +31,13 @@ SHAPE = (
     "model.hidden_size=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_size=48", "model.vocab_size=64",
     "model.max_seq_len=64",
 )  # fmt: skip
-QLORA = ("adapter.rank=4", "adapter.base=nf4", "adapter.targets=[q_proj, up_proj]", "optim.lr=1e-2", "checkpoint.every=3")
+QLORA = (
+    "adapter.rank=4",
+    "adapter.base=nf4",
+    "adapter.targets=[q_proj, up_proj]",
+    "optim.lr=1e-2",
+    "checkpoint.every=3",
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +68,9 @@ def logits(path: Path) -> torch.Tensor:
 def stored(path: Path) -> dict[str, torch.Tensor]:
     """Everything a checkpoint holds of the model, as it is stored."""
     with open_checkpoint(path / "checkpoints" / "latest") as found:
-        return {name: found.weight(name) for role in ("param", "master") for name in found.names(role)}
+        return {
+            name: found.weight(name) for role in ("param", "master") for name in found.names(role)
+        }
 
 
 def test_a_run_is_merged_into_final_and_its_base_is_saved_as_bytes(folder: Path) -> None:
@@ -75,7 +83,10 @@ def test_a_run_is_merged_into_final_and_its_base_is_saved_as_bytes(folder: Path)
         assert torch.equal(held[name], pack(base[plain], "nf4")), name
     final = dict(find_model(run).weights())
     name = "model.layers.0.self_attn.k_proj"  # frozen, without an update
-    assert torch.equal(final[f"{name}.weight"], unpack(held[f"{name}.weight_nf4"], PackedLayout("nf4", 16, 32), torch.float32))
+    assert torch.equal(
+        final[f"{name}.weight"],
+        unpack(held[f"{name}.weight_nf4"], PackedLayout("nf4", 16, 32), torch.float32),
+    )
     assert (logits(run / "checkpoints" / "latest") - logits(run)).abs().max() <= 1e-5
     # the adapter folder names the original base: merged there, it differs by the rounding of the base alone
     gap = (logits(run / "final" / "adapter") - logits(run)).abs().max()
@@ -89,7 +100,9 @@ def test_a_run_is_merged_into_final_and_its_base_is_saved_as_bytes(folder: Path)
 def test_a_stopped_run_ends_like_the_undisturbed_one(folder: Path) -> None:
     more = (f"init.from={folder}/base", *QLORA)
     go(folder, "again", *more)
-    (folder / "again/checkpoints/step-00000006/manifest.json").write_text("{}")  # as if it had been killed after step 3
+    (folder / "again/checkpoints/step-00000006/manifest.json").write_text(
+        "{}"
+    )  # as if it had been killed after step 3
     go(folder, "again", *more)
     assert_same_run(folder / "nf4", folder / "again", 6)
     ours, theirs = stored(folder / "nf4"), stored(folder / "again")
@@ -103,20 +116,47 @@ def test_an_adapter_goes_on_over_the_same_bytes(folder: Path) -> None:
     before = stored(folder / "nf4")
     more = (*QLORA[:3], "optim.lr=0", "steps=1")
     go(folder, "on", f"init.from={folder}/nf4/checkpoints/latest", *more)
-    go(folder, "folders", f"init.from={folder}/base", f"init.adapter={folder}/nf4/final/adapter", *more)
+    go(
+        folder,
+        "folders",
+        f"init.from={folder}/base",
+        f"init.adapter={folder}/nf4/final/adapter",
+        *more,
+    )
     for name in ("on", "folders"):
         after = stored(folder / name)
         assert after.keys() == before.keys()
         assert all(torch.equal(after[key], value) for key, value in before.items()), name
-    go(folder, "plain", f"init.from={folder}/nf4/checkpoints/latest", "adapter.rank=4", "adapter.targets=[q_proj, up_proj]", "steps=1")
+    go(
+        folder,
+        "plain",
+        f"init.from={folder}/nf4/checkpoints/latest",
+        "adapter.rank=4",
+        "adapter.targets=[q_proj, up_proj]",
+        "steps=1",
+    )
     assert not any(form_of(name) for name in stored(folder / "plain"))
 
 
 @pytest.mark.slow
 def test_a_mixture_trains_updates_of_quantised_experts_and_is_merged(folder: Path) -> None:
     """A stopped run ends like the undisturbed one; checkpoint and final/ compute the same; nothing is written that PEFT could not read."""
-    go(folder, "experts", *SHAPE, "model.experts={num: 4, per_token: 2, ffn_size: 24}", "model.family=olmoe", "steps=1")
-    more = (f"init.from={folder}/experts", *QLORA, "adapter.targets=[all, experts]", "steps=4", "checkpoint.every=2", "data.valid=null")
+    go(
+        folder,
+        "experts",
+        *SHAPE,
+        "model.experts={num: 4, per_token: 2, ffn_size: 24}",
+        "model.family=olmoe",
+        "steps=1",
+    )
+    more = (
+        f"init.from={folder}/experts",
+        *QLORA,
+        "adapter.targets=[all, experts]",
+        "steps=4",
+        "checkpoint.every=2",
+        "data.valid=null",
+    )
     go(folder, "mixture", *more)
     go(folder, "mixture2", *more)
     (folder / "mixture2/checkpoints/step-00000004/manifest.json").write_text("{}")
@@ -125,12 +165,22 @@ def test_a_mixture_trains_updates_of_quantised_experts_and_is_merged(folder: Pat
     held = stored(folder / "mixture")
     assert sum(form_of(name) == "nf4" and ".mlp.experts." in name for name in held) == 6
     assert held["model.layers.0.mlp.experts.gate_proj.lora_B.weight"].abs().max() > 0
-    assert (logits(folder / "mixture" / "checkpoints" / "latest") - logits(folder / "mixture")).abs().max() <= 1e-5
+    assert (
+        logits(folder / "mixture" / "checkpoints" / "latest") - logits(folder / "mixture")
+    ).abs().max() <= 1e-5
     assert (logits(folder / "experts") - logits(folder / "mixture")).abs().max() > 1e-3
     assert not (folder / "mixture" / "final" / "adapter").exists()
     with pytest.raises(ConfigError, match="no form in PEFT"):
         export_adapter(folder / "mixture" / "checkpoints" / "latest", folder / "peft")
-    go(folder, "mixture3", f"init.from={folder}/mixture/checkpoints/latest", *more[1:], "steps=1", "optim.lr=0", "checkpoint.every=1")
+    go(
+        folder,
+        "mixture3",
+        f"init.from={folder}/mixture/checkpoints/latest",
+        *more[1:],
+        "steps=1",
+        "optim.lr=0",
+        "checkpoint.every=1",
+    )
     after = stored(folder / "mixture3")
     assert all(torch.equal(after[name], value) for name, value in held.items())
 
@@ -152,8 +202,18 @@ def test_dpo_begins_at_its_reference_which_is_quantised_too(folder: Path) -> Non
     pairs = make_pair_store(folder / "pairs")
     more = ("objective.kind=dpo", f"data.train=[{pairs}]", "steps=2", *QLORA[:3], "optim.lr=1e-2")
     losses: dict[str, list[float]] = {}
-    for name, source, logps in (("live", "base", "live"), ("cached", "base", "cached"), ("goes-on", "nf4/checkpoints/latest", "live")):
-        go(folder, name, f"init.from={folder}/{source}", *more, f"objective.reference_logps={logps}")
+    for name, source, logps in (
+        ("live", "base", "live"),
+        ("cached", "base", "cached"),
+        ("goes-on", "nf4/checkpoints/latest", "live"),
+    ):
+        go(
+            folder,
+            name,
+            f"init.from={folder}/{source}",
+            *more,
+            f"objective.reference_logps={logps}",
+        )
         records = (folder / name / "metrics.jsonl").read_text().splitlines()
         losses[name] = [json.loads(line)["loss"] for line in records if "loss" in json.loads(line)]
         assert losses[name][0] == pytest.approx(math.log(2), abs=1e-6), name
@@ -164,10 +224,23 @@ def test_dpo_begins_at_its_reference_which_is_quantised_too(folder: Path) -> Non
 
 @pytest.mark.slow
 def test_head_gates_and_stages_work_over_a_quantised_base(folder: Path) -> None:
-    sparse = ("objective.kind=head_sparsity", "objective.window=16", "objective.sinks=2", "objective.start=0.5", "objective.target=0.5")
+    sparse = (
+        "objective.kind=head_sparsity",
+        "objective.window=16",
+        "objective.sinks=2",
+        "objective.start=0.5",
+        "objective.target=0.5",
+    )
     go(folder, "gates", f"init.from={folder}/base", *QLORA[:3], *sparse, "steps=2")
     assert find_model(folder / "gates").config.head_gates is not None
-    go(folder, "staged", f"init.from={folder}/base", *QLORA[:3], "steps=2", "stages=[{name: a}, {name: b, optim: {lr: 1e-3}}]")
+    go(
+        folder,
+        "staged",
+        f"init.from={folder}/base",
+        *QLORA[:3],
+        "steps=2",
+        "stages=[{name: a}, {name: b, optim: {lr: 1e-3}}]",
+    )
     first, second = (stored(path) for path in sorted((folder / "staged" / "stages").iterdir()))
     assert all(torch.equal(second[name], value) for name, value in first.items() if form_of(name))
 
@@ -209,7 +282,15 @@ print("RESULT", highest[0] - before, anonymous() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_loading_never_holds_the_model_in_16_bits(tmp_path: Path) -> None:
     """Half a billion parameters, 1.1 GB in bf16: the peak while loading is little above a third of it."""
-    shape = ModelConfig(hidden_size=2048, num_layers=8, num_heads=16, ffn_size=8192, vocab_size=4096, max_seq_len=64, tie_embeddings=True)
+    shape = ModelConfig(
+        hidden_size=2048,
+        num_layers=8,
+        num_heads=16,
+        ffn_size=8192,
+        vocab_size=4096,
+        max_seq_len=64,
+        tie_embeddings=True,
+    )
     whole = 2 * num_parameters(shape)
     drawn = ((one.name, torch.randn(one.shape).mul_(0.02).bfloat16()) for one in param_specs(shape))
     export_huggingface(shape, drawn, tmp_path / "model", tokenizer=None, dtype="bfloat16")

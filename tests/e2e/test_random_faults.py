@@ -20,7 +20,15 @@ from support.runs import assert_same_run, headway, make_stores, write_recipe
 
 CASES = int(os.environ.get("HEADWAY_FAULTS", "2"))
 FIRST = int(os.environ.get("HEADWAY_FAULT_SEED", "0"))
-ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EMFILE)
+ERRORS = (
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.EMFILE,
+)
 STEPS = 12
 LAST = ["checkpoint.every=3", f"steps={STEPS}"]
 SPLIT = ("parallel.tensor=2", "parallel.pipeline=2", "model.num_layers=2", "model.num_kv_heads=2")
@@ -58,7 +66,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
-def test_faults_at_random_lose_nothing(whole: tuple[Path, list[Path]], tmp_path: Path, seed: int) -> None:
+def test_faults_at_random_lose_nothing(
+    whole: tuple[Path, list[Path]], tmp_path: Path, seed: int
+) -> None:
     undisturbed, stores = whole
     recipe, run = write_recipe(tmp_path, stores), tmp_path / "runs" / "run"
     rng = random.Random(f"rates-{seed}")
@@ -72,7 +82,9 @@ def test_faults_at_random_lose_nothing(whole: tuple[Path, list[Path]], tmp_path:
     assert_same_run(undisturbed, run, STEPS)
 
 
-def test_where_every_call_fails_the_start_is_refused_in_one_line(whole: tuple[Path, list[Path]], tmp_path: Path) -> None:
+def test_where_every_call_fails_the_start_is_refused_in_one_line(
+    whole: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
     recipe = write_recipe(tmp_path, whole[1])
     with faults(tmp_path / "runs", 0, 1.0):
         done = headway("train", str(recipe), *LAST)
@@ -82,7 +94,9 @@ def test_where_every_call_fails_the_start_is_refused_in_one_line(whole: tuple[Pa
 
 @pytest.mark.drill
 @pytest.mark.timeout(1800)
-def test_faults_on_the_ranks_of_tensor_2_and_pipeline_2_lose_nothing(whole: tuple[Path, list[Path]], tmp_path: Path) -> None:
+def test_faults_on_the_ranks_of_tensor_2_and_pipeline_2_lose_nothing(
+    whole: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
     # Every rank has faults of its own; the first that fails ends the start, as the launcher would.
     recipe = write_recipe(tmp_path, whole[1], name="faults")
     undisturbed = small(recipe, "undisturbed", *SPLIT)

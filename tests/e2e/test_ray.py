@@ -18,7 +18,11 @@ from headway.runtime.executor.base import executor_for
 from headway.tokenizer.load import Tokenizer
 
 pytestmark = pytest.mark.slow
-CLUSTER = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+CLUSTER = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+}
 """What the cluster and its drivers share: a token, and loopback, which Ray would replace by another address of this machine."""
 CLUSTER |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
@@ -30,7 +34,13 @@ def cluster() -> Iterator[str]:
     program = "import ray,sys;c=ray.init(num_cpus=4,include_dashboard=False,log_to_driver=False,object_store_memory=80<<20);"
     program += "print('ADDRESS',c.address_info['gcs_address'],flush=True);sys.stdin.read()"
     variables = {**os.environ, **CLUSTER, "RAY_raylet_start_wait_time_s": "120"}
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables) as head:
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=variables,
+    ) as head:
         assert head.stdin is not None and head.stdout is not None
         yield next(line.split()[1] for line in head.stdout if line.startswith("ADDRESS"))
         head.stdin.close()
@@ -43,7 +53,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    made.train_from_iterator(texts(50), tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"]))
+    made.train_from_iterator(
+        texts(50), tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"])
+    )
     Tokenizer(made, {"eos": "<|end|>"}).save(folder)
     return folder
 
@@ -51,12 +63,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_headway(*words: str) -> str:
     """Run a verb in a process of its own; returns what it said."""
     command = [sys.executable, "-P", "-m", "headway", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env={**os.environ, **CLUSTER})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env={**os.environ, **CLUSTER},
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr
 
 
-def test_all_verbs_give_the_bytes_of_one_process(tmp_path: Path, cluster: str, tokenizer: Path) -> None:
+def test_all_verbs_give_the_bytes_of_one_process(
+    tmp_path: Path, cluster: str, tokenizer: Path
+) -> None:
     inputs = write_corpus(tmp_path / "raw", 200)
     flags = [word for path in inputs for word in ("--input", path)]
     verbs = {
@@ -69,18 +90,44 @@ def test_all_verbs_give_the_bytes_of_one_process(tmp_path: Path, cluster: str, t
         one, many = tmp_path / f"one-{name}", tmp_path / f"many-{name}"
         out = [] if words[1] in ("clean", "dedup") else ["--out"]
         assert main([*words, *out, str(one)]) == 0
-        run_headway(*words[:2], "--on", f"ray:{cluster}", "--task-size", "12kB", *words[2:], *out, str(many))
-        files = [(one, many)] if one.is_file() else [(path, many / path.name) for path in sorted(one.iterdir())]
+        run_headway(
+            *words[:2], "--on", f"ray:{cluster}", "--task-size", "12kB", *words[2:], *out, str(many)
+        )
+        files = (
+            [(one, many)]
+            if one.is_file()
+            else [(path, many / path.name) for path in sorted(one.iterdir())]
+        )
         assert all(first.read_bytes() == second.read_bytes() for first, second in files), name
 
 
 def test_a_killed_worker_of_a_cluster_started_here(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     source, out = tmp_path / "a.jsonl", tmp_path / "many.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(6000)), encoding="utf-8")
+    source.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts(6000)), encoding="utf-8"
+    )
     assert main(["data", "clean", str(source), str(tmp_path / "one.jsonl")]) == 0
-    command = [sys.executable, "-P", "-m", "headway", "data", "clean", str(source), str(out), "--on", "ray", "--workers", "4"]
-    driver = subprocess.Popen([*command, "--task-size", "40kB"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "headway",
+        "data",
+        "clean",
+        str(source),
+        str(out),
+        "--on",
+        "ray",
+        "--workers",
+        "4",
+    ]
+    driver = subprocess.Popen(
+        [*command, "--task-size", "40kB"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
     killed, end = None, time.monotonic() + 200
     while driver.poll() is None and killed is None and time.monotonic() < end:
         for entry in filter(str.isdigit, os.listdir("/proc")):

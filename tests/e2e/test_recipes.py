@@ -40,33 +40,77 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     sources = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
     corpus = folder / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n" for path in sources if path.stat().st_size))
-    train_bpe([json.loads(line)["text"] for line in corpus.read_text().splitlines()], vocab_size=512, out=folder / "tokenizer")
+    corpus.write_text(
+        "".join(
+            json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n"
+            for path in sources
+            if path.stat().st_size
+        )
+    )
+    train_bpe(
+        [json.loads(line)["text"] for line in corpus.read_text().splitlines()],
+        vocab_size=512,
+        out=folder / "tokenizer",
+    )
     build_store([corpus], folder / "tokenizer", folder / "store")
-    config = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, ffn_size=48, vocab_size=512, max_seq_len=512)
-    weights = ((spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config))
+    config = ModelConfig(
+        hidden_size=32, num_layers=2, num_heads=2, ffn_size=48, vocab_size=512, max_seq_len=512
+    )
+    weights = (
+        (spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config)
+    )
     export_huggingface(config, weights, folder / "base", tokenizer=folder / "tokenizer")
-    chat = [{"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))} for n in range(2, 40)]
-    pairs = [{"prompt": one["instruction"], "chosen": one["output"], "rejected": "No."} for one in chat]
-    labelled = [{"prompt": one["instruction"], "completion": one["output"], "label": n % 3 > 0} for n, one in enumerate(chat)]
+    chat = [
+        {"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))}
+        for n in range(2, 40)
+    ]
+    pairs = [
+        {"prompt": one["instruction"], "chosen": one["output"], "rejected": "No."} for one in chat
+    ]
+    labelled = [
+        {"prompt": one["instruction"], "completion": one["output"], "label": n % 3 > 0}
+        for n, one in enumerate(chat)
+    ]
     for name, records in (("chat", chat), ("pairs", pairs), ("labelled", labelled)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     return folder
 
 
 def overrides(path: Path, text: Path) -> list[str]:
     """What a recipe needs to run here: where things lie, and small numbers."""
     if path.stem == "stages":
-        layers = ["model.no_rope_layers=[1]", "stages.0.train=[layers.1]", f"stages.2.data.train.0.path={text}/chat.jsonl"]
+        layers = [
+            "model.no_rope_layers=[1]",
+            "stages.0.train=[layers.1]",
+            f"stages.2.data.train.0.path={text}/chat.jsonl",
+        ]
         short = [f"stages.{number}.steps={steps}" for number, steps in enumerate((1, 2, 1))]
-        where = [f"init.from={text}/base", f"data.train=[{text}/store]", "batch={tokens: 2048, micro_rows: 2}"]
+        where = [
+            f"init.from={text}/base",
+            f"data.train=[{text}/store]",
+            "batch={tokens: 2048, micro_rows: 2}",
+        ]
         return [*where, *layers, *short, "stages.2.epochs=null", "data.valid.fraction=0.1"]
     if path.stem in ("sft", "dpo", "kto", "lora", "reward"):
-        raw = {"sft": "chat", "dpo": "pairs", "kto": "labelled", "lora": "chat", "reward": "pairs"}[path.stem]
+        raw = {"sft": "chat", "dpo": "pairs", "kto": "labelled", "lora": "chat", "reward": "pairs"}[
+            path.stem
+        ]
         short = ["data.seq_len=128"] if path.stem == "kto" else []
-        return [f"init.from={text}/base", f"data.train.0.path={text}/{raw}.jsonl", "epochs=null", "batch={rows: 2, micro_rows: 1}", *short]
+        return [
+            f"init.from={text}/base",
+            f"data.train.0.path={text}/{raw}.jsonl",
+            "epochs=null",
+            "batch={rows: 2, micro_rows: 1}",
+            *short,
+        ]
     if path.stem == "sparsify":
-        return [f"init.from={text}/base", f"data.train=[{text}/store]", "batch={tokens: 2048, micro_rows: 2}"]
+        return [
+            f"init.from={text}/base",
+            f"data.train=[{text}/store]",
+            "batch={tokens: 2048, micro_rows: 2}",
+        ]
     taught = [f"objective.teacher={text}/base"] if path.stem == "distill" else []
     return [
         *taught,
@@ -89,12 +133,20 @@ def test_a_laptop_recipe_runs_and_every_setting_it_gives_is_read(
             read.add((type(self).__name__, name))
         return plain(self, name)
 
-    small = [f"run.dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "steps=3", "eval.rows=4", "device=cpu"]
+    small = [
+        f"run.dir={tmp_path}",
+        f"data.cache_dir={tmp_path}/cache",
+        "steps=3",
+        "eval.rows=4",
+        "device=cpu",
+    ]
     recipe = load(Recipe, path, [*overrides(path, text), *small])
     raw = read_yaml(path)
     given = set(fields_given(recipe, raw))
     for stage, says in zip(expand(recipe), raw.get("stages", ()), strict=True):
-        given |= set(fields_given(stage.recipe, {key: value for key, value in says.items() if key != "name"}))
+        given |= set(
+            fields_given(stage.recipe, {key: value for key, value in says.items() if key != "name"})
+        )
     given -= {("ModelConfig", "preset"), ("Config", "kind")}  # read while loading
     monkeypatch.setattr(Section, "__getattribute__", watched)
     summary = train(recipe)

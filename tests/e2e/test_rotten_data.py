@@ -35,7 +35,9 @@ def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     for number in range(2):
         rng = np.random.default_rng(number)
         paths.append(tmp_path / f"store{number}")
-        with StoreWriter(paths[-1], dtype="uint16", tokenizer_fingerprint=None, shard_tokens=700) as writer:
+        with StoreWriter(
+            paths[-1], dtype="uint16", tokenizer_fingerprint=None, shard_tokens=700
+        ) as writer:
             for _ in range(60):
                 writer.add(rng.integers(0, 64, rng.integers(20, 60)).astype(np.uint16))
             writer.finish()
@@ -56,7 +58,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         train_step(run, **options)
         if run.state.step == FOUND_AT:
             begin(run.data_check)
-            while run.process.is_first and not run.data_check.is_damaged and run.data.checksums.waiting:
+            while (
+                run.process.is_first
+                and not run.data_check.is_damaged
+                and run.data.checksums.waiting
+            ):
                 time.sleep(0.002)
 
     monkeypatch.setattr(DataCheck, "begin", watched)
@@ -73,10 +79,14 @@ def first_read(recipe: Path, store: Path, shard: int) -> list[int]:
     number = next(n for n, one in enumerate(data.train) if one.selection.source.name == str(store))
     opened: Any = data.train[number].selection.source
     first = sum(part.documents for part in opened.manifest.shards[:shard])
-    texts = [opened.document(n) for n in range(first, first + opened.manifest.shards[shard].documents)]
+    texts = [
+        opened.document(n) for n in range(first, first + opened.manifest.shards[shard].documents)
+    ]
     ranks = form_groups(found.parallel.mesh(0, 1), RankGroup())
     steps = []
-    with make_loader(found, data, found.batch.resolve(found.data.seq_len, 1), None, ranks) as loader:
+    with make_loader(
+        found, data, found.batch.resolve(found.data.seq_len, 1), None, ranks
+    ) as loader:
         for step in range(1, FOUND_AT + 1):
             batch, _ = next(loader)
             rows = [
@@ -110,7 +120,9 @@ def test_a_small_store_is_hashed_at_every_start(tmp_path: Path, stores: list[Pat
     assert headway("train", str(recipe), "run.name=again").returncode == 0
 
 
-def test_damage_found_late_names_the_steps_and_going_back_gives_the_undisturbed_run(tmp_path: Path, stores: list[Path], late: None) -> None:
+def test_damage_found_late_names_the_steps_and_going_back_gives_the_undisturbed_run(
+    tmp_path: Path, stores: list[Path], late: None
+) -> None:
     recipe = write_recipe(tmp_path, stores, steps=STEPS)
     whole = write_recipe(tmp_path, stores, name="whole", steps=STEPS)
     done = headway("train", str(whole), "checkpoint.keep_last=10", "checkpoint.every=2")
@@ -127,18 +139,29 @@ def test_damage_found_late_names_the_steps_and_going_back_gives_the_undisturbed_
     assert stopped.returncode == 3, stopped.stderr
     said = stopped.stderr
     assert f"{damaged}: damaged" in said and f"The run stops after step {FOUND_AT}" in said
-    assert f"{len(steps)} steps have read from it, the first is {steps[0]}, the last {steps[-1]}" in said
+    assert (
+        f"{len(steps)} steps have read from it, the first is {steps[0]}, the last {steps[-1]}"
+        in said
+    )
     run = tmp_path / "runs" / "run"
     before = max(step for step in range(2, FOUND_AT, 2) if step < steps[0])
     command = re.search(r"`headway (train [^`]+)`", said)
-    assert command is not None and command.group(1).endswith(f"--resume {run}/checkpoints/step-{before:08}")
+    assert command is not None and command.group(1).endswith(
+        f"--resume {run}/checkpoints/step-{before:08}"
+    )
     again = headway(*shlex.split(command.group(1)))
     assert again.returncode == 0, again.stderr
     assert_same_run(run, tmp_path / "runs" / "whole", STEPS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "said"), [("docs-00000.idx", "Steps 1 to 11 may have read from it"), ("valid", "No step has trained on")])
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("docs-00000.idx", "Steps 1 to 11 may have read from it"),
+        ("valid", "No step has trained on"),
+    ],
+)
 def test_what_cannot_be_known_counts_as_read_and_validation_does_not(
     tmp_path: Path, stores: list[Path], late: None, file: str, said: str
 ) -> None:
@@ -156,7 +179,9 @@ def test_what_cannot_be_known_counts_as_read_and_validation_does_not(
 @pytest.mark.slow
 def test_all_ranks_stop_together(tmp_path: Path, stores: list[Path], late: None) -> None:
     recipe = load(Recipe, write_recipe(tmp_path, stores, steps=STEPS))
-    session.run_recipe(recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": "before"})}))
+    session.run_recipe(
+        recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": "before"})})
+    )
     rot(stores[0] / "tokens-00000.bin", 5, tmp_path / "runs" / "cache")
 
     def train() -> str:

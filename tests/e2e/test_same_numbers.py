@@ -33,7 +33,11 @@ def recorded(run: Path) -> Numbers:
     found: Numbers = {}
     for record in read_metrics(run / "metrics.jsonl"):
         flat = flatten(record)
-        found[record["step"]] = {name: float(v) for name, v in flat.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+        found[record["step"]] = {
+            name: float(v)
+            for name, v in flat.items()
+            if isinstance(v, (int, float)) and math.isfinite(v)
+        }
     return found
 
 
@@ -54,10 +58,21 @@ def in_tensorboard(run: Path, _: Path) -> Numbers:
 
 
 def in_wandb(run: Path, _: Path) -> Numbers:
-    command = [sys.executable, "-P", "-c", WANDB_READER, *sorted(map(str, run.glob("wandb/offline-run-*/run-*.wandb")))]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        WANDB_READER,
+        *sorted(map(str, run.glob("wandb/offline-run-*/run-*.wandb"))),
+    ]
     rows = [json.loads(line) for line in subprocess.check_output(command, text=True).splitlines()]
     points = [row for row in rows if "loss" in row]
-    return {row["step"]: {name: float(v) for name, v in row.items() if name != "step" and not name.startswith("_")} for row in points}
+    return {
+        row["step"]: {
+            name: float(v) for name, v in row.items() if name != "step" and not name.startswith("_")
+        }
+        for row in points
+    }
 
 
 MLFLOW_READER = """
@@ -93,10 +108,26 @@ def test_a_tracker_shows_every_number_of_metrics_jsonl(kind: str, tmp_path: Path
         pytest.skip(f"{kind} is not installed")
     tracker, read, stored = CASES[kind]
     store = tmp_path / "mlflow.db"
-    settings = [f"steps={STEPS}", f"run.dir={tmp_path}", "run.name=r", "log.every=1", "eval.every=2", "data.valid.fraction=0.1"]
-    recipe = load(Recipe, None, [*BASE, *settings, f"track=[{tracker.replace('STORE', str(store))}]"])
+    settings = [
+        f"steps={STEPS}",
+        f"run.dir={tmp_path}",
+        "run.name=r",
+        "log.every=1",
+        "eval.every=2",
+        "data.valid.fraction=0.1",
+    ]
+    recipe = load(
+        Recipe, None, [*BASE, *settings, f"track=[{tracker.replace('STORE', str(store))}]"]
+    )
     train(recipe)
     expected = recorded(recipe.run.folder)
-    assert list(expected) == list(range(1, STEPS + 1)) and len(expected[2]) > 25 and any("valid" in name for name in expected[2])
+    assert (
+        list(expected) == list(range(1, STEPS + 1))
+        and len(expected[2]) > 25
+        and any("valid" in name for name in expected[2])
+    )
     found = read(recipe.run.folder, store)
-    assert found == {step: {name: stored(value) for name, value in numbers.items()} for step, numbers in expected.items()}
+    assert found == {
+        step: {name: stored(value) for name, value in numbers.items()}
+        for step, numbers in expected.items()
+    }

@@ -23,7 +23,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(folder: Path, name: str, *more: str) -> Recipe:
-    settings = [*tiny_settings(folder, name), "data.valid.fraction=0.4", f"eval.rows={ROWS}", "eval.every=1", "steps=1", "optim.lr=0"]
+    settings = [
+        *tiny_settings(folder, name),
+        "data.valid.fraction=0.4",
+        f"eval.rows={ROWS}",
+        "eval.every=1",
+        "steps=1",
+        "optim.lr=0",
+    ]
     return load(Recipe, None, [*settings, "batch.rows=12", "checkpoint.at_end=false", *more])
 
 
@@ -38,8 +45,21 @@ def one_by_one(folder: Path) -> dict[str, Any]:
     return validation(folder, "one-by-one")
 
 
-@pytest.mark.parametrize("more", [["2"], ["3"], ["4"], ["6"], ["auto"], ["4", "data.balance=true"], ["3", "data.max_tokens=150"]])
-def test_the_microbatch_does_not_change_what_is_validated(folder: Path, one_by_one: dict[str, Any], more: list[str]) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["2"],
+        ["3"],
+        ["4"],
+        ["6"],
+        ["auto"],
+        ["4", "data.balance=true"],
+        ["3", "data.max_tokens=150"],
+    ],
+)
+def test_the_microbatch_does_not_change_what_is_validated(
+    folder: Path, one_by_one: dict[str, Any], more: list[str]
+) -> None:
     name = f"of-{'-'.join(more)}"
     train(recipe(folder, name, f"batch.micro_rows={more[0]}", *more[1:]))
     assert validation(folder, name)["tokens"] == one_by_one["tokens"]
@@ -47,8 +67,12 @@ def test_the_microbatch_does_not_change_what_is_validated(folder: Path, one_by_o
 
 
 @pytest.mark.parametrize("micro_rows", [1, 2, 3])
-def test_two_ranks_validate_what_one_does(folder: Path, one_by_one: dict[str, Any], micro_rows: int) -> None:
+def test_two_ranks_validate_what_one_does(
+    folder: Path, one_by_one: dict[str, Any], micro_rows: int
+) -> None:
     name = f"two-ranks-{micro_rows}"
-    start_processes(lambda: train(recipe(folder, name, f"batch.micro_rows={micro_rows}")), 2, timeout=120)
+    start_processes(
+        lambda: train(recipe(folder, name, f"batch.micro_rows={micro_rows}")), 2, timeout=120
+    )
     assert validation(folder, name)["tokens"] == one_by_one["tokens"]
     assert validation(folder, name)["loss"] == pytest.approx(one_by_one["loss"], rel=1e-6)

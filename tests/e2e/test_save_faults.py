@@ -29,7 +29,11 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
     folder.mkdir(parents=True)
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=False, capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
+        check=False,
+        capture_output=True,
+    ).returncode:
         pytest.skip("this machine does not let us mount a small file system")
     try:
         yield folder
@@ -48,25 +52,43 @@ def alerts(folder: Path) -> tuple[str, Any]:
 
 
 @needs_mount
-def test_a_full_disk_fails_the_saves_and_training_goes_on_with_the_old_checkpoint_kept(stores: list[Path], tmp_path: Path) -> None:
+def test_a_full_disk_fails_the_saves_and_training_goes_on_with_the_old_checkpoint_kept(
+    stores: list[Path], tmp_path: Path
+) -> None:
     setting, said = alerts(tmp_path)
     with small_disk(tmp_path / "disk", "3m") as disk:
         recipe = write_recipe(tmp_path, stores, name="full", steps=60)
-        wide = ["model.hidden_size=64", "model.ffn_size=128", "checkpoint.every=5", "checkpoint.keep_last=9", f"run.dir={disk}", setting]
+        wide = [
+            "model.hidden_size=64",
+            "model.ffn_size=128",
+            "checkpoint.every=5",
+            "checkpoint.keep_last=9",
+            f"run.dir={disk}",
+            setting,
+        ]
         done = headway("train", str(recipe), *wide)
         assert done.returncode == 1, done.stderr
-        assert "Traceback" not in done.stderr and "the last save failed" in done.stderr.splitlines()[-1]
-        assert len(deterministic(disk / "full" / "metrics.jsonl")) == 60, "training went on to its end"
+        assert (
+            "Traceback" not in done.stderr
+            and "the last save failed" in done.stderr.splitlines()[-1]
+        )
+        assert len(deterministic(disk / "full" / "metrics.jsonl")) == 60, (
+            "training went on to its end"
+        )
         kept = sorted((disk / "full" / "checkpoints").glob("step-*"))
         assert kept and newest_good(disk / "full" / "checkpoints").path == kept[-1]
         told = said()
         assert len(told) == 12 - len(kept), "every failed save is told"
-        assert all(one["event"] == "save_failure" and "the disk is full" in one["text"] for one in told)
+        assert all(
+            one["event"] == "save_failure" and "the disk is full" in one["text"] for one in told
+        )
         assert "saves in a row" in told[-1]["text"]
 
 
 @needs_mount
-def test_a_store_that_turns_read_only_for_a_while_loses_nothing(stores: list[Path], tmp_path: Path) -> None:
+def test_a_store_that_turns_read_only_for_a_while_loses_nothing(
+    stores: list[Path], tmp_path: Path
+) -> None:
     setting, said = alerts(tmp_path)
     whole = write_recipe(tmp_path, stores, name="whole", steps=20)
     train(load(Recipe, whole))
@@ -77,16 +99,27 @@ def test_a_store_that_turns_read_only_for_a_while_loses_nothing(stores: list[Pat
             def after_step(step: int) -> None:
                 if step in (7, 13):
                     run.saver.wait()
-                    subprocess.run(["mount", "-o", f"remount,{'ro' if step == 7 else 'rw'}", str(disk)], check=True)
+                    subprocess.run(
+                        ["mount", "-o", f"remount,{'ro' if step == 7 else 'rw'}", str(disk)],
+                        check=True,
+                    )
 
             run.on_step(after_step)
             return __import__("contextlib").nullcontext()
 
         train(recipe, hook=watch)
         assert_same_run(tmp_path / "runs" / "whole", tmp_path / "runs" / "run", 20)
-        assert [path.name for path in sorted(disk.glob("step-*"))] == ["step-00000005", "step-00000015", "step-00000020"]
+        assert [path.name for path in sorted(disk.glob("step-*"))] == [
+            "step-00000005",
+            "step-00000015",
+            "step-00000020",
+        ]
     (told,) = said()
-    assert told["step"] == 10 and "step 10 was not saved" in told["text"] and "read-only" in told["text"]
+    assert (
+        told["step"] == 10
+        and "step 10 was not saved" in told["text"]
+        and "read-only" in told["text"]
+    )
 
 
 def test_a_last_save_that_fails_ends_the_run_with_an_error_and_the_next_start_goes_on(
@@ -101,7 +134,9 @@ def test_a_last_save_that_fails_ends_the_run_with_an_error_and_the_next_start_go
 
     with monkeypatch.context() as patch:
         patch.setattr(save_module, "fsync_file", breaks)
-        with pytest.raises(Exception, match=r"the last save failed: .*Input/output error.* is of step 10"):
+        with pytest.raises(
+            Exception, match=r"the last save failed: .*Input/output error.* is of step 10"
+        ):
             train(recipe)
     assert not (tmp_path / "runs" / "run" / "summary.json").exists()
     assert train(recipe)["steps"] == 12

@@ -22,30 +22,77 @@ TINY = [
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     train_bpe([Path(__file__).read_text()], vocab_size=300, out=tmp_path / "tokenizer")
-    turns = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "it is this"}]
+    turns = [
+        {"role": "user", "content": "what is it?"},
+        {"role": "assistant", "content": "it is this"},
+    ]
     records = {"text": {"text": "some text about something"}, "chat": {"messages": turns}}
     for name, record in records.items():
-        (tmp_path / f"my {name}.jsonl").write_text("".join(json.dumps(record) + "\n" for _ in range(40)))
+        (tmp_path / f"my {name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for _ in range(40))
+        )
     return tmp_path
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("text", 60), ("chat", 200)])
 def test_a_run_shows_a_header_a_bar_and_commands_that_work(
-    kind: str, columns: int, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    columns: int,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with on_terminal(monkeypatch, columns) as terminal:
-        assert main(["train", "tokenizer=tokenizer", f"data.train=my {kind}.jsonl", f"run.name={kind}", *TINY]) == 0
+        assert (
+            main(
+                [
+                    "train",
+                    "tokenizer=tokenizer",
+                    f"data.train=my {kind}.jsonl",
+                    f"run.name={kind}",
+                    *TINY,
+                ]
+            )
+            == 0
+        )
     rows = terminal.screen()
-    assert f"my {kind}.jsonl: {kind} ({'text' if kind == 'text' else 'messages'}), 40 records" in rows[0]
-    labels = [row.split()[0] for row in rows if row.startswith("  ") and not row.startswith(("  headway", "    "))]
-    assert labels == ["run", "model", "data", "length", "layout", "memory", "results", *["before:", "after:"] * 2]
-    ending = rows[next(number for number, row in enumerate(rows) if row.startswith("validation loss: ")) :]
+    assert (
+        f"my {kind}.jsonl: {kind} ({'text' if kind == 'text' else 'messages'}), 40 records"
+        in rows[0]
+    )
+    labels = [
+        row.split()[0]
+        for row in rows
+        if row.startswith("  ") and not row.startswith(("  headway", "    "))
+    ]
+    assert labels == [
+        "run",
+        "model",
+        "data",
+        "length",
+        "layout",
+        "memory",
+        "results",
+        *["before:", "after:"] * 2,
+    ]
+    ending = rows[
+        next(number for number, row in enumerate(rows) if row.startswith("validation loss: ")) :
+    ]
     samples = [row for row in ending[: ending.index("next:")] if row.startswith(("held-out", "  "))]
     assert samples and all(len(row) < columns for row in samples), "answers fit the screen"
     (bar,) = [row for row in rows if "6/6" in row]
-    assert "loss " in bar and "valid " in bar and "tok/s" in bar and len(bar) < columns and "mfu" not in bar
+    assert (
+        "loss " in bar
+        and "valid " in bar
+        and "tok/s" in bar
+        and len(bar) < columns
+        and "mfu" not in bar
+    )
     assert not any(row.startswith("1/6") for row in rows), "steps are in the bar, not in lines"
-    assert [row[:14] for row in rows if row.startswith("step ")] == ["step 3  valid:", "step 6  valid:"]
+    assert [row[:14] for row in rows if row.startswith("step ")] == [
+        "step 3  valid:",
+        "step 6  valid:",
+    ]
     log = (here / "runs" / kind / "train.log").read_text()
     assert (
         "1/6  loss" in log
@@ -55,8 +102,14 @@ def test_a_run_shows_a_header_a_bar_and_commands_that_work(
         and "results" not in log
     )
     assert not list((here / "runs" / kind / "logs").glob("stacks*"))
-    commands = [shlex.split(row.partition("   # ")[0]) for row in rows[rows.index("next:") + 1 :] if row.strip()]
-    assert [words[1] for words in commands] == (["generate", "eval", "export"] if kind == "text" else ["chat", "generate", "export"])
+    commands = [
+        shlex.split(row.partition("   # ")[0])
+        for row in rows[rows.index("next:") + 1 :]
+        if row.strip()
+    ]
+    assert [words[1] for words in commands] == (
+        ["generate", "eval", "export"] if kind == "text" else ["chat", "generate", "export"]
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     for words in commands:
         capsys.readouterr()
@@ -80,4 +133,6 @@ def test_without_colour_there_is_still_a_bar(here: Path, monkeypatch: pytest.Mon
     with on_terminal(monkeypatch) as terminal:
         assert main(["train", *TINY, "data.valid=null", "run.name=plain"]) == 0
     assert "━" in terminal.text and "\x1b[3" not in terminal.text and "\x1b[2m" not in terminal.text
-    assert "headway generate" not in terminal.text, "generated data has no tokenizer, so there is nothing to say"
+    assert "headway generate" not in terminal.text, (
+        "generated data has no tokenizer, so there is nothing to say"
+    )

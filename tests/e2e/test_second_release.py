@@ -50,9 +50,21 @@ def test_an_interrupted_run_ends_as_it_would_have(
     )
 
 
-def test_a_reward_model_scores_as_it_did(release: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_model_scores_as_it_did(
+    release: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(release)
-    scored = headway("eval", "reward", "--model", "reward", "--data", "pairs.jsonl", "--chat-template", "chatml", "--json")
+    scored = headway(
+        "eval",
+        "reward",
+        "--model",
+        "reward",
+        "--data",
+        "pairs.jsonl",
+        "--chat-template",
+        "chatml",
+        "--json",
+    )
     assert scored.returncode == 0, scored.stderr
     found = json.loads(scored.stdout)
     for key, value in expected["reward"].items():

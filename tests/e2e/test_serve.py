@@ -26,14 +26,22 @@ from headway.infer.load import LoadedModel, load_model
 from headway.infer.prefill import chunks
 from headway.tokenizer.chat_template import BUILT_IN
 
-PROMPTS = ["Once upon a time", "The", "A longer prompt with several words in it, and a comma", "你好", "x"]
+PROMPTS = [
+    "Once upon a time",
+    "The",
+    "A longer prompt with several words in it, and a comma",
+    "你好",
+    "x",
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = byte_tokenizer()
     with_template = tokenizer.with_chat_template(BUILT_IN["chatml"].export(tokenizer))
-    return write_model(tmp_path_factory.mktemp("model"), CONFIG.with_(max_seq_len=1024), with_template)
+    return write_model(
+        tmp_path_factory.mktemp("model"), CONFIG.with_(max_seq_len=1024), with_template
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,51 +53,98 @@ def loaded(folder: Path) -> LoadedModel:
 def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LoRA adapter of the model, as PEFT writes it."""
     found = tmp_path_factory.mktemp("adapter")
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "base_model_name_or_path": str(folder)}
+    settings = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": str(folder),
+    }
     (found / "adapter_config.json").write_text(json.dumps(settings))
     torch.manual_seed(1)
-    names = [f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight" for layer in (0, 1) for part in "AB"]
-    save_file({name: torch.randn(2, 32) if "_A" in name else torch.randn(32, 2) for name in names}, found / "adapter_model.safetensors")
+    names = [
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight"
+        for layer in (0, 1)
+        for part in "AB"
+    ]
+    save_file(
+        {name: torch.randn(2, 32) if "_A" in name else torch.randn(32, 2) for name in names},
+        found / "adapter_model.safetensors",
+    )
     return found
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path, adapter: Path) -> Iterator[RunningServer]:
-    options = ("--device", "cpu", "--max-running", "8", "--cache-gib", "0.05", "--adapter", f"law={adapter}")
+    options = (
+        "--device",
+        "cpu",
+        "--max-running",
+        "8",
+        "--cache-gib",
+        "0.05",
+        "--adapter",
+        f"law={adapter}",
+    )
     with serving("--model", f"tiny={folder}", *options, stand_in=False) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as found:
         yield found
 
 
-def test_greedy_text_is_that_of_generate_alone_and_together(client: Any, loaded: LoadedModel) -> None:
+def test_greedy_text_is_that_of_generate_alone_and_together(
+    client: Any, loaded: LoadedModel
+) -> None:
     expected = [one.text for one in generate(loaded, PROMPTS, GenerateOptions(max_new_tokens=24))]
 
     def ask(prompt: str) -> str:
-        return client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0).choices[0].text
+        return (
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0)
+            .choices[0]
+            .text
+        )
 
     assert [ask(prompt) for prompt in PROMPTS] == expected
     with ThreadPoolExecutor(10) as pool:
         assert list(pool.map(ask, PROMPTS * 4)) == expected * 4
-    assert [one.text for one in client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=24, temperature=0).choices] == expected
+    assert [
+        one.text
+        for one in client.completions.create(
+            model="tiny", prompt=PROMPTS, max_tokens=24, temperature=0
+        ).choices
+    ] == expected
 
 
 def test_chat_streams_what_it_answers(client: Any, loaded: LoadedModel) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 20}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "temperature": 0,
+        "max_tokens": 20,
+    }
     expected = answer(loaded, ["Hi"], "tokenizer", GenerateOptions(max_new_tokens=20))[0].text
     assert client.chat.completions.create(**asked).choices[0].message.content == expected
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
     assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == expected
-    assert chunks[-1].usage.completion_tokens == client.chat.completions.create(**asked).usage.completion_tokens
+    assert (
+        chunks[-1].usage.completion_tokens
+        == client.chat.completions.create(**asked).usage.completion_tokens
+    )
 
 
 def test_a_seed_gives_the_same_samples_whatever_else_runs(client: Any) -> None:
     def ask(seed: int) -> list[str]:
-        found = client.completions.create(model="tiny", prompt="Once", max_tokens=12, temperature=1.3, seed=seed, n=2)
+        found = client.completions.create(
+            model="tiny", prompt="Once", max_tokens=12, temperature=1.3, seed=seed, n=2
+        )
         return [one.text for one in found.choices]
 
     alone = [ask(seed) for seed in range(4)]
@@ -98,13 +153,22 @@ def test_a_seed_gives_the_same_samples_whatever_else_runs(client: Any) -> None:
     assert alone[0][0] != alone[0][1] and alone[0] != alone[1]
 
 
-def test_an_adapter_is_a_model_of_its_own_in_the_same_batch(client: Any, loaded: LoadedModel, adapter: Path) -> None:
+def test_an_adapter_is_a_model_of_its_own_in_the_same_batch(
+    client: Any, loaded: LoadedModel, adapter: Path
+) -> None:
     options = GenerateOptions(max_new_tokens=16)
-    expected = {"tiny": generate(loaded, ["Once"], options)[0].text, "law": generate(load_model(adapter), ["Once"], options)[0].text}
+    expected = {
+        "tiny": generate(loaded, ["Once"], options)[0].text,
+        "law": generate(load_model(adapter), ["Once"], options)[0].text,
+    }
     assert expected["tiny"] != expected["law"]
 
     def ask(model: str) -> str:
-        return client.completions.create(model=model, prompt="Once", max_tokens=16, temperature=0).choices[0].text
+        return (
+            client.completions.create(model=model, prompt="Once", max_tokens=16, temperature=0)
+            .choices[0]
+            .text
+        )
 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, ["tiny", "law"] * 3)) == [expected["tiny"], expected["law"]] * 3
@@ -113,7 +177,10 @@ def test_an_adapter_is_a_model_of_its_own_in_the_same_batch(client: Any, loaded:
 def test_a_schema_is_followed(client: Any) -> None:
     schema = {
         "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "maximum": 99, "minimum": 1}},
+        "properties": {
+            "name": {"type": "string", "maxLength": 5},
+            "age": {"type": "integer", "maximum": 99, "minimum": 1},
+        },
         "required": ["name", "age"],
         "additionalProperties": False,
     }
@@ -127,7 +194,12 @@ def test_a_schema_is_followed(client: Any) -> None:
 
 
 def test_a_tool_that_must_be_called_is_called(client: Any) -> None:
-    parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     found = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "Add."}], tool_choice="required", max_tokens=120, seed=1,
         tools=[{"type": "function", "function": {"name": "add", "parameters": parameters}}],
@@ -138,22 +210,41 @@ def test_a_tool_that_must_be_called_is_called(client: Any) -> None:
 
 
 def test_log_probabilities_are_those_of_the_model(client: Any, loaded: LoadedModel) -> None:
-    found = client.completions.create(model="tiny", prompt="Once", max_tokens=3, temperature=0, logprobs=2, echo=True).choices[0]
+    found = client.completions.create(
+        model="tiny", prompt="Once", max_tokens=3, temperature=0, logprobs=2, echo=True
+    ).choices[0]
     assert loaded.tokenizer is not None
-    ids = [*loaded.tokenizer.encode("Once"), *generate(loaded, ["Once"], GenerateOptions(max_new_tokens=3))[0].token_ids]
+    ids = [
+        *loaded.tokenizer.encode("Once"),
+        *generate(loaded, ["Once"], GenerateOptions(max_new_tokens=3))[0].token_ids,
+    ]
     with torch.inference_mode():
         hidden = next(chunks(loaded.model, torch.tensor([ids]), loaded.new_cache(1, len(ids))))
-        scores = loaded.model.logits(hidden)[0, :-1].float()[:, : loaded.tokenizer.vocab_size].log_softmax(-1)
+        scores = (
+            loaded.model.logits(hidden)[0, :-1]
+            .float()[:, : loaded.tokenizer.vocab_size]
+            .log_softmax(-1)
+        )
     expected = scores[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
-    assert found.logprobs.token_logprobs[0] is None and len(found.logprobs.tokens) == len(ids) == 4 + 3
+    assert (
+        found.logprobs.token_logprobs[0] is None and len(found.logprobs.tokens) == len(ids) == 4 + 3
+    )
     assert found.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
-    assert [max(top.values()) for top in found.logprobs.top_logprobs[4:]] == pytest.approx(scores[3:].amax(-1).tolist(), abs=1e-3)
+    assert [max(top.values()) for top in found.logprobs.top_logprobs[4:]] == pytest.approx(
+        scores[3:].amax(-1).tolist(), abs=1e-3
+    )
 
 
 def test_embeddings_are_vectors_of_the_models_width(client: Any) -> None:
     found = client.embeddings.create(model="tiny", input=["one text", "another text"])
-    plain = client.embeddings.create(model="tiny", input=["one text"], encoding_format="float").data[0].embedding
-    assert [len(one.embedding) for one in found.data] == [32, 32] and found.data[0].embedding != found.data[1].embedding
+    plain = (
+        client.embeddings.create(model="tiny", input=["one text"], encoding_format="float")
+        .data[0]
+        .embedding
+    )
+    assert [len(one.embedding) for one in found.data] == [32, 32] and found.data[
+        0
+    ].embedding != found.data[1].embedding
     assert plain == pytest.approx(found.data[0].embedding, rel=1e-3, abs=1e-4)
 
 
@@ -170,20 +261,28 @@ def test_mistakes_arrive_as_openais_errors(client: Any) -> None:
 def engines_of(server: RunningServer) -> list[int]:
     """The process ids of its engines, oldest first."""
     listed = subprocess.run(
-        ["pgrep", "-P", str(server.process.pid), "-f", "headway.serve.engine_process"], capture_output=True, text=True, check=False
+        ["pgrep", "-P", str(server.process.pid), "-f", "headway.serve.engine_process"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return sorted(map(int, listed.stdout.split()))
 
 
 @pytest.mark.slow
-def test_killed_engines_come_back_and_a_folder_that_is_gone_is_a_visible_reason(folder: Path, tmp_path: Path) -> None:
+def test_killed_engines_come_back_and_a_folder_that_is_gone_is_a_visible_reason(
+    folder: Path, tmp_path: Path
+) -> None:
     moving = tmp_path / "moving"
     shutil.copytree(folder, moving)
     options = ("--device", "cpu", "--cache-gib", "0.05", "--max-running", "4")
     models = ("--model", f"steady={folder}", "--model", f"moving={moving}")
 
     def ask(model: str) -> httpx.Response:
-        return server.client().post("/v1/completions", json={"model": model, "prompt": "Once", "max_tokens": 4, "temperature": 0})
+        return server.client().post(
+            "/v1/completions",
+            json={"model": model, "prompt": "Once", "max_tokens": 4, "temperature": 0},
+        )
 
     def health() -> Any:
         return server.client().get("/health").json()
@@ -208,32 +307,75 @@ def test_killed_engines_come_back_and_a_folder_that_is_gone_is_a_visible_reason(
         moving.rename(tmp_path / "away")
         for engine in engines_of(server):
             os.kill(engine, signal.SIGKILL)
-        until(lambda: "cannot be started" in health().get("down", {}).get("moving", {}).get("reason", ""))
+        until(
+            lambda: (
+                "cannot be started" in health().get("down", {}).get("moving", {}).get("reason", "")
+            )
+        )
         until(lambda: health()["models"]["steady"] == "ok")
         assert ask("steady").json()["choices"][0]["text"] == expected
         refused = ask("moving")
-        assert refused.status_code == 503 and "moving" in refused.json()["error"]["message"] and refused.headers["Retry-After"]
+        assert (
+            refused.status_code == 503
+            and "moving" in refused.json()["error"]["message"]
+            and refused.headers["Retry-After"]
+        )
         (tmp_path / "away").rename(moving)
         until(lambda: health()["status"] == "ok")
-        assert ask("moving").json()["choices"][0]["text"] == expected and first not in engines_of(server)
+        assert ask("moving").json()["choices"][0]["text"] == expected and first not in engines_of(
+            server
+        )
 
 
 @pytest.mark.parametrize(
     ("fields", "status"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"$ref": "#"}}}}, 400),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMAS["3000 properties"]}}}, 400),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMAS["array of itself, never empty"]}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "s", "schema": {"$ref": "#"}},
+                }
+            },
+            400,
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "s", "schema": SCHEMAS["3000 properties"]},
+                }
+            },
+            400,
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "s", "schema": SCHEMAS["array of itself, never empty"]},
+                }
+            },
             400,
         ),
         ({"repetition_penalty": 1e-300, "temperature": 1}, 500),
     ],
-    ids=["schema of itself", "3000 properties", "array of itself", "a penalty that divides by nothing"],
+    ids=[
+        "schema of itself",
+        "3000 properties",
+        "array of itself",
+        "a penalty that divides by nothing",
+    ],
 )
-def test_what_one_request_breaks_is_its_own_answer(client: Any, server: RunningServer, fields: dict[str, Any], status: int) -> None:
+def test_what_one_request_breaks_is_its_own_answer(
+    client: Any, server: RunningServer, fields: dict[str, Any], status: int
+) -> None:
     """Others that run at the same time, and those after it, are answered as before."""
-    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60, "temperature": 0}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 60,
+        "temperature": 0,
+    }
     expected = client.chat.completions.create(**asked).choices[0].message.content
     with ThreadPoolExecutor(4) as pool:
         neighbours = [pool.submit(client.chat.completions.create, **asked) for _ in range(3)]
@@ -244,13 +386,18 @@ def test_what_one_request_breaks_is_its_own_answer(client: Any, server: RunningS
     assert client.chat.completions.create(**asked).choices[0].message.content == expected
 
 
-def test_every_token_of_a_text_that_its_grammar_completes_has_a_log_probability(client: Any) -> None:
+def test_every_token_of_a_text_that_its_grammar_completes_has_a_log_probability(
+    client: Any,
+) -> None:
     found = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Hi"}],
         max_tokens=40,
         logprobs=True,
-        response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": {"const": "yes"}}},
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "s", "schema": {"const": "yes"}},
+        },
     ).choices[0]
     assert found.message.content == '"yes"'
     assert [score.token for score in found.logprobs.content] == list('"yes"')

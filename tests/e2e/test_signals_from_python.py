@@ -29,7 +29,9 @@ def soon(run: Path, step: int, act: Callable[[], object]) -> threading.Thread:
     def work() -> None:
         end = time.monotonic() + 60
         while time.monotonic() < end:
-            if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= step:
+            if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(
+                b"\n"
+            ) >= step:
                 act()
                 return
             time.sleep(0.01)
@@ -57,7 +59,9 @@ def test_ctrl_c_saves_and_then_raises(tmp_path: Path) -> None:
     assert caught.value.run == str(tmp_path / "run") and caught.value.summary["steps"] >= 2
 
 
-def test_ctrl_c_that_comes_after_the_last_step_ends_a_sweep_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_that_comes_after_the_last_step_ends_a_sweep_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from headway.train import loop
 
     def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
@@ -82,7 +86,10 @@ for name in ("a", "b"):
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.drill)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.drill)],
+)
 def test_a_signal_ends_a_whole_sweep(tmp_path: Path, number: signal.Signals, code: int) -> None:
     make_stores(tmp_path)
     (tmp_path / "sweep.py").write_text(SWEEP)
@@ -104,7 +111,9 @@ def test_sigterm_reaches_the_handler_that_was_there(tmp_path: Path) -> None:
         summary = train(recipe(tmp_path))
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert got == [signal.SIGTERM] and summary["stopped_by"] == "SIGTERM" and saved(tmp_path / "run")
+    assert (
+        got == [signal.SIGTERM] and summary["stopped_by"] == "SIGTERM" and saved(tmp_path / "run")
+    )
 
 
 def test_ctrl_c_ends_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +148,9 @@ def test_a_terminal_that_closes_saves_the_run(tmp_path: Path) -> None:
 
 def test_nohup_keeps_a_run_from_stopping(tmp_path: Path) -> None:
     make_stores(tmp_path)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what a process forked now inherits, as from nohup
+    before = signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # what a process forked now inherits, as from nohup
     try:
         process = start_headway("train", *tiny_settings(tmp_path, "run"), "steps=40")
     finally:
@@ -159,5 +170,7 @@ def test_every_start_keeps_its_command_and_a_healthy_run_has_no_crash(tmp_path: 
     commands = [(logs / "starts" / name / "command.txt").read_text() for name in ("0001", "0002")]
     assert "steps=2" in commands[0] and "steps=3" in commands[1]
     assert (tmp_path / "run" / "command.txt").read_text() == commands[1]
-    assert json.loads((logs / "starts" / "0001" / "environment.json").read_text())["packages"]["torch"]
+    assert json.loads((logs / "starts" / "0001" / "environment.json").read_text())["packages"][
+        "torch"
+    ]
     assert not (logs / "crash.json").exists()

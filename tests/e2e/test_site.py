@@ -16,7 +16,15 @@ ROOT = Path(__file__).parents[2]
 def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     pages = sorted((tmp_path / "site").glob("*.html"))
@@ -27,7 +35,9 @@ def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path: Path) -> N
             r"<link[^>]+href=\"https?://[^\"]+\.css", text
         )
         assert not loaded, page.name
-    assert "headway config import" in (tmp_path / "site" / "commands.html").read_text(encoding="utf-8")
+    assert "headway config import" in (tmp_path / "site" / "commands.html").read_text(
+        encoding="utf-8"
+    )
     assert not list((tmp_path / "site").rglob("*.py")), "a program of the repository was published"
     found = search_from_disk(tmp_path / "site" / "index.html", "resume")
     assert found is None or found > 10
@@ -38,8 +48,16 @@ def search_from_disk(page: Path, word: str) -> int | None:
     browser = shutil.which("chromium")
     if browser is None:
         return None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=15000", "--dump-dom"]
-    done = subprocess.run([browser, *options, f"file://{page}?q={word}"], capture_output=True, text=True, timeout=120)
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=15000",
+        "--dump-dom",
+    ]
+    done = subprocess.run(
+        [browser, *options, f"file://{page}?q={word}"], capture_output=True, text=True, timeout=120
+    )
     matches = re.search(r"(\d+) matching documents", done.stdout)
     assert matches is not None, "the search did not answer"
     return int(matches[1])

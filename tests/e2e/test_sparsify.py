@@ -31,7 +31,9 @@ device: cpu
 def recipe(tmp_path: Path) -> Path:
     model = write_model(tmp_path / "model", CONFIG.with_(max_seq_len=160))
     rng = random.Random(0)
-    (tmp_path / "tables.jsonl").write_text("".join(json.dumps({"text": table(pairs(rng, 9))}) + "\n" for _ in range(30)))
+    (tmp_path / "tables.jsonl").write_text(
+        "".join(json.dumps({"text": table(pairs(rng, 9))}) + "\n" for _ in range(30))
+    )
     build_store([tmp_path / "tables.jsonl"], tmp_path / "model" / "tokenizer", tmp_path / "store")
     file = tmp_path / "sparse.yaml"
     file.write_text(RECIPE.format(out=tmp_path, model=model))
@@ -39,23 +41,52 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    command = ["sparsify", str(recipe), "--sparsities", "0.25,0.5", "--samples", "1", "--depths", "0,1", "--json"]
+    command = [
+        "sparsify",
+        str(recipe),
+        "--sparsities",
+        "0.25,0.5",
+        "--samples",
+        "1",
+        "--depths",
+        "0,1",
+        "--json",
+    ]
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out)
     run = tmp_path / "runs" / "sparse"
     folder = run / "sparsify"
-    assert [one["name"] for one in found["variants"]] == ["full", "s=0.25", "random s=0.25", "s=0.5", "random s=0.5"]
+    assert [one["name"] for one in found["variants"]] == [
+        "full",
+        "s=0.25",
+        "random s=0.25",
+        "s=0.5",
+        "random s=0.5",
+    ]
     for sparsity, full in ((0.25, 3), (0.5, 2)):
         masks = read_masks(folder / f"masks_sp{sparsity}.tsv")
         assert (masks.num_full, masks.window, masks.sinks) == (full, 16, 4)
     sizes = [one["cache_bytes"] for one in found["variants"]]
     assert sizes[0] > sizes[1] == sizes[2] > sizes[3] == sizes[4]
     report = (folder / "report.md").read_text()
-    assert "Training: steps 4" in report and "![gates of all heads](heads.png)" in report and "## Keys and values" in report
+    assert (
+        "Training: steps 4" in report
+        and "![gates of all heads](heads.png)" in report
+        and "## Keys and values" in report
+    )
     assert json.loads((folder / "results.json").read_text())["variants"] == found["variants"]
-    assert {path.name for path in folder.iterdir()} >= {"heads.png", "heat-map.png", "score-by-footprint.png", "parts", "masks_sp0.5.json"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "heads.png",
+        "heat-map.png",
+        "score-by-footprint.png",
+        "parts",
+        "masks_sp0.5.json",
+    }
 
     template = tmp_path / "short.jinja"
     template.write_text(
@@ -63,8 +94,13 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
     )
     assert main([*command, "--masks", "own", "--chat-template", str(template)]) == 0
     asked = json.loads(capsys.readouterr().out)
-    assert [(one["name"], one["masks_from"]) for one in asked["variants"][5:]] == [("own", "own"), ("random own", "random")]
-    assert asked["prompts"] == f"questions in chat template {template}" and asked["chunks"] == {"128": 16}
+    assert [(one["name"], one["masks_from"]) for one in asked["variants"][5:]] == [
+        ("own", "own"),
+        ("random own", "random"),
+    ]
+    assert asked["prompts"] == f"questions in chat template {template}" and asked["chunks"] == {
+        "128": 16
+    }
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out)
 

@@ -67,14 +67,21 @@ def logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
 def test_a_run_resumes_bit_for_bit_and_leaves_a_folder_of_transformers(folder: Path) -> None:
     import transformers
 
-    more = ("memory.recompute=true", "model.hf_config={residual_dropout: 0.1, embedding_dropout: 0.1}")
+    more = (
+        "memory.recompute=true",
+        "model.hf_config={residual_dropout: 0.1, embedding_dropout: 0.1}",
+    )
     for name in ("whole", "cut"):
         go(folder, name, *more)
-    (folder / "cut/checkpoints/step-00000004/manifest.json").write_text("{}")  # as if it had been killed after step 2
+    (folder / "cut/checkpoints/step-00000004/manifest.json").write_text(
+        "{}"
+    )  # as if it had been killed after step 2
     go(folder, "cut", *more)
     assert_same_run(folder / "whole", folder / "cut", 4)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole/final")
-    assert type(theirs).__name__ == "Starcoder2ForCausalLM" and theirs.config.residual_dropout == 0.1
+    assert (
+        type(theirs).__name__ == "Starcoder2ForCausalLM" and theirs.config.residual_dropout == 0.1
+    )
     tokens = torch.randint(3, 60, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = theirs.eval()(tokens).logits
@@ -89,7 +96,9 @@ def test_an_adapter_has_the_names_of_the_class_and_trains_on(folder: Path, tmp_p
     names = load_file(tmp_path / "adapter/adapter_model.safetensors").keys()
     assert len(names) == 8 and "base_model.model.model.layers.1.mlp.c_fc.lora_B.weight" in names
     tokens = torch.randint(3, 60, (1, 20), generator=torch.Generator().manual_seed(0))
-    whole, apart, plain = (logits(folder / path, tokens) for path in ("lora", "lora/final/adapter", "star"))
+    whole, apart, plain = (
+        logits(folder / path, tokens) for path in ("lora", "lora/final/adapter", "star")
+    )
     assert (whole - apart).abs().max() < 1e-5 < 1e-3 < (whole - plain).abs().max()
     go(folder, "more", f"init.from={folder}/lora/checkpoints/latest", *targets, "steps=2")
     assert losses(folder / "more")[-1] < losses(folder / "lora")[0]
@@ -112,9 +121,18 @@ def test_peft_loads_an_exported_adapter(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_pairs_and_random_weights_train(folder: Path) -> None:
     go(folder, "dpo", f"data.train=[{folder}/pairs]", "objective.kind=dpo", "steps=3")
-    assert losses(folder / "dpo")[0] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference
+    assert losses(folder / "dpo")[0] == pytest.approx(
+        0.6931, abs=1e-3
+    )  # the policy is the reference
     shape = "{model_type: gpt_neox, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 4, intermediate_size: 48, vocab_size: 64}"
-    go(folder, "random", "init.from=null", f"model.hf_config={shape}", "model.hf_config.hidden_dropout=0.0", "steps=3")
+    go(
+        folder,
+        "random",
+        "init.from=null",
+        f"model.hf_config={shape}",
+        "model.hf_config.hidden_dropout=0.0",
+        "steps=3",
+    )
     first = losses(folder / "random")[0]
     assert first == pytest.approx(float(torch.tensor(64.0).log()), abs=0.2)
 
@@ -127,13 +145,34 @@ def test_text_comes_out_of_the_engine_as_out_of_transformers(folder: Path, tmp_p
     wanted = []
     for prompt in (TEXT, "a"):
         ids = torch.tensor([tokenizer.encode(prompt)])
-        out = theirs.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=tokenizer.eos_id, pad_token_id=0)
+        out = theirs.generate(
+            ids, max_new_tokens=12, do_sample=False, eos_token_id=tokenizer.eos_id, pad_token_id=0
+        )
         wanted.append(out[0, ids.shape[1] :].tolist())
-    both = headway("generate", "--model", str(folder / "stable"), "--prompt", TEXT, "--prompt", "a", "--max-new-tokens", "12", "--json")
+    both = headway(
+        "generate",
+        "--model",
+        str(folder / "stable"),
+        "--prompt",
+        TEXT,
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "12",
+        "--json",
+    )
     assert both.returncode == 0, both.stderr
     assert [one["token_ids"] for one in json.loads(both.stdout)["generations"]] == wanted
     (tmp_path / "text.txt").write_text(TEXT * 2)
-    scored = headway("eval", "ppl", "--model", str(folder / "stable"), "--data", str(tmp_path / "text.txt"), "--json")
+    scored = headway(
+        "eval",
+        "ppl",
+        "--model",
+        str(folder / "stable"),
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--json",
+    )
     assert scored.returncode == 0, scored.stderr
     ids = torch.tensor([tokenizer.encode(TEXT * 2)])
     with torch.no_grad():
@@ -144,22 +183,33 @@ def test_text_comes_out_of_the_engine_as_out_of_transformers(folder: Path, tmp_p
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        (["model.family=llama"], "has model_type 'starcoder2', which headway has no family for. Set model.family=transformers"),
+        (
+            ["model.family=llama"],
+            "has model_type 'starcoder2', which headway has no family for. Set model.family=transformers",
+        ),
         (["parallel.tensor=2"], "parallel.tensor is 2 and model.family is transformers"),
         (["parallel.pipeline=2"], "parallel.pipeline is 2 and model.family is transformers"),
         (["parallel.context=2"], "parallel.context is 2 and model.family is transformers"),
-        (["objective.kind=head_sparsity"], "objective.kind=head_sparsity is given with model.family transformers"),
+        (
+            ["objective.kind=head_sparsity"],
+            "objective.kind=head_sparsity is given with model.family transformers",
+        ),
         (["objective.kind=reward"], "reward models are of headway's own families"),
         (["kernels.compile=true"], "a class of transformers runs uncompiled"),
         (["precision=fp8"], "its matrix products run in bf16"),
-        (["model.hidden_size=8"], "model.hidden_size is 8 with model.family transformers, whose class has 32"),
+        (
+            ["model.hidden_size=8"],
+            "model.hidden_size is 8 with model.family transformers, whose class has 32",
+        ),
         (["init.from=null"], "Give init.from, or model.hf_config"),
         (["adapter.targets=[qq_proj]"], "matches no linear; there are q_proj"),
         (["model.hf_config={attention_dropout: 0.1}"], "attention has dropout 0.1"),
         (["model.hf_config={hidden_size: 40}"], "has shape"),
     ],
 )
-def test_what_a_wrapped_class_cannot_do_is_one_line(folder: Path, more: list[str], named: str) -> None:
+def test_what_a_wrapped_class_cannot_do_is_one_line(
+    folder: Path, more: list[str], named: str
+) -> None:
     with pytest.raises(HeadwayError) as caught:
         resolve(load(Recipe, None, settings(folder, "bad", *more)))
     assert named in str(caught.value) and "\n" not in str(caught.value)
@@ -168,7 +218,13 @@ def test_what_a_wrapped_class_cannot_do_is_one_line(folder: Path, more: list[str
 
 @pytest.mark.drill
 def test_a_killed_run_ends_bit_for_bit_like_the_undisturbed_one(folder: Path) -> None:
-    more = settings(folder, "undisturbed", "steps=12", "checkpoint.every=3", "model.hf_config={residual_dropout: 0.1}")
+    more = settings(
+        folder,
+        "undisturbed",
+        "steps=12",
+        "checkpoint.every=3",
+        "model.hf_config={residual_dropout: 0.1}",
+    )
     train(load(Recipe, None, more))
     killed = [*more, "run.name=killed"]
     recipe = folder / "recipe.yaml"

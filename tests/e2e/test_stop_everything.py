@@ -31,7 +31,11 @@ TINY = [
 
 
 def test_a_signal_at_the_end_of_a_stage_begins_no_next_one(tmp_path: Path) -> None:
-    recipe = load(Recipe, None, [*TINY, f"run.dir={tmp_path}", "stages=[{name: one, steps: 2}, {name: two, steps: 2}]"])
+    recipe = load(
+        Recipe,
+        None,
+        [*TINY, f"run.dir={tmp_path}", "stages=[{name: one, steps: 2}, {name: two, steps: 2}]"],
+    )
 
     @contextmanager
     def hook(run: Any) -> Iterator[None]:
@@ -41,7 +45,9 @@ def test_a_signal_at_the_end_of_a_stage_begins_no_next_one(tmp_path: Path) -> No
     with pytest.raises(Terminated) as stopped:
         train(recipe, hook=hook)
     assert stopped.value.exit_code == 143
-    assert [path.name for path in (tmp_path / "run" / "stages").iterdir()] == ["01-one"], "the second stage is not even prepared"
+    assert [path.name for path in (tmp_path / "run" / "stages").iterdir()] == ["01-one"], (
+        "the second stage is not even prepared"
+    )
     summary = train(recipe)
     assert summary["steps"] == 4 and (tmp_path / "run" / "stages" / "02-two").is_dir()
 
@@ -50,21 +56,36 @@ def test_headway_stop_ends_the_demo_and_not_only_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun: list[str] = []
-    for name in ("make_corpus", "make_tokenizer", "make_store", "make_instructions", "evaluate", "fine_tune"):
+    for name in (
+        "make_corpus",
+        "make_tokenizer",
+        "make_store",
+        "make_instructions",
+        "evaluate",
+        "fine_tune",
+    ):
         monkeypatch.setattr(demo, name, lambda _, name=name: begun.append(name) or {})
-    monkeypatch.setattr("headway.train.train", lambda recipe: {"run": str(recipe.run.folder), "stopped_by": "headway stop", "steps": 3})
+    monkeypatch.setattr(
+        "headway.train.train",
+        lambda recipe: {"run": str(recipe.run.folder), "stopped_by": "headway stop", "steps": 3},
+    )
     assert main(["demo", "--out", str(tmp_path / "demo")]) == 143
     assert begun == ["make_corpus", "make_tokenizer", "make_store", "make_instructions"]
     assert "headway stop ended" in capsys.readouterr().err
 
 
-def test_a_signal_at_the_very_end_of_training_ends_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_at_the_very_end_of_training_ends_the_verb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert [stop_code(one) for one in ({}, {"exit_code": 130}, {"signal_after_end": "SIGINT"}, {"signal_after_end": "SIGTERM"})] == [
         None, 130, 130, 143,
     ]  # fmt: skip
     recipe = load(Recipe, None, [*TINY, f"run.dir={tmp_path}"])
     monkeypatch.setattr("headway.workflows.sparsify.check", lambda *_: None)
-    assert sparsify(recipe, SparsifyPlan(), train=lambda _: {"signal_after_end": "SIGINT", "steps": 9}) == 130
+    assert (
+        sparsify(recipe, SparsifyPlan(), train=lambda _: {"signal_after_end": "SIGINT", "steps": 9})
+        == 130
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -85,5 +106,7 @@ def test_the_demo_stops_at_ctrl_c_and_at_sigterm_and_continues(tmp_path: Path) -
         assert process.returncode == code, said
         assert "[6/10]" not in said and "Traceback" not in said
         steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-        assert steps == list(range(1, len(steps) + 1)) and len(steps) > seen, "it continued, and each step is there once"
+        assert steps == list(range(1, len(steps) + 1)) and len(steps) > seen, (
+            "it continued, and each step is there once"
+        )
         seen = len(steps)

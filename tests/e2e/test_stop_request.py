@@ -15,7 +15,14 @@ from headway.errors import ConfigError, LaunchError
 from headway.track.metrics_file import read_metrics
 from headway.train.control import StopRequest, request_stop
 
-LONG = ("steps=100000", "checkpoint.every=null", "data.workers=0", "batch.rows=24", "batch.micro_rows=1", "eval.every=null")
+LONG = (
+    "steps=100000",
+    "checkpoint.every=null",
+    "data.workers=0",
+    "batch.rows=24",
+    "batch.micro_rows=1",
+    "eval.every=null",
+)
 """Steps of many microbatches, so that a request comes between them and not hundreds of steps later."""
 
 
@@ -27,7 +34,9 @@ def wait(condition: Any, seconds: float = 60.0) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_request_saves_goes_on_and_then_leaves_at_the_step_that_was_named(world: int, tmp_path: Path) -> None:
+def test_a_request_saves_goes_on_and_then_leaves_at_the_step_that_was_named(
+    world: int, tmp_path: Path
+) -> None:
     plan = small(write_recipe(tmp_path, make_stores(tmp_path)), "asked", *LONG)
     run = plan.run.folder
     with started(plan, world) as attempt:
@@ -40,13 +49,17 @@ def test_a_request_saves_goes_on_and_then_leaves_at_the_step_that_was_named(worl
         wait(lambda: not attempt.is_alive())
     assert attempt.codes == [143] * world
     found = newest_good(run / "checkpoints")
-    assert found.reader is not None and found.reader.step == target == len(read_metrics(run / "metrics.jsonl"))
+    assert found.reader is not None and found.reader.step == target == len(
+        read_metrics(run / "metrics.jsonl")
+    )
     assert not list((run / "logs" / "heartbeat").glob("*.json"))
     with pytest.raises(LaunchError, match="none of its ranks is running"):
         request_stop(run, StopRequest())
 
 
-def test_the_verb_says_what_it_asked_for_or_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_says_what_it_asked_for_or_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = small(write_recipe(tmp_path, make_stores(tmp_path)), "asked", *LONG)
     with started(plan, 1) as attempt:
         wait(lambda: (plan.run.folder / "metrics.jsonl").exists() and attempt.has_begun())

@@ -27,7 +27,9 @@ def kill_a_rank(run: Path, process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.drill
 @pytest.mark.parametrize("how", ["own launcher", "torchrun", "torchrun restarts by itself"])
-def test_a_killed_rank_is_started_again_and_the_run_ends_as_it_would_have(how: str, tmp_path: Path) -> None:
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_it_would_have(
+    how: str, tmp_path: Path
+) -> None:
     recipe = write_recipe(tmp_path, make_stores(tmp_path), steps=150)
     assert headway("train", str(recipe), "run.name=whole", "--nproc", "2").returncode == 0
     train = ["-m", "headway", "train", str(recipe), "run.name=killed"]
@@ -47,6 +49,14 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_it_would_have(how: s
 @pytest.mark.drill
 def test_a_mistake_under_torchrun_is_not_started_again(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, make_stores(tmp_path))
-    command = [*TORCHRUN, "--standalone", "-m", "headway", "train", str(recipe), "freeze=[layers.99]"]
+    command = [
+        *TORCHRUN,
+        "--standalone",
+        "-m",
+        "headway",
+        "train",
+        str(recipe),
+        "freeze=[layers.99]",
+    ]
     done = headway("supervise", "--backoff", "0", "--", *command, timeout=200)
     assert done.returncode == 2 and "restarting" not in done.stderr, done.stderr

@@ -16,7 +16,13 @@ from headway.kernels.attention import causal_mask
 from headway.train import train
 from headway.train.config import Recipe
 
-SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 LENGTH = 48
 
 
@@ -41,9 +47,16 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_unrotated_layers_and_another_theta_on_a_published_model(model_type: str, tied: bool, transformers: Any, tmp_path: Path) -> None:
+def test_unrotated_layers_and_another_theta_on_a_published_model(
+    model_type: str, tied: bool, transformers: Any, tmp_path: Path
+) -> None:
     config = transformers.AutoConfig.for_model(
-        model_type, **SHAPE, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.2
+        model_type,
+        **SHAPE,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     stores = make_stores(tmp_path)
@@ -56,11 +69,21 @@ def test_unrotated_layers_and_another_theta_on_a_published_model(model_type: str
     train(recipe)
     run = recipe.run.folder
     written = json.loads((run / "final" / "config.json").read_text())
-    assert (written["model_type"], written["no_rope_layers"], written["rope_theta"]) == ("smollm3", [0, 1, 0], 777.0)
+    assert (written["model_type"], written["no_rope_layers"], written["rope_theta"]) == (
+        "smollm3",
+        [0, 1, 0],
+        777.0,
+    )
     trained = load_model(locate(run)).config
-    assert (trained.family, trained.no_rope_layers, trained.rope_theta) == (model_type, (0, 2), 777.0)
+    assert (trained.family, trained.no_rope_layers, trained.rope_theta) == (
+        model_type,
+        (0, 2),
+        777.0,
+    )
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        run / "final", dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         expected = theirs(tokens()).logits
     assert (logits(run / "final") - expected).abs().max() <= 1e-5

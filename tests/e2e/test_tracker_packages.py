@@ -50,14 +50,24 @@ def run_twice(folder: Path, tracker: str) -> tuple[Path, dict[int, float], str]:
     """Train four steps, then two more; returns the run folder, the losses, and the id in trackers.json, the same after both."""
     ids: list[dict[str, str]] = []
     for steps in (4, 6):
-        settings = [*BASE, f"steps={steps}", f"run.dir={folder}", "run.name=r", "log.every=1", f"track=[{tracker}]"]
+        settings = [
+            *BASE,
+            f"steps={steps}",
+            f"run.dir={folder}",
+            "run.name=r",
+            "log.every=1",
+            f"track=[{tracker}]",
+        ]
         recipe = load(Recipe, None, settings)
         train(recipe)
         ids.append(json.loads((recipe.run.folder / "trackers.json").read_text()))
     assert ids[0] == ids[1] and len(ids[0]) == 1
     events = (recipe.run.folder / "events.jsonl").read_text()
     assert "tracker_failure" not in events, events
-    losses = {record["step"]: record["loss"] for record in read_metrics(recipe.run.folder / "metrics.jsonl")}
+    losses = {
+        record["step"]: record["loss"]
+        for record in read_metrics(recipe.run.folder / "metrics.jsonl")
+    }
     assert list(losses) == [1, 2, 3, 4, 5, 6]
     return recipe.run.folder, losses, next(iter(ids[0].values()))
 
@@ -66,7 +76,13 @@ def test_wandb_offline_files_hold_the_same_numbers(tmp_path: Path) -> None:
     if not is_installed("wandb"):
         pytest.skip("wandb is not installed")
     run, losses, identity = run_twice(tmp_path, "{kind: wandb, tags: [a, b]}")
-    command = [sys.executable, "-P", "-c", WANDB_READER, *sorted(map(str, run.glob("wandb/offline-run-*/run-*.wandb")))]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        WANDB_READER,
+        *sorted(map(str, run.glob("wandb/offline-run-*/run-*.wandb"))),
+    ]
     found = [json.loads(line) for line in subprocess.check_output(command, text=True).splitlines()]
     assert {row["step"]: row["loss"] for row in found if "loss" in row} == losses
     assert {row["id"] for row in found if "id" in row} == {identity}
@@ -76,11 +92,17 @@ def test_wandb_offline_files_hold_the_same_numbers(tmp_path: Path) -> None:
 def test_trackio_has_the_same_numbers(tmp_path: Path) -> None:
     if not is_installed("trackio"):
         pytest.skip("trackio is not installed")
-    _, losses, name = run_twice(tmp_path / "runs", f"{{kind: trackio, folder: {tmp_path / 'trackio'}}}")
+    _, losses, name = run_twice(
+        tmp_path / "runs", f"{{kind: trackio, folder: {tmp_path / 'trackio'}}}"
+    )
     with sqlite3.connect(tmp_path / "trackio" / "headway.db") as database:
-        rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
+        rows = database.execute(
+            "select run_name, step, metrics from metrics order by step"
+        ).fetchall()
     assert {row[0] for row in rows} == {name}
-    assert {step: json.loads(values)["loss"] for _, step, values in rows if "loss" in json.loads(values)} == losses
+    assert {
+        step: json.loads(values)["loss"] for _, step, values in rows if "loss" in json.loads(values)
+    } == losses
 
 
 def test_swanlab_writes_files_of_one_run(tmp_path: Path) -> None:
@@ -94,13 +116,26 @@ def test_swanlab_writes_files_of_one_run(tmp_path: Path) -> None:
 
 @pytest.fixture
 def mlflow_server(tmp_path: Path) -> Iterator[str]:
-    command = shutil.which("mlflow", path=str(Path(sys.executable).parent)) or shutil.which("mlflow")
+    command = shutil.which("mlflow", path=str(Path(sys.executable).parent)) or shutil.which(
+        "mlflow"
+    )
     if not is_installed("mlflow") or command is None:
         pytest.skip("mlflow with its server is not installed")
     port = free_port()
     store, artifacts = f"sqlite:///{tmp_path}/mlflow.db", str(tmp_path / "artifacts")
     server = subprocess.Popen(
-        [command, "server", "--port", str(port), "--backend-store-uri", store, "--default-artifact-root", artifacts, "--workers", "1"],
+        [
+            command,
+            "server",
+            "--port",
+            str(port),
+            "--backend-store-uri",
+            store,
+            "--default-artifact-root",
+            artifacts,
+            "--workers",
+            "1",
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -121,13 +156,17 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
 
 def ask(address: str, **content: Any) -> Any:
     data = json.dumps(content).encode() if content else None
-    with urllib.request.urlopen(urllib.request.Request(address, data, {"Content-Type": "application/json"}), timeout=30) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(address, data, {"Content-Type": "application/json"}), timeout=30
+    ) as answer:
         return json.loads(answer.read())
 
 
 @pytest.mark.drill  # the server takes longer to start than the run
 def test_mlflow_server_has_the_same_numbers(mlflow_server: str, tmp_path: Path) -> None:
-    _, losses, identity = run_twice(tmp_path / "runs", f"{{kind: mlflow, uri: '{mlflow_server}', experiment: mine}}")
+    _, losses, identity = run_twice(
+        tmp_path / "runs", f"{{kind: mlflow, uri: '{mlflow_server}', experiment: mine}}"
+    )
     api = f"{mlflow_server}/api/2.0/mlflow"
     history = ask(f"{api}/metrics/get-history?run_id={identity}&metric_key=loss")["metrics"]
     assert {int(point.get("step", 0)): point["value"] for point in history} == losses
@@ -135,6 +174,14 @@ def test_mlflow_server_has_the_same_numbers(mlflow_server: str, tmp_path: Path) 
     assert run["info"]["status"] == "FINISHED"
     assert {one["key"]: one["value"] for one in run["data"]["params"]}["model.hidden_size"] == "16"
     assert any(tag["key"] == "headway.event.finish" for tag in run["data"]["tags"])
-    places = [ask(f"{api}/artifacts/list?run_id={identity}&path={place}")["files"] for place in ("plots", "config", "metrics")]
+    places = [
+        ask(f"{api}/artifacts/list?run_id={identity}&path={place}")["files"]
+        for place in ("plots", "config", "metrics")
+    ]
     kept = [one["path"] for files in places for one in files]
-    assert kept == ["plots/training_curve.svg", "config/environment.json", "config/recipe.yaml", "metrics/summary.json"]
+    assert kept == [
+        "plots/training_curve.svg",
+        "config/environment.json",
+        "config/recipe.yaml",
+        "metrics/summary.json",
+    ]

@@ -51,7 +51,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(whole: Path, tmp_path: Path) -> Any:
     path = write_recipe(tmp_path, [whole / "store0", whole / "store1"], name="run", steps=20)
-    return lambda *more: load(Recipe, path, ["checkpoint.to=s3://bucket/runs", "checkpoint.retry_seconds=20", *more])
+    return lambda *more: load(
+        Recipe, path, ["checkpoint.to=s3://bucket/runs", "checkpoint.retry_seconds=20", *more]
+    )
 
 
 class Cut(Exception):
@@ -75,39 +77,73 @@ def assert_same_tensors(ours: Reader, theirs: Reader) -> None:
     assert ours.names() == theirs.names()
     for name in theirs.names():
         for role in theirs.roles(name):
-            assert torch.equal(ours.read(name, role), theirs.read(name, role)), f"{role} of {name} differs"
+            assert torch.equal(ours.read(name, role), theirs.read(name, role)), (
+                f"{role} of {name} differs"
+            )
 
 
-def test_a_run_goes_on_from_the_store_when_its_disk_is_gone(store: Store, tmp_path: Path, whole: Path, recipe: Any) -> None:
+def test_a_run_goes_on_from_the_store_when_its_disk_is_gone(
+    store: Store, tmp_path: Path, whole: Path, recipe: Any
+) -> None:
     with pytest.raises(Cut):
         train(recipe(), hook=cut_after(12))
     assert newest_good(PLACE).path == PLACE / "step-00000010"
     shutil.rmtree(tmp_path / "runs" / "run")
     train(recipe())
-    with open_checkpoint(f"{PLACE}/step-00000020") as ours, open_checkpoint(whole / "runs/whole/checkpoints/step-00000020") as theirs:
+    with (
+        open_checkpoint(f"{PLACE}/step-00000020") as ours,
+        open_checkpoint(whole / "runs/whole/checkpoints/step-00000020") as theirs,
+    ):
         assert_same_tensors(ours, theirs)
     loaded = load_model(Path("s3://bucket/runs/run"))
     expected = load_model(whole / "runs" / "whole" / "checkpoints" / "latest")
-    assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), expected.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(loaded.model.parameters(), expected.model.parameters(), strict=True)
+    )
     with pytest.raises(ConfigError, match="may not change"):
         train(recipe("seed=7"))
 
 
-def test_a_run_goes_on_from_a_url_when_its_disk_is_gone(store: Store, tmp_path: Path, whole: Path, recipe: Any) -> None:
+def test_a_run_goes_on_from_a_url_when_its_disk_is_gone(
+    store: Store, tmp_path: Path, whole: Path, recipe: Any
+) -> None:
     with pytest.raises(Cut):
         train(recipe(), hook=cut_after(12))
     shutil.rmtree(tmp_path / "runs" / "run")
-    assert main(["train", str(tmp_path / "run.yaml"), "run.name=elsewhere", "checkpoint.every=20", "--resume", "s3://bucket/runs/run"]) == 0
-    ours, theirs = (open_checkpoint(run / "checkpoints/step-00000020") for run in (tmp_path / "runs/elsewhere", whole / "runs/whole"))
+    assert (
+        main(
+            [
+                "train",
+                str(tmp_path / "run.yaml"),
+                "run.name=elsewhere",
+                "checkpoint.every=20",
+                "--resume",
+                "s3://bucket/runs/run",
+            ]
+        )
+        == 0
+    )
+    ours, theirs = (
+        open_checkpoint(run / "checkpoints/step-00000020")
+        for run in (tmp_path / "runs/elsewhere", whole / "runs/whole")
+    )
     assert_same_tensors(ours, theirs)
-    records = [deterministic(run / "metrics.jsonl") for run in (tmp_path / "runs/elsewhere", whole / "runs/whole")]
+    records = [
+        deterministic(run / "metrics.jsonl")
+        for run in (tmp_path / "runs/elsewhere", whole / "runs/whole")
+    ]
     assert records[0] == records[1][10:], "steps 11 to 20"
-    assert newest_good(PLACE).path == PLACE / "step-00000010", "the store of the run it came from is left alone"
+    assert newest_good(PLACE).path == PLACE / "step-00000010", (
+        "the store of the run it came from is left alone"
+    )
     with pytest.raises(ConfigError, match=r"s3://bucket/runs/nothing: there is no checkpoint"):
         train(recipe(), resume="s3://bucket/runs/nothing")
 
 
-def test_two_ranks_send_their_parts_through_a_store_that_fails_now_and_then(store: Store, tmp_path: Path, recipe: Any) -> None:
+def test_two_ranks_send_their_parts_through_a_store_that_fails_now_and_then(
+    store: Store, tmp_path: Path, recipe: Any
+) -> None:
     number = count()
     store.fault = lambda method, path: 500 if next(number) % 5 == 4 else None
     plan = recipe("steps=6", "parallel.timeout_seconds=20")
@@ -118,8 +154,13 @@ def test_two_ranks_send_their_parts_through_a_store_that_fails_now_and_then(stor
 
     start_processes(work, 2)
     store.fault = lambda method, path: None
-    with open_checkpoint(PLACE / "step-00000006") as ours, open_checkpoint(tmp_path / "runs/run/checkpoints/step-00000006") as theirs:
-        assert ours.world == 2 and {"rank-00000.safetensors", "rank-00001.safetensors"} <= set(ours.files)
+    with (
+        open_checkpoint(PLACE / "step-00000006") as ours,
+        open_checkpoint(tmp_path / "runs/run/checkpoints/step-00000006") as theirs,
+    ):
+        assert ours.world == 2 and {"rank-00000.safetensors", "rank-00001.safetensors"} <= set(
+            ours.files
+        )
         assert_same_tensors(ours, theirs)
 
 
@@ -140,9 +181,14 @@ def test_asked_to_stop_while_the_store_is_down_a_run_leaves_in_time_and_the_next
         return nullcontext()
 
     begun = time.monotonic()
-    stopped = run_recipe(recipe("checkpoint.retry_seconds=60", "run.grace_seconds=1"), "auto", probe)
+    stopped = run_recipe(
+        recipe("checkpoint.retry_seconds=60", "run.grace_seconds=1"), "auto", probe
+    )
     assert stopped["exit_code"] == 128 + signal.SIGTERM and time.monotonic() - begun < 20
-    assert newest_good(tmp_path / "runs/run/checkpoints").path == tmp_path / "runs/run/checkpoints/step-00000003"
+    assert (
+        newest_good(tmp_path / "runs/run/checkpoints").path
+        == tmp_path / "runs/run/checkpoints/step-00000003"
+    )
     down.clear()
     assert newest_good(PLACE).path is None
     with pytest.raises(Cut):
@@ -160,12 +206,22 @@ def test_beginning_anew_leaves_the_old_ones_out(store: Store, tmp_path: Path, re
 def test_weights_may_start_from_the_store(store: Store, tmp_path: Path, recipe: Any) -> None:
     train(recipe("steps=6"))
     again = load(
-        Recipe, None, ["init.from=s3://bucket/runs/run/latest", "steps=1", f"run.dir={tmp_path}/more", "data.seq_len=32", "device=cpu"]
+        Recipe,
+        None,
+        [
+            "init.from=s3://bucket/runs/run/latest",
+            "steps=1",
+            f"run.dir={tmp_path}/more",
+            "data.seq_len=32",
+            "device=cpu",
+        ],
     )
     assert train(again)["steps"] == 1
 
 
-def test_a_store_that_is_down_is_waited_for_by_a_run_that_has_begun_and_is_then_nobodys_mistake(store: Store, recipe: Any) -> None:
+def test_a_store_that_is_down_is_waited_for_by_a_run_that_has_begun_and_is_then_nobodys_mistake(
+    store: Store, recipe: Any
+) -> None:
     down = threading.Event()
     store.fault = lambda method, path: 503 if down.is_set() else None
     prepare_folder(decide_start(recipe()), recipe())
@@ -177,7 +233,9 @@ def test_a_store_that_is_down_is_waited_for_by_a_run_that_has_begun_and_is_then_
     assert decide_start(recipe()).checkpoint is None
 
 
-def test_a_store_that_cannot_be_written_is_refused_before_work_starts(store: Store, tmp_path: Path, recipe: Any) -> None:
+def test_a_store_that_cannot_be_written_is_refused_before_work_starts(
+    store: Store, tmp_path: Path, recipe: Any
+) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.to: s3://no-such/.*NoSuchBucket"):
         train(recipe("checkpoint.to=s3://no-such/x"))
     assert not (tmp_path / "runs" / "run").exists()

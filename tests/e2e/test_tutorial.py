@@ -15,16 +15,35 @@ PAGE = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text(encoding="
 BLOCKS = re.findall(r"(?ms)^```(\w*)\n(.*?)^```", PAGE)
 COMMANDS = [line for kind, block in BLOCKS for line in block.splitlines() if not kind]
 SCRIPT = next(block for kind, block in BLOCKS if kind == "python")
-SHORT = {"steps": "steps=2", "epochs": "steps=2", "--vocab-size": "512", "--max-new-tokens": "4", "--max-samples": "1"}
-SMALL = ["model.hidden_size=64", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_size=128"]
+SHORT = {
+    "steps": "steps=2",
+    "epochs": "steps=2",
+    "--vocab-size": "512",
+    "--max-new-tokens": "4",
+    "--max-samples": "1",
+}
+SMALL = [
+    "model.hidden_size=64",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.ffn_size=128",
+]
 
 
 def shortened(words: list[str]) -> list[str]:
     """The same command with fewer steps and a smaller model."""
     found = [SHORT.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-    found = [SHORT[word.split("=")[0]] if word.split("=")[0] in SHORT and "=" in word else word for word in found]
+    found = [
+        SHORT[word.split("=")[0]] if word.split("=")[0] in SHORT and "=" in word else word
+        for word in found
+    ]
     is_first = found[:2] == ["train", "pretrain"]
-    return [*found, *(SMALL if is_first else []), *(["eval.rows=2", "eval.at_start=false"] if found[0] == "train" else [])]
+    return [
+        *found,
+        *(SMALL if is_first else []),
+        *(["eval.rows=2", "eval.at_start=false"] if found[0] == "train" else []),
+    ]
 
 
 def run_page(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_short: bool) -> list[list[str]]:
@@ -43,16 +62,26 @@ def run_page(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_short: bool) -
             assert words[0] == "headway"
             arguments = shortened(words[1:]) if is_short else words[1:]
             if words[1] == "chat":
-                monkeypatch.setattr(sys, "stdin", io.StringIO("What does os.getcwd do?\n"))  # what a person would type
+                monkeypatch.setattr(
+                    sys, "stdin", io.StringIO("What does os.getcwd do?\n")
+                )  # what a person would type
             assert main(arguments) == 0, arguments
         done.append(words)
     return done
 
 
-def test_every_command_of_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_the_tutorial_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = run_page(tmp_path, monkeypatch, is_short=True)
-    assert len(done) == len([line for line in COMMANDS if line.startswith(("headway", "python"))]) >= 10
-    assert (tmp_path / "my-model" / "model.safetensors").exists() and (tmp_path / "report" / "report.md").exists()
+    assert (
+        len(done)
+        == len([line for line in COMMANDS if line.startswith(("headway", "python"))])
+        >= 10
+    )
+    assert (tmp_path / "my-model" / "model.safetensors").exists() and (
+        tmp_path / "report" / "report.md"
+    ).exists()
 
 
 @pytest.mark.drill

@@ -25,7 +25,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_good_checkpoint_is_called_good_and_generates(run: Path) -> None:
     report = check_checkpoint(run)
-    assert report.problems == [] and report.step == 10 and len(report.token_ids) == 8 and report.tensors > 50
+    assert (
+        report.problems == []
+        and report.step == 10
+        and len(report.token_ids) == 8
+        and report.tensors > 50
+    )
     assert report.token_ids == check_checkpoint(run / "checkpoints" / "latest").token_ids
 
 
@@ -38,7 +43,11 @@ def test_the_command_ends_with_1_and_lists_what_is_wrong(run: Path, tmp_path: Pa
     done = headway("verify", "checkpoint", str(tmp_path / "c" / "step-00000010"), "--json")
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
-    assert not found["good"] and len(found["problems"]) == 1 and "rank-00000.safetensors: damaged" in found["problems"][0]
+    assert (
+        not found["good"]
+        and len(found["problems"]) == 1
+        and "rank-00000.safetensors: damaged" in found["problems"][0]
+    )
 
 
 def changed(run: Path, folder: Path, name: str, value: torch.Tensor | None) -> Path:
@@ -49,22 +58,40 @@ def changed(run: Path, folder: Path, name: str, value: torch.Tensor | None) -> P
         for role in reader.roles(one):
             tensor = reader.read(one, role) if one != name or role != "master" else value
             if tensor is not None:
-                records.append(TensorRecord(one, role, tuple(tensor.shape), [((0,) * tensor.dim(), tensor)]))
+                records.append(
+                    TensorRecord(one, role, tuple(tensor.shape), [((0,) * tensor.dim(), tensor)])
+                )
     return save_checkpoint(folder, 10, records, reader.scalars)
 
 
-def test_numbers_that_are_not_finite_and_shapes_that_do_not_fit_are_named(run: Path, tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_and_shapes_that_do_not_fit_are_named(
+    run: Path, tmp_path: Path
+) -> None:
     weight = open_checkpoint(run / "checkpoints" / "latest").weight("model.norm.weight")
     spoiled = weight.clone()
     spoiled[3] = float("nan")
-    (problem,) = check_checkpoint(changed(run, tmp_path / "nan", "model.norm.weight", spoiled)).problems
-    assert f"master of model.norm.weight has 1 of {weight.numel()} values that are not finite" in problem
-    (problem,) = check_checkpoint(changed(run, tmp_path / "shape", "model.norm.weight", weight[:-1])).problems
+    (problem,) = check_checkpoint(
+        changed(run, tmp_path / "nan", "model.norm.weight", spoiled)
+    ).problems
+    assert (
+        f"master of model.norm.weight has 1 of {weight.numel()} values that are not finite"
+        in problem
+    )
+    (problem,) = check_checkpoint(
+        changed(run, tmp_path / "shape", "model.norm.weight", weight[:-1])
+    ).problems
     assert "model.norm.weight has shape" in problem
-    assert any("model.norm.weight" in one for one in check_checkpoint(changed(run, tmp_path / "gone", "model.norm.weight", None)).problems)
+    assert any(
+        "model.norm.weight" in one
+        for one in check_checkpoint(
+            changed(run, tmp_path / "gone", "model.norm.weight", None)
+        ).problems
+    )
 
 
-def test_each_file_damaged_in_turn_is_named_and_the_one_before_is_used(run: Path, tmp_path: Path) -> None:
+def test_each_file_damaged_in_turn_is_named_and_the_one_before_is_used(
+    run: Path, tmp_path: Path
+) -> None:
     for number, name in enumerate(["rank-00000.safetensors", "manifest.json"]):
         for how in ("truncated", "flipped", "deleted"):
             folder = tmp_path / f"{number}-{how}"

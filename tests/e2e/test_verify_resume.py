@@ -30,7 +30,9 @@ def forked(arguments: list[str], nproc: int | None, kill_at: int | None) -> None
     elif kill_at is None:
         start_processes(lambda: train(recipe), nproc or 1)
     elif nproc in (None, 1):
-        child = multiprocessing.get_context("fork").Process(target=lambda: train(recipe, hook=kill_after(kill_at)))
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: train(recipe, hook=kill_after(kill_at))
+        )
         child.start()
         child.join(60)
         assert child.exitcode == -signal.SIGKILL
@@ -46,7 +48,9 @@ def proof(folder: Path, *overrides: str, trainer: Any = forked, **changes: Any) 
     return prove_resume(trial, load(Recipe, recipe, list(overrides)), folder / "trial", trainer)
 
 
-def test_a_killed_run_is_certified_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_is_certified_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = proof(tmp_path)
     assert found["holds"] and found["rule"] == "bit for bit" and found["unequal"] == []
     assert found["killed_after_step"] == 6 and found["resumed_from_step"] == 3
@@ -58,10 +62,16 @@ def test_a_killed_run_is_certified_bit_for_bit(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.drill
 def test_another_number_of_ranks_keeps_the_order_and_stays_within_the_bound(tmp_path: Path) -> None:
     found = proof(tmp_path, "batch.micro_rows=1", nproc=2, resume_nproc=1)
-    assert found["holds"] and found["same_sample_order"] and found["parameter_difference"] <= found["bound"] == 1e-3
+    assert (
+        found["holds"]
+        and found["same_sample_order"]
+        and found["parameter_difference"] <= found["bound"] == 1e-3
+    )
 
 
-def test_a_resume_that_differs_is_told_tensor_by_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_that_differs_is_told_tensor_by_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def changed(arguments: list[str], nproc: int | None, kill_at: int | None) -> None:
         again = (tmp_path / "trial" / "killed").exists()
         forked([*arguments, *(["optim.lr=2e-2"] if again else [])], nproc, kill_at)
@@ -77,19 +87,31 @@ def test_a_resume_that_differs_is_told_tensor_by_tensor(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize(
     ("kill_at", "resumed_from"),
-    [pytest.param(8, 7, id="in the second stage"), pytest.param(3, 2, id="in the first", marks=pytest.mark.drill)],
+    [
+        pytest.param(8, 7, id="in the second stage"),
+        pytest.param(3, 2, id="in the first", marks=pytest.mark.drill),
+    ],
 )
 def test_a_recipe_in_stages_is_certified_stage_by_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kill_at: int, resumed_from: int
 ) -> None:
     recipe = write_recipe(tmp_path, make_stores(tmp_path))
     with recipe.open("a") as file:
-        file.write("stages:\n  - {name: one, epochs: 1, checkpoint: {every: 100}}\n  - {name: two, freeze: [embeddings], steps: 99}\n")
-    trial = Trial((str(recipe), f"checkpoint.to={tmp_path / 'elsewhere'}"), steps=5, kill_at=kill_at, num_stages=2)
+        file.write(
+            "stages:\n  - {name: one, epochs: 1, checkpoint: {every: 100}}\n  - {name: two, freeze: [embeddings], steps: 99}\n"
+        )
+    trial = Trial(
+        (str(recipe), f"checkpoint.to={tmp_path / 'elsewhere'}"),
+        steps=5,
+        kill_at=kill_at,
+        num_stages=2,
+    )
     found = prove_resume(trial, load(Recipe, recipe), tmp_path / "trial", forked)
     assert found["holds"] and found["rule"] == "bit for bit" and found["unequal"] == []
     assert (found["killed_after_step"], found["resumed_from_step"]) == (kill_at, resumed_from)
-    assert [one["name"] for one in found["stages"]] == ["01-one", "02-two"] and all(s["whole"] == s["resumed"] for s in found["stages"])
+    assert [one["name"] for one in found["stages"]] == ["01-one", "02-two"] and all(
+        s["whole"] == s["resumed"] for s in found["stages"]
+    )
     assert not (tmp_path / "elsewhere").exists(), "the user's store is left alone"
     print_certificate(found)
     assert "02-two" in capsys.readouterr().out
@@ -105,9 +127,15 @@ def test_a_kill_that_cannot_be_is_refused() -> None:
 @pytest.mark.drill
 def test_the_verb_prints_a_certificate(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, make_stores(tmp_path), steps=12)
-    done = headway("verify", "resume", str(recipe), "--steps", "8", "--kill-at", "5", "--json", timeout=200)
+    done = headway(
+        "verify", "resume", str(recipe), "--steps", "8", "--kill-at", "5", "--json", timeout=200
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["holds"]
-    assert os.listdir(tmp_path / "runs") == ["cache"], "nothing but the data cache lies in the folder of runs"
-    mistaken = headway("verify", "resume", str(recipe), "--steps", "8", "--kill-at", "5", "model.hidden_size=7")
+    assert os.listdir(tmp_path / "runs") == ["cache"], (
+        "nothing but the data cache lies in the folder of runs"
+    )
+    mistaken = headway(
+        "verify", "resume", str(recipe), "--steps", "8", "--kill-at", "5", "model.hidden_size=7"
+    )
     assert mistaken.returncode == 2 and "Traceback" not in mistaken.stderr

@@ -24,15 +24,22 @@ def headway(*arguments: str) -> list[str]:
 
 def sentence(seed: int, length: int) -> str:
     """A sentence that depends on its arguments alone."""
-    return " ".join(WORDS[(seed * 7 + i * (seed % 5 + 1)) % len(WORDS)] for i in range(length)) + "."
+    return (
+        " ".join(WORDS[(seed * 7 + i * (seed % 5 + 1)) % len(WORDS)] for i in range(length)) + "."
+    )
 
 
 def write_lines(path: Path, records: list[dict[str, object]]) -> None:
     """One JSON object a line."""
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
+        encoding="utf-8",
+    )
 
 
-def interrupt(folder: Path, recipe: str, run: Path, steps: int, checkpoints: str = "checkpoints/step-*") -> None:
+def interrupt(
+    folder: Path, recipe: str, run: Path, steps: int, checkpoints: str = "checkpoints/step-*"
+) -> None:
     """Train a recipe and kill it once it has logged so many steps and finished a checkpoint that matches the pattern."""
 
     def has_checkpoint() -> bool:
@@ -41,7 +48,9 @@ def interrupt(folder: Path, recipe: str, run: Path, steps: int, checkpoints: str
     process = subprocess.Popen(headway("train", recipe), cwd=folder, stderr=subprocess.DEVNULL)
     while process.poll() is None and not (run / "metrics.jsonl").exists():
         time.sleep(0.01)
-    while process.poll() is None and ((run / "metrics.jsonl").read_bytes().count(b"\n") < steps or not has_checkpoint()):
+    while process.poll() is None and (
+        (run / "metrics.jsonl").read_bytes().count(b"\n") < steps or not has_checkpoint()
+    ):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -60,14 +69,26 @@ def weights_of(run: Path) -> dict[str, str]:
     for path in sorted((run / "final").rglob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                content = file.get_tensor(name).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                checksums[f"{path.relative_to(run / 'final')}:{name}"] = hashlib.sha256(content).hexdigest()
+                content = (
+                    file.get_tensor(name)
+                    .contiguous()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                    .tobytes()
+                )
+                checksums[f"{path.relative_to(run / 'final')}:{name}"] = hashlib.sha256(
+                    content
+                ).hexdigest()
     return checksums
 
 
 def machine() -> dict[str, object]:
     """On which processor and torch numbers are comparable bit for bit."""
-    return {"cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}", "torch": torch.__version__}
+    return {
+        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "torch": torch.__version__,
+    }
 
 
 def pack(folder: Path) -> None:

@@ -5,32 +5,55 @@ import torch
 
 from headway.data.batch import Batch
 from headway.errors import ConfigError
-from headway.kernels.attention import PLAIN, AttentionMask, ScoreRule, attend, causal_mask, choose, mask_of, working_backends
+from headway.kernels.attention import (
+    PLAIN,
+    AttentionMask,
+    ScoreRule,
+    attend,
+    causal_mask,
+    choose,
+    mask_of,
+    working_backends,
+)
 from headway.model.config import ModelConfig
 from headway.model.init import initialize
 from headway.model.kv_cache import KVCache
 from headway.model.transformer import Block, Transformer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 T = 384
 PACKED = [[100, 1, 180, 103], [384], [7, 377]]
 ALONE = [[300, 84], [384], [1, 383]]
 
 
-def mask(rows: list[list[int]], *, single_document: bool = False, max_documents: int = 9) -> AttentionMask:
+def mask(
+    rows: list[list[int]], *, single_document: bool = False, max_documents: int = 9
+) -> AttentionMask:
     """The mask of rows of documents, with room for more documents than there are."""
-    document = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]).int()
+    document = torch.stack(
+        [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]
+    ).int()
     starts = [torch.tensor([0, *row]).cumsum(0) for row in rows]
-    bounds = torch.stack([torch.cat((s, torch.full((max_documents + 1 - len(s),), T))) for s in starts]).int()
+    bounds = torch.stack(
+        [torch.cat((s, torch.full((max_documents + 1 - len(s),), T))) for s in starts]
+    ).int()
     zero = torch.zeros(len(rows), T, dtype=torch.int64)
-    batch = Batch(zero, zero, zero.float(), zero.int(), document, zero[:, 0].int(), bounds, single_document)
+    batch = Batch(
+        zero, zero, zero.float(), zero.int(), document, zero[:, 0].int(), bounds, single_document
+    )
     return mask_of(batch.to("cuda"))
 
 
 def inputs(heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(3, T, h, width, generator=generator).to("cuda", dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(3, T, h, width, generator=generator).to("cuda", dtype).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
 
 
 def compare(
@@ -43,7 +66,10 @@ def compare(
     if plain:
         for row, lengths in enumerate(rows):
             counted[row, lengths[0] :] = 0
-    weight = torch.randn(3, T, shape[0], shape[2], generator=torch.Generator().manual_seed(1)).cuda() * counted
+    weight = (
+        torch.randn(3, T, shape[0], shape[2], generator=torch.Generator().manual_seed(1)).cuda()
+        * counted
+    )
     found = inputs(*shape, dtype)
     expected = [x.detach().float().requires_grad_() for x in found]
     o = attend(*found, mask(rows, single_document=plain), window=window, backend=backend, rule=rule)
@@ -53,13 +79,17 @@ def compare(
     assert ((o.float() - r) * counted).abs().max() < tolerance
     for a, b in zip(found, expected, strict=True):
         assert a.grad is not None and b.grad is not None
-        assert (a.grad.float() - b.grad).abs().max() < tolerance * max(1.0, b.grad.abs().max().item())
+        assert (a.grad.float() - b.grad).abs().max() < tolerance * max(
+            1.0, b.grad.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 1, 64, 1000])
 @pytest.mark.parametrize("shape", [(8, 8, 64), (8, 2, 64), (4, 1, 128), (4, 2, 40)])
-def test_varlen_agrees_with_the_reference(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
+def test_varlen_agrees_with_the_reference(
+    shape: tuple[int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
     compare(shape, PACKED, window, "varlen", dtype, 2e-2)
 
 
@@ -74,7 +104,9 @@ def test_sdpa_agrees_with_the_reference(shape: tuple[int, int, int], rows: list[
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 2e-3)])
 @pytest.mark.parametrize("window", [None, 1, 65])
 @pytest.mark.parametrize("shape", [(8, 2, 64), (4, 4, 128), (4, 1, 256), (4, 2, 96)])
-def test_flex_soft_caps_as_the_reference(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+def test_flex_soft_caps_as_the_reference(
+    shape: tuple[int, int, int], window: int | None, dtype: torch.dtype, tolerance: float
+) -> None:
     compare(shape, PACKED, window, "flex", dtype, tolerance, ScoreRule(softcap=2.0))
 
 
@@ -87,7 +119,9 @@ def test_flex_takes_heads_narrower_than_its_kernels_do(dtype: torch.dtype) -> No
 def test_flex_pads_lengths_that_fill_no_block() -> None:
     q, k, v = (x[:, :301].detach() for x in inputs(8, 2, 64, torch.bfloat16))
     found = attend(q, k, v, causal_mask(3, 301, "cuda"), rule=ScoreRule(softcap=2.0))
-    expected = attend(q, k, v, causal_mask(3, 301, "cuda"), rule=ScoreRule(softcap=2.0), backend="reference")
+    expected = attend(
+        q, k, v, causal_mask(3, 301, "cuda"), rule=ScoreRule(softcap=2.0), backend="reference"
+    )
     assert (found.float() - expected.float()).abs().max() < 2e-2
 
 
@@ -102,7 +136,11 @@ def test_auto_takes_varlen_for_packed_16_bit_rows_and_sdpa_otherwise() -> None:
 
 
 def test_every_backend_works_on_this_device() -> None:
-    assert working_backends("cuda")[:3] == [("reference", True, ""), ("sdpa", True, ""), ("varlen", True, "")]
+    assert working_backends("cuda")[:3] == [
+        ("reference", True, ""),
+        ("sdpa", True, ""),
+        ("varlen", True, ""),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -119,7 +157,15 @@ def test_building_a_mask_does_not_wait_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-CONFIG = ModelConfig(hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=256, vocab_size=512, init_std=0.1)
+CONFIG = ModelConfig(
+    hidden_size=128,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=256,
+    vocab_size=512,
+    init_std=0.1,
+)
 
 
 def build(dtype: torch.dtype) -> Transformer:
@@ -138,7 +184,9 @@ def test_compiled_halves_are_two_graphs_and_give_the_eager_result() -> None:
         block.before = torch.compile(block.before, fullgraph=True, dynamic=False)
         block.after = torch.compile(block.after, fullgraph=True, dynamic=False)
     ids = torch.randint(0, 512, (3, T), generator=torch.Generator().manual_seed(2)).cuda()
-    position = torch.cat([torch.cat([torch.arange(n) for n in row]) for row in PACKED]).view(3, T).cuda()
+    position = (
+        torch.cat([torch.cat([torch.arange(n) for n in row]) for row in PACKED]).view(3, T).cuda()
+    )
     results = []
     for model in (eager, compiled):
         out = model.logits(model(ids, position, mask(PACKED))).float()
@@ -166,7 +214,15 @@ def test_decoding_from_the_cache_equals_the_whole_forward() -> None:
 def test_changing_a_document_leaves_its_neighbours_bit_equal(backend: str, compiled: bool) -> None:
     from functools import partial
 
-    config = ModelConfig(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=256, vocab_size=512, max_seq_len=T)
+    config = ModelConfig(
+        hidden_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_size=256,
+        vocab_size=512,
+        max_seq_len=T,
+    )
     model = Transformer(config)
     initialize(model, 0)
     model.to("cuda", torch.bfloat16)
@@ -179,13 +235,17 @@ def test_changing_a_document_leaves_its_neighbours_bit_equal(backend: str, compi
     tokens = torch.randint(0, 512, (3, T), generator=torch.Generator().manual_seed(0)).cuda()
     changed = tokens.clone()
     changed[0, 101:281] = (changed[0, 101:281] + 1) % 512
-    position = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in PACKED]).int().cuda()
+    position = (
+        torch.stack([torch.cat([torch.arange(n) for n in row]) for row in PACKED]).int().cuda()
+    )
     torch.use_deterministic_algorithms(True)
     try:
         seen = []
         for given in (tokens, changed):
             grads: list[torch.Tensor] = []
-            handle = model.model.embed_tokens.register_forward_hook(lambda _m, _i, out, into=grads: out.register_hook(into.append) and None)
+            handle = model.model.embed_tokens.register_forward_hook(
+                lambda _m, _i, out, into=grads: out.register_hook(into.append) and None
+            )
             hidden = model(given, position, mask(PACKED))
             hidden.float().square().sum().backward()
             handle.remove()

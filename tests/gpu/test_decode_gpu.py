@@ -17,10 +17,20 @@ from headway.model.init import initialize
 from headway.model.kv_cache import KVCache
 from headway.model.transformer import Transformer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 CONFIG = ModelConfig(
-    hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=64, ffn_size=384, vocab_size=512, max_seq_len=4096
+    hidden_size=256,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    ffn_size=384,
+    vocab_size=512,
+    max_seq_len=4096,
 )
 MASKS = HeadMasks(((True, False, False, True), (False,) * 4, (True,) * 4), 96, 16)
 T, PROMPT = 700, 640
@@ -40,7 +50,9 @@ def test_the_kernel_equals_the_reference(name: str, dtype: torch.dtype, toleranc
 
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_streaming_heads_read_and_keep_a_chunk_as_the_references_do(name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_streaming_heads_read_and_keep_a_chunk_as_the_references_do(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
     for shape in [*SHAPES, (128, 2, None)]:
         far, same = gap(SEQUENCES[name], shape, "cuda", dtype)
         assert far < tolerance and same, (shape, far)
@@ -49,7 +61,8 @@ def test_streaming_heads_read_and_keep_a_chunk_as_the_references_do(name: str, d
 def test_every_way_behind_a_past_agrees_with_the_dense_one() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(2, n, heads, 64, generator=generator).to("cuda", torch.bfloat16) for n, heads in ((300, 8), (1100, 2), (1100, 2))
+        torch.randn(2, n, heads, 64, generator=generator).to("cuda", torch.bfloat16)
+        for n, heads in ((300, 8), (1100, 2), (1100, 2))
     )
     position = torch.arange(800, 1100, device="cuda").expand(2, -1)
     right = attend_chunk(q.float(), k.float(), v.float(), start=800, position=position)
@@ -64,13 +77,19 @@ def build(dtype: torch.dtype) -> Transformer:
     return model.to("cuda", dtype).requires_grad_(False)
 
 
-def decoded(dtype: torch.dtype, device: str, masks: HeadMasks | None, chunk: int, **how: bool) -> torch.Tensor:
+def decoded(
+    dtype: torch.dtype, device: str, masks: HeadMasks | None, chunk: int, **how: bool
+) -> torch.Tensor:
     """Hidden-state logits of a prompt in chunks, then step by step."""
     model = build(dtype).to(device)
     ids = torch.randint(0, 512, (2, T), generator=torch.Generator().manual_seed(2)).to(device)
-    cache = KVCache(CONFIG, 2, T, device=device, dtype=dtype, masks=masks, prompt_lengths=[PROMPT, PROMPT])
+    cache = KVCache(
+        CONFIG, 2, T, device=device, dtype=dtype, masks=masks, prompt_lengths=[PROMPT, PROMPT]
+    )
     with torch.inference_mode():
-        found = [model.logits(hidden).float() for hidden in chunks(model, ids[:, :PROMPT], cache, chunk)]
+        found = [
+            model.logits(hidden).float() for hidden in chunks(model, ids[:, :PROMPT], cache, chunk)
+        ]
         decoder = Decoder(model, cache, steps=60, **how)
         for at in range(PROMPT, T):
             found.append(decoder.step(ids[:, at]).clone()[:, None])
@@ -98,7 +117,9 @@ def test_rows_of_different_length_decode_as_they_do_alone() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     ids = torch.randint(0, 512, (3, T), generator=torch.Generator().manual_seed(2)).cuda()
     lengths = [300, 20, 131]
-    cache = KVCache(CONFIG, 3, T, device="cuda", dtype=torch.float32, masks=MASKS, prompt_lengths=lengths)
+    cache = KVCache(
+        CONFIG, 3, T, device="cuda", dtype=torch.float32, masks=MASKS, prompt_lengths=lengths
+    )
     with torch.inference_mode():
         for _ in chunks(model, ids[:, :300], cache, 64):
             pass
@@ -107,22 +128,53 @@ def test_rows_of_different_length_decode_as_they_do_alone() -> None:
             found = decoder.step(ids.gather(1, at[:, None])[:, 0]).clone()
             at = at + 1
         for row in range(3):
-            alone = KVCache(CONFIG, 1, T, device="cuda", dtype=torch.float32, masks=MASKS, prompt_lengths=[lengths[row] + 40])
-            hidden = torch.cat(list(chunks(model, ids[row : row + 1, : lengths[row] + 40], alone, T)), 1)
+            alone = KVCache(
+                CONFIG,
+                1,
+                T,
+                device="cuda",
+                dtype=torch.float32,
+                masks=MASKS,
+                prompt_lengths=[lengths[row] + 40],
+            )
+            hidden = torch.cat(
+                list(chunks(model, ids[row : row + 1, : lengths[row] + 40], alone, T)), 1
+            )
             assert (model.logits(hidden[0, -1]).float() - found[row]).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("how", [{"record": False}, {"record": True}, {"record": True, "compile_blocks": True}])
+@pytest.mark.parametrize(
+    "how", [{"record": False}, {"record": True}, {"record": True, "compile_blocks": True}]
+)
 @pytest.mark.parametrize("masks", [None, MASKS])
-def test_sequences_that_come_and_go_are_those_computed_alone(masks: HeadMasks | None, how: dict[str, bool]) -> None:
+def test_sequences_that_come_and_go_are_those_computed_alone(
+    masks: HeadMasks | None, how: dict[str, bool]
+) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = build(torch.float32)
-    shapes = [(170, 14, 0), (5, 140, 0), (1, 30, 1), (400, 60, 2), (2, 25, 3), (230, 9, 8), (3, 1, 9), (111, 20, 9)]
+    shapes = [
+        (170, 14, 0),
+        (5, 140, 0),
+        (1, 30, 1),
+        (400, 60, 2),
+        (2, 25, 3),
+        (230, 9, 8),
+        (3, 1, 9),
+        (111, 20, 9),
+    ]
     sequences = make_sequences(shapes, 512, "cuda")
     cache = KVCache(CONFIG, 3, 460, device="cuda", dtype=torch.float32, masks=masks)
 
     def alone(ids: torch.Tensor) -> torch.Tensor:
-        own = KVCache(CONFIG, 1, 460, device="cuda", dtype=torch.float32, masks=masks, prompt_lengths=[len(ids)])
+        own = KVCache(
+            CONFIG,
+            1,
+            460,
+            device="cuda",
+            dtype=torch.float32,
+            masks=masks,
+            prompt_lengths=[len(ids)],
+        )
         return model.logits(torch.cat(list(chunks(model, ids[None], own, 460)), 1)[0]).float()
 
     with torch.inference_mode():

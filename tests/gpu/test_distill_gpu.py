@@ -6,14 +6,18 @@ import torch
 from headway.kernels.distill_loss import DistillShaping, TeacherHead, linear_distill
 from headway.kernels.topk_distill_loss import linear_top_k, linear_topk_distill
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_bf16_on_the_device_agrees_with_fp32_on_the_host(reverse: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight, taught, teacher = (
-        torch.randn(*shape, generator=generator) / 4 for shape in ((512, 64), (1000, 64), (512, 96), (1000, 96))
+        torch.randn(*shape, generator=generator) / 4
+        for shape in ((512, 64), (1000, 64), (512, 96), (1000, 96))
     )
     targets, counted = torch.randint(0, 1000, (512,), generator=generator), torch.ones(512)
     found = []
@@ -22,7 +26,9 @@ def test_bf16_on_the_device_agrees_with_fp32_on_the_host(reverse: bool) -> None:
         given = [x.bfloat16().to(device, dtype) for x in (hidden, weight, taught, teacher)]
         leaf = given[0].requires_grad_()
         head, shaping = TeacherHead(given[3]), DistillShaping(2.0, reverse, 0.5)
-        out = linear_distill(leaf, given[1], given[2], head, targets.to(device), counted.to(device), shaping, 256)
+        out = linear_distill(
+            leaf, given[1], given[2], head, targets.to(device), counted.to(device), shaping, 256
+        )
         out.total.backward()
         assert leaf.grad is not None
         found.append((float(out.total.detach()), leaf.grad.float().cpu()))
@@ -41,7 +47,16 @@ def test_memory_is_that_of_a_chunk_whatever_the_length_of_a_row() -> None:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        linear_distill(hidden, weight, taught, teacher, targets, torch.ones(tokens, device="cuda"), DistillShaping(), 4096).total.backward()
+        linear_distill(
+            hidden,
+            weight,
+            taught,
+            teacher,
+            targets,
+            torch.ones(tokens, device="cuda"),
+            DistillShaping(),
+            4096,
+        ).total.backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
         weight.grad = None
     assert peaks[1] < 1.2 * peaks[0]
@@ -52,7 +67,9 @@ def test_memory_is_that_of_a_chunk_whatever_the_length_of_a_row() -> None:
 def test_stored_logits_in_bf16_on_the_device_agree_with_fp32_on_the_host(drop: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = ((512, 64), (1000, 64), (512, 96), (1000, 96))
-    hidden, weight, taught, teacher = (torch.randn(*shape, generator=generator) / 4 for shape in shapes)
+    hidden, weight, taught, teacher = (
+        torch.randn(*shape, generator=generator) / 4 for shape in shapes
+    )
     targets, counted = torch.randint(0, 1000, (512,), generator=generator), torch.ones(512)
     stored = linear_top_k(taught, teacher, 16, 2.0)
     found = []
@@ -60,7 +77,16 @@ def test_stored_logits_in_bf16_on_the_device_agree_with_fp32_on_the_host(drop: b
         leaf, head = (x.bfloat16().to(device, dtype) for x in (hidden, weight))
         leaf.requires_grad_()
         given = type(stored)(stored.ids.int().to(device), stored.log_probs.half().to(device))
-        out = linear_topk_distill(leaf, head, given, targets.to(device), counted.to(device), DistillShaping(2.0, False, 0.5), drop, 256)
+        out = linear_topk_distill(
+            leaf,
+            head,
+            given,
+            targets.to(device),
+            counted.to(device),
+            DistillShaping(2.0, False, 0.5),
+            drop,
+            256,
+        )
         out.total.backward()
         assert leaf.grad is not None
         found.append((float(out.total.detach()), leaf.grad.float().cpu()))

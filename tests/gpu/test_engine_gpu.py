@@ -16,10 +16,21 @@ from headway.kernels.paged_attention import paged_attention
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 CONFIG = ModelConfig(
-    hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=64, ffn_size=384, vocab_size=320, max_seq_len=1024, init_std=0.3
+    hidden_size=256,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    ffn_size=384,
+    vocab_size=320,
+    max_seq_len=1024,
+    init_std=0.3,
 )
 MASKS = HeadMasks(((True, False, False, True), (False,) * 4, (True,) * 4), 96, 16)
 
@@ -62,15 +73,28 @@ def run(engine: InferenceEngine, requests: list[EngineRequest]) -> list[list[int
 def requests() -> list[EngineRequest]:
     shared = tuple(range(100, 230))
     sizes = [(400, 30), (3, 60), (130, 20), (1, 44), (77, 9), (640, 25)]
-    found = [EngineRequest(tuple((7 * i + j) % 250 for j in range(size)), new, ignore_eos=True) for i, (size, new) in enumerate(sizes)]
+    found = [
+        EngineRequest(tuple((7 * i + j) % 250 for j in range(size)), new, ignore_eos=True)
+        for i, (size, new) in enumerate(sizes)
+    ]
     found += [EngineRequest((*shared, i, 5), 12, ignore_eos=True) for i in range(3)]
-    rules = [Sampling(0.7, seed=3), Sampling(1.0, top_k=20), Sampling(1.1, top_p=0.8), Sampling(repetition_penalty=1.4)]
-    return found + [EngineRequest((*shared, 9), 15, rule, key=str(i), ignore_eos=True) for i, rule in enumerate(rules)]
+    rules = [
+        Sampling(0.7, seed=3),
+        Sampling(1.0, top_k=20),
+        Sampling(1.1, top_p=0.8),
+        Sampling(repetition_penalty=1.4),
+    ]
+    return found + [
+        EngineRequest((*shared, 9), 15, rule, key=str(i), ignore_eos=True)
+        for i, rule in enumerate(rules)
+    ]
 
 
 @pytest.mark.parametrize("masks", [None, MASKS])
 @pytest.mark.parametrize(("record", "compiled"), [(False, False), (True, False), (True, True)])
-def test_texts_on_the_gpu_are_those_of_the_cpu(folder: Path, masks: HeadMasks | None, record: bool, compiled: bool) -> None:
+def test_texts_on_the_gpu_are_those_of_the_cpu(
+    folder: Path, masks: HeadMasks | None, record: bool, compiled: bool
+) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
     def made(loaded: LoadedModel, options: EngineOptions) -> list[list[int]]:
@@ -103,7 +127,13 @@ def prompt_scores(loaded: LoadedModel) -> list[float]:
 def test_bf16_prompts_in_pieces_stay_close(folder: Path, masks: HeadMasks | None) -> None:
     exact, on_cpu, on_gpu = (
         prompt_scores(load_model(folder, device=device, dtype=dtype).with_masks(masks))
-        for device, dtype in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16))
+        for device, dtype in (
+            ("cpu", torch.float32),
+            ("cpu", torch.bfloat16),
+            ("cuda", torch.bfloat16),
+        )
     )
-    noise, found = (sum(abs(a - b) for a, b in zip(some, exact, strict=True)) for some in (on_cpu, on_gpu))
+    noise, found = (
+        sum(abs(a - b) for a, b in zip(some, exact, strict=True)) for some in (on_cpu, on_gpu)
+    )
     assert found < 1.25 * noise

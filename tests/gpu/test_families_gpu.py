@@ -12,17 +12,25 @@ from headway.model.init import initialize
 from headway.model.kv_cache import KVCache
 from headway.model.transformer import Transformer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 T, LENGTHS = 256, [100, 29, 127]
 
 
 def build(name: str, device: str, dtype: torch.dtype = torch.float32) -> Transformer:
     shape = (
-        {**FAMILY_SHAPES[name], "head_dim": 64, "sliding_window": 37} if "sliding_window" in FAMILY_SHAPES[name] else FAMILY_SHAPES[name]
+        {**FAMILY_SHAPES[name], "head_dim": 64, "sliding_window": 37}
+        if "sliding_window" in FAMILY_SHAPES[name]
+        else FAMILY_SHAPES[name]
     )
     if name == "phi3":
-        factors = {"short_factor": tuple(1.0 + i / 8 for i in range(16)), "long_factor": tuple(2.0 + i for i in range(16))}
+        factors = {
+            "short_factor": tuple(1.0 + i / 8 for i in range(16)),
+            "long_factor": tuple(2.0 + i for i in range(16)),
+        }
         scaling = {"kind": "longrope", "factor": 4.0, "original_max_seq_len": 110, **factors}
         shape = {"rotary_fraction": 0.5, "rope_scaling": scaling}
     config = ModelConfig(
@@ -47,10 +55,21 @@ def build(name: str, device: str, dtype: torch.dtype = torch.float32) -> Transfo
 def batch(device: str) -> Batch:
     tokens = torch.randint(0, 320, (1, T), generator=torch.Generator().manual_seed(0))
     position = torch.cat([torch.arange(length) for length in LENGTHS])[None].int()
-    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None].int()
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[
+        None
+    ].int()
     bounds = torch.tensor([[0, 100, 129, T, T]], dtype=torch.int32)
     weight = torch.full((1, T), 1 / T)
-    made = Batch(tokens, tokens.roll(-1, 1), weight, position, document, torch.zeros(1, dtype=torch.int32), bounds, single_document=False)
+    made = Batch(
+        tokens,
+        tokens.roll(-1, 1),
+        weight,
+        position,
+        document,
+        torch.zeros(1, dtype=torch.int32),
+        bounds,
+        single_document=False,
+    )
     return made.to(device)
 
 
@@ -58,7 +77,11 @@ def step(model: Transformer, given: Batch) -> tuple[float, dict[str, torch.Tenso
     out = model.forward_batch(given)
     total = out.head.nll(given.targets, given.loss_weight).total
     total.backward()
-    gradients = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad.float().cpu()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return total.item(), gradients
 
 
@@ -76,7 +99,9 @@ def test_a_packed_step_is_that_of_the_cpu(name: str, compiled: bool) -> None:
     assert found == pytest.approx(expected, rel=1e-4)
     assert gradients.keys() == right.keys()
     for key, value in right.items():
-        assert (gradients[key] - value).abs().max() <= 2e-3 * max(1e-3, value.abs().max().item()), key
+        assert (gradients[key] - value).abs().max() <= 2e-3 * max(1e-3, value.abs().max().item()), (
+            key
+        )
 
 
 @pytest.mark.parametrize("name", FAMILY_SHAPES)
@@ -93,7 +118,9 @@ def test_recorded_steps_over_a_cache_are_the_forward(name: str) -> None:
     model = build(name, "cuda").requires_grad_(False)
     tokens = torch.randint(0, 320, (2, 150), generator=torch.Generator().manual_seed(1)).cuda()
     position = torch.arange(150, device="cuda").expand(2, -1)
-    cache = KVCache(model.config, 2, 150, device="cuda", dtype=torch.float32, prompt_lengths=[120, 120])
+    cache = KVCache(
+        model.config, 2, 150, device="cuda", dtype=torch.float32, prompt_lengths=[120, 120]
+    )
     with torch.inference_mode():
         whole = model.logits(model.prefill(tokens, position)).float()
         model.prefill(tokens[:, :120], position[:, :120], cache)

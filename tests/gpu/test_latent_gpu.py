@@ -14,10 +14,19 @@ from headway.model.paged_cache import CacheShape, PagedCache
 from headway.model.paged_layer import PrefillPiece
 from headway.model.transformer import Transformer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 T, LENGTHS = 512, [200, 57, 255]
-LATENT = {"kv_rank": 512, "q_rank": 256, "nope_head_dim": 128, "rope_head_dim": 64, "value_head_dim": 128}
+LATENT = {
+    "kv_rank": 512,
+    "q_rank": 256,
+    "nope_head_dim": 128,
+    "rope_head_dim": 64,
+    "value_head_dim": 128,
+}
 
 
 def build(heads: int, dtype: torch.dtype) -> Transformer:
@@ -34,13 +43,21 @@ def build(heads: int, dtype: torch.dtype) -> Transformer:
 def step(model: Transformer) -> tuple[float, dict[str, torch.Tensor]]:
     tokens = torch.randint(0, 320, (1, T), generator=torch.Generator().manual_seed(0))
     position = torch.cat([torch.arange(length) for length in LENGTHS])[None].int()
-    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None].int()
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[
+        None
+    ].int()
     bounds = torch.tensor([[0, 200, 257, T, T]], dtype=torch.int32)
     weight, zero = torch.full((1, T), 1 / T), torch.zeros(1, dtype=torch.int32)
-    batch = Batch(tokens, tokens.roll(-1, 1), weight, position, document, zero, bounds, single_document=False).to("cuda")
+    batch = Batch(
+        tokens, tokens.roll(-1, 1), weight, position, document, zero, bounds, single_document=False
+    ).to("cuda")
     total = model.forward_batch(batch).head.nll(batch.targets, batch.loss_weight).total
     total.backward()
-    return total.item(), {name: parameter.grad.float() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return total.item(), {
+        name: parameter.grad.float()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -87,7 +104,13 @@ def test_pages_of_latents_give_the_forward(dtype: torch.dtype) -> None:
     model = build(32, dtype).requires_grad_(False)
     tokens = torch.randint(0, 320, (150,), generator=torch.Generator().manual_seed(2)).cuda()
     position = torch.arange(150, device="cuda")
-    cache = PagedCache(CacheShape(model.config, None, 256, 16, dtype), slots=2, pages=12, kept_rings=0, device=torch.device("cuda"))
+    cache = PagedCache(
+        CacheShape(model.config, None, 256, 16, dtype),
+        slots=2,
+        pages=12,
+        kept_rings=0,
+        device=torch.device("cuda"),
+    )
     pages = list(range(10))[::-1]
     forward = model.cached_forward()
     with torch.inference_mode():
@@ -95,7 +118,13 @@ def test_pages_of_latents_give_the_forward(dtype: torch.dtype) -> None:
         found: list[torch.Tensor] = []
         for start, stop in ((0, 100), (100, 140)):
             piece = PrefillPiece(0, start, stop - start, pages[: -(-stop // 16)])
-            found.append(forward(tokens[None, start:stop], position[None, start:stop], cache.prefill_batch([piece]))[0])
+            found.append(
+                forward(
+                    tokens[None, start:stop],
+                    position[None, start:stop],
+                    cache.prefill_batch([piece]),
+                )[0]
+            )
         cache.set_pages([(0, index, page) for index, page in enumerate(pages)])
         batch = cache.decode_batch(2)
         batch.slots[0] = 0

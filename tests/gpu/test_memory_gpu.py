@@ -22,8 +22,19 @@ from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
 from headway.plan.memory import MemoryJob, estimate
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-CONFIG = ModelConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, ffn_size=2048, vocab_size=8192, max_seq_len=2048)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CONFIG = ModelConfig(
+    hidden_size=512,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=2,
+    ffn_size=2048,
+    vocab_size=8192,
+    max_seq_len=2048,
+)
 LR = 1e-4
 """Small: with large steps two runs that differ in the last bit of a gradient are soon far apart."""
 ROWS = [[2048], [2048], [2048], [2048]]
@@ -37,10 +48,20 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_with(memory: dict[str, Any], *, compiled: bool = False, dropout: float = 0.0, state: str = "fp32") -> FlatEngine:
+def engine_with(
+    memory: dict[str, Any], *, compiled: bool = False, dropout: float = 0.0, state: str = "fp32"
+) -> FlatEngine:
     config = CONFIG.with_(dropout=dropout)
     optim = AdamW(lr=LR, state_dtype=state)  # pyright: ignore[reportArgumentType]
-    spec = EngineSpec(config, NextToken(), optim, torch.device("cuda"), torch.bfloat16, seed=3, compile_blocks=compiled)
+    spec = EngineSpec(
+        config,
+        NextToken(),
+        optim,
+        torch.device("cuda"),
+        torch.bfloat16,
+        seed=3,
+        compile_blocks=compiled,
+    )
     engine = assemble(replace(spec, memory=MemoryConfig(**memory)))
     assert isinstance(engine, FlatEngine)
     names = list(engine.shapes)
@@ -57,7 +78,10 @@ def steps(engine: FlatEngine, count: int = 3) -> tuple[list[tuple[float, float]]
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        result = engine.forward_backward(make_step(make_batch(ROWS, seq_len=2048, vocab=8192, seed=index), 1), StepInfo(index, 10))
+        result = engine.forward_backward(
+            make_step(make_batch(ROWS, seq_len=2048, vocab=8192, seed=index), 1),
+            StepInfo(index, 10),
+        )
         update = engine.update(hypers(optim, engine.groups, index, 10))
         seen.append((result.loss.item(), update.norm.item()))
     torch.cuda.synchronize()
@@ -97,7 +121,9 @@ def test_state_in_host_memory_trains_to_the_same_bits(state: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["bf16", "8bit"])
-def test_narrow_state_follows_fp32_state_and_is_one_compiled_kernel_without_a_wait(state: str) -> None:
+def test_narrow_state_follows_fp32_state_and_is_one_compiled_kernel_without_a_wait(
+    state: str,
+) -> None:
     wide, _ = steps(engine_with({}), 6)
     engine = engine_with({}, state=state)
     narrow, _ = steps(engine, 6)
@@ -116,7 +142,9 @@ def test_gradients_have_no_memory_between_steps() -> None:
     engine = engine_with({})
     for count in (0, 1):
         steps(engine, count)
-        assert all(bucket.flat.untyped_storage().nbytes() == 0 for bucket in engine.reducer.buckets), count
+        assert all(
+            bucket.flat.untyped_storage().nbytes() == 0 for bucket in engine.reducer.buckets
+        ), count
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "all"])
@@ -129,27 +157,69 @@ def test_the_estimate_is_near_the_measured_peak(mode: str) -> None:
     steps(engine, 2)
     measured = torch.cuda.max_memory_allocated() - base
     trained = sum(slot.size for buffer in engine.buffers for slot in buffer.slots)
-    job = MemoryJob(CONFIG, trained, 0, 4, 2048, 1, 2, memory=MemoryConfig(**memory), compiled=True, on_cuda=True, chunk_tokens=2048)
+    job = MemoryJob(
+        CONFIG,
+        trained,
+        0,
+        4,
+        2048,
+        1,
+        2,
+        memory=MemoryConfig(**memory),
+        compiled=True,
+        on_cuda=True,
+        chunk_tokens=2048,
+    )
     assert estimate(job).total == pytest.approx(measured, rel=0.15)
 
 
-SMALL = ["model.hidden_size=256", "model.num_layers=4", "model.num_heads=4", "model.ffn_size=1024", "model.vocab_size=1024", "steps=2"]
+SMALL = [
+    "model.hidden_size=256",
+    "model.num_layers=4",
+    "model.num_heads=4",
+    "model.ffn_size=1024",
+    "model.vocab_size=1024",
+    "steps=2",
+]
 
 
 def train(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headway", "train", *SMALL, f"run.dir={folder}", "device=cuda", "checkpoint.at_end=false", *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "headway",
+        "train",
+        *SMALL,
+        f"run.dir={folder}",
+        "device=cuda",
+        "checkpoint.at_end=false",
+        *settings,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_running_out_of_memory_on_the_gpu_ends_in_one_message(tmp_path: Path) -> None:
-    done = train(tmp_path, "model.max_seq_len=8192", "data.seq_len=8192", "batch.rows=64", "batch.micro_rows=64", "memory.limit_gib=2")
+    done = train(
+        tmp_path,
+        "model.max_seq_len=8192",
+        "data.seq_len=8192",
+        "batch.rows=64",
+        "batch.micro_rows=64",
+        "memory.limit_gib=2",
+    )
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 1 and len(errors) == 1, done.stderr
-    assert "out of memory on cuda" in errors[0] and "activations" in errors[0] and "would free" in errors[0]
+    assert (
+        "out of memory on cuda" in errors[0]
+        and "activations" in errors[0]
+        and "would free" in errors[0]
+    )
     assert "Traceback" not in done.stderr
 
 
-def test_auto_finds_a_microbatch_that_fits_the_limit_where_the_whole_batch_does_not(tmp_path: Path) -> None:
+def test_auto_finds_a_microbatch_that_fits_the_limit_where_the_whole_batch_does_not(
+    tmp_path: Path,
+) -> None:
     shape = ["model.max_seq_len=8192", "data.seq_len=8192", "batch.rows=64", "memory.limit_gib=4"]
     done = train(tmp_path, *shape, "batch.micro_rows=auto")
     assert done.returncode == 0, done.stderr

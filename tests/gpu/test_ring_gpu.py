@@ -7,7 +7,10 @@ from support.ring import run_ring
 
 from headway.kernels.attention import attend, mask_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 ROWS = [[512], [100, 412], [7, 250, 255], [256, 256]]
 
@@ -28,4 +31,6 @@ def test_a_ring_equals_whole_rows(ranks: int, heads: tuple[int, int], dtype: tor
     assert (o.float() - right).abs().max() < tolerance
     for got, leaf in zip(gradients, exact, strict=True):
         assert leaf.grad is not None
-        assert (got.float() - leaf.grad).abs().max() < tolerance * max(1.0, leaf.grad.abs().max().item())
+        assert (got.float() - leaf.grad).abs().max() < tolerance * max(
+            1.0, leaf.grad.abs().max().item()
+        )

@@ -12,7 +12,10 @@ from headway.config.load import load
 from headway.train import train
 from headway.train.config import Recipe
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def run(folder: Path, name: str, *more: str) -> list[dict[str, Any]]:
@@ -25,11 +28,22 @@ def run(folder: Path, name: str, *more: str) -> list[dict[str, Any]]:
 
 
 def test_answers_before_the_first_step_are_those_of_the_cpu(tmp_path: Path) -> None:
-    write_model(tmp_path / "base", CONFIG.with_(max_seq_len=192), byte_tokenizer("<|im_start|>", "<|im_end|>"))
+    write_model(
+        tmp_path / "base",
+        CONFIG.with_(max_seq_len=192),
+        byte_tokenizer("<|im_start|>", "<|im_end|>"),
+    )
     records = [{"instruction": f"Say {n}.", "output": f"{n}"} for n in range(60)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     right = run(tmp_path, "cpu", "device=cpu")
-    found = run(tmp_path, "gpu", "device=cuda", "precision=fp32", "kernels.tf32=false", "kernels.compile=true")
+    found = run(
+        tmp_path,
+        "gpu",
+        "device=cuda",
+        "precision=fp32",
+        "kernels.tf32=false",
+        "kernels.compile=true",
+    )
     assert [one["before"] for one in found] == [one["before"] for one in right]
     layouts = {
         "fsdp": ("parallel.strategy=fsdp",),
@@ -39,4 +53,6 @@ def test_answers_before_the_first_step_are_those_of_the_cpu(tmp_path: Path) -> N
     }
     for name, more in layouts.items():
         answered = run(tmp_path, name, "device=cuda", *more)
-        assert len(answered) == 2 and all(one["before"] is not None and one["after"] is not None for one in answered), name
+        assert len(answered) == 2 and all(
+            one["before"] is not None and one["after"] is not None for one in answered
+        ), name

@@ -20,7 +20,10 @@ from headway.kernels.past_attention import flash, has_cudnn
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 CONFIG = ModelConfig.model_validate({
     "family": "gpt_oss", "hidden_size": 256, "num_layers": 3, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "ffn_size": 128,
@@ -34,7 +37,9 @@ def sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.linspace(-2, 4, heads).to("cuda", dtype).requires_grad_()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 6e-3), (torch.float32, 1e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 6e-3), (torch.float32, 1e-4)]
+)
 @pytest.mark.parametrize("window", [None, 1, 64, 1000])
 @pytest.mark.parametrize("rows", [PACKED, ALONE])
 def test_outputs_and_gradients_are_those_of_the_fp32_reference(
@@ -42,21 +47,34 @@ def test_outputs_and_gradients_are_those_of_the_fp32_reference(
 ) -> None:
     for shape in ((8, 2, 64), (4, 4, 128), (6, 2, 40)):
         found, own = inputs(*shape, dtype), sinks(shape[0], dtype)
-        expected, right = [x.detach().float().requires_grad_() for x in found], own.detach().float().requires_grad_()
-        assert choose(found[0], mask(rows), window, ScoreRule(sinks=own)) == ("sdpa" if dtype == torch.float32 else "varlen")
-        weight = torch.randn(3, T, shape[0], shape[2], generator=torch.Generator().manual_seed(1)).cuda()
+        expected, right = (
+            [x.detach().float().requires_grad_() for x in found],
+            own.detach().float().requires_grad_(),
+        )
+        assert choose(found[0], mask(rows), window, ScoreRule(sinks=own)) == (
+            "sdpa" if dtype == torch.float32 else "varlen"
+        )
+        weight = torch.randn(
+            3, T, shape[0], shape[2], generator=torch.Generator().manual_seed(1)
+        ).cuda()
         o = attend(*found, mask(rows), window=window, rule=ScoreRule(sinks=own))
-        r = attend(*expected, mask(rows), window=window, backend="reference", rule=ScoreRule(sinks=right))
+        r = attend(
+            *expected, mask(rows), window=window, backend="reference", rule=ScoreRule(sinks=right)
+        )
         (o.float() * weight).sum().backward()
         (r * weight).sum().backward()
         assert (o.float() - r).abs().max() < tolerance
         for a, b in zip((*found, own), (*expected, right), strict=True):
             assert a.grad is not None and b.grad is not None
-            assert (a.grad.float() - b.grad).abs().max() < tolerance * max(1.0, b.grad.abs().max().item()), shape
+            assert (a.grad.float() - b.grad).abs().max() < tolerance * max(
+                1.0, b.grad.abs().max().item()
+            ), shape
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_kernels_of_caches_have_sinks_as_their_references_do(dtype: torch.dtype, tolerance: float) -> None:
+def test_kernels_of_caches_have_sinks_as_their_references_do(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     for head_size, groups in ((64, 8), (24, 3)):
         for name in REGIONS:
             far, same = gaps(name, head_size, groups, "cuda", dtype, sinks=True)
@@ -79,9 +97,14 @@ def test_every_way_behind_a_past_has_sinks(past: int) -> None:
     )
     position = torch.arange(past, past + 300, device="cuda").expand(2, -1)
     own = sinks(8).detach()
-    right = attend_chunk(q.float(), k.float(), v.float(), start=past, position=position, rule=ScoreRule(sinks=own))
+    right = attend_chunk(
+        q.float(), k.float(), v.float(), start=past, position=position, rule=ScoreRule(sinks=own)
+    )
     assert has_cudnn(torch.bfloat16, 64)
-    for found in (attend_chunk(q, k, v, start=past, position=position, rule=ScoreRule(sinks=own)), flash(q, k, v, own)):
+    for found in (
+        attend_chunk(q, k, v, start=past, position=position, rule=ScoreRule(sinks=own)),
+        flash(q, k, v, own),
+    ):
         assert (found.float() - right).abs().max() < 2e-2
 
 
@@ -104,5 +127,8 @@ def test_texts_on_the_gpu_are_those_of_the_cpu(folder: Path, masks: HeadMasks | 
 def test_recorded_steps_in_bf16_give_the_texts_of_plain_ones(folder: Path) -> None:
     options = EngineOptions(max_running=5, page_tokens=16, prefill_tokens=200, compile_blocks=False)
     loaded = load_model(folder, device="cuda", dtype=torch.bfloat16)
-    plain, recorded = (run(InferenceEngine(loaded, replace(options, record=record)), requests()) for record in (False, True))
+    plain, recorded = (
+        run(InferenceEngine(loaded, replace(options, record=record)), requests())
+        for record in (False, True)
+    )
     assert recorded == plain

@@ -14,7 +14,10 @@ from headway.launch.failure import RankError
 from headway.launch.ranks import RankProcesses, RankStart
 from headway.runtime.flight import flight_recorder, read_flight
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 PROGRAM = """
 import datetime, sys, torch, torch.distributed as dist
@@ -32,10 +35,16 @@ def test_a_collective_that_takes_too_long_is_named_with_its_rank(tmp_path: Path)
     (tmp_path / "logs").mkdir()
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "meet")]
     environment = {**os.environ, **flight_recorder(tmp_path)}
-    with RankProcesses(command, [RankStart(0, {})], environment, tmp_path / "logs") as ranks, pytest.raises(RankError) as caught:
+    with (
+        RankProcesses(command, [RankStart(0, {})], environment, tmp_path / "logs") as ranks,
+        pytest.raises(RankError) as caught,
+    ):
         ranks.wait()
     said = str(caught.value)
-    assert said.startswith("rank 0 was killed by SIGABRT") and "NCCL: rank 0 waited in all_reduce" in said, said
+    assert (
+        said.startswith("rank 0 was killed by SIGABRT")
+        and "NCCL: rank 0 waited in all_reduce" in said
+    ), said
     assert "1024 Float" in said
     first, second = read_flight(tmp_path / "logs" / "flight-rank-0")
     assert first.is_done and not second.is_done and second.number == first.number + 1

@@ -29,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CatalogueError as problem:
         sys.stderr.write(f"{problem}\n")
         return 2
-    mutants = [one for one in mutants if not given.only or any(word in one.id for word in given.only)]
+    mutants = [
+        one for one in mutants if not given.only or any(word in one.id for word in given.only)
+    ]
     if given.check or not mutants:
         sys.stdout.write(f"{len(mutants)} mutants fit the source\n")
         return 0 if mutants else 2
@@ -37,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = _try_all(mutants, results, given)
     found = summary(mutants, outcomes)
     if given.json is not None:
-        given.json.write_text(json.dumps({**found, "outcomes": outcomes}, indent=1) + "\n", encoding="utf-8")
+        given.json.write_text(
+            json.dumps({**found, "outcomes": outcomes}, indent=1) + "\n", encoding="utf-8"
+        )
     sys.stdout.write(table(found) + "\n")
     return 0 if found["good"] else 1
 
@@ -45,24 +49,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("--jobs", type=int, default=1, help="trials at once")
-    parser.add_argument("--only", action="append", help="mutants whose name (`package: name`) contains this; may be repeated")
+    parser.add_argument(
+        "--only",
+        action="append",
+        help="mutants whose name (`package: name`) contains this; may be repeated",
+    )
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs found")
-    parser.add_argument("--check", action="store_true", help="only see whether every mutant fits the source")
+    parser.add_argument(
+        "--check", action="store_true", help="only see whether every mutant fits the source"
+    )
     parser.add_argument("--quick", action="store_true", help="only run the tests that mutants name")
     parser.add_argument("--json", type=Path, help="write counts and verdicts to this file")
     parser.add_argument(
-        "--seconds", type=float, default=120.0, help="the most that the tests a mutant names may take; its package's take 4 times that"
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="the most that the tests a mutant names may take; its package's take 4 times that",
     )
-    parser.add_argument("--root", type=Path, default=ROOT, help="the tree to work on, if not this one")
-    parser.add_argument("--state", type=Path, default=ROOT / ".mutants", help="where verdicts are kept")
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, help="the tree to work on, if not this one"
+    )
+    parser.add_argument(
+        "--state", type=Path, default=ROOT / ".mutants", help="where verdicts are kept"
+    )
     return parser.parse_args(arguments)
 
 
-def _try_all(mutants: Sequence[Mutant], results: Results, given: argparse.Namespace) -> dict[str, Result]:
+def _try_all(
+    mutants: Sequence[Mutant], results: Results, given: argparse.Namespace
+) -> dict[str, Result]:
     outcomes = {one.id: found for one in mutants if (found := results.get(one)) is not None}
     waiting = deque(one for one in mutants if one.id not in outcomes)
     _say(f"{len(mutants)} mutants, {len(outcomes)} known from earlier")
-    if not waiting and all(one["outcome"] != KILLED or one.get("confirmed") for one in outcomes.values()):
+    if not waiting and all(
+        one["outcome"] != KILLED or one.get("confirmed") for one in outcomes.values()
+    ):
         return outcomes
     preload(given.root)
     with tempfile.TemporaryDirectory(prefix="headway-mutants-") as folder:
@@ -77,12 +98,18 @@ def _try_all(mutants: Sequence[Mutant], results: Results, given: argparse.Namesp
                     free.append(one.copy)
                     outcomes[one.mutant.id] = one.result
                     results.put(one.mutant, one.result)
-                    _say(f"{one.result['outcome']:<9} {one.mutant.id}  ({one.result['seconds']} s) {one.result['by']}")
+                    _say(
+                        f"{one.result['outcome']:<9} {one.mutant.id}  ({one.result['seconds']} s) {one.result['by']}"
+                    )
                 time.sleep(POLL_SECONDS)
         finally:
             for one in running:
                 one.stop()
-        unsure = {name: one for name, one in outcomes.items() if one["outcome"] == KILLED and not one.get("confirmed")}
+        unsure = {
+            name: one
+            for name, one in outcomes.items()
+            if one["outcome"] == KILLED and not one.get("confirmed")
+        }
         _confirm(unsure, free[0], given)
     for mutant in mutants:
         if mutant.id in unsure:
@@ -108,7 +135,9 @@ class _Running:
     def _start(self, targets: Sequence[str]) -> None:
         excused = [option for test in self.excused for option in ("--deselect", test)]
         limit = self.given.seconds if self.is_named else 4 * self.given.seconds
-        self.trial = Trial(self.copy, [*targets, *excused], self.mutant.module, limit) if targets else None
+        self.trial = (
+            Trial(self.copy, [*targets, *excused], self.mutant.module, limit) if targets else None
+        )
 
     def is_done(self) -> bool:
         """Whether there is a verdict; starts what comes next if there is none."""
@@ -118,12 +147,20 @@ class _Running:
         doubted, self.doubted = self.doubted, None
         self.result = {**found, "seconds": round(self.result["seconds"] + found["seconds"], 1)}
         if found["outcome"] == BROKEN:
-            self.result["output"] = (self.copy.folder / "output.txt").read_text(encoding="utf-8", errors="replace")[-2000:]
-        elif found["outcome"] == KILLED and not self.is_named and doubted is None and found["failed"]:
+            self.result["output"] = (self.copy.folder / "output.txt").read_text(
+                encoding="utf-8", errors="replace"
+            )[-2000:]
+        elif (
+            found["outcome"] == KILLED and not self.is_named and doubted is None and found["failed"]
+        ):
             self.doubted = found["by"]
             self._start([found["by"]])
             return False
-        elif found["outcome"] == SURVIVED and (self.is_named or doubted is not None) and not self.given.quick:
+        elif (
+            found["outcome"] == SURVIVED
+            and (self.is_named or doubted is not None)
+            and not self.given.quick
+        ):
             self.excused += [doubted] if doubted is not None else []
             self.is_named = False
             self._start(self.rest)
@@ -142,7 +179,9 @@ class _Running:
 
 def _confirm(outcomes: dict[str, Result], copy: Copy, given: argparse.Namespace) -> None:
     """A test that fails without any mutant too has noticed nothing."""
-    killers = sorted({one["by"].partition("[")[0] for one in outcomes.values() if "::" in one["by"]})
+    killers = sorted(
+        {one["by"].partition("[")[0] for one in outcomes.values() if "::" in one["by"]}
+    )
     if not killers:
         return
     _say(f"{len(killers)} tests noticed a mutant; they run once without any")

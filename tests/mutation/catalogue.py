@@ -57,7 +57,9 @@ class Mutant:
         """The module it changes; for a template's file, the one that reads it."""
         if self.file.endswith(".jinja"):
             return "headway.tokenizer.chat_template"
-        return ".".join(("headway", *Path(self.file).with_suffix("").parts)).removesuffix(".__init__")
+        return ".".join(("headway", *Path(self.file).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        )
 
     def source(self, root: Path) -> Path:
         """The file it changes."""
@@ -68,7 +70,9 @@ class Mutant:
         path = self.source(root)
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if text.count(self.find) != 1:
-            raise CatalogueError(f"{self.id}: its text occurs {text.count(self.find)} times in {path.relative_to(root)}, not once")
+            raise CatalogueError(
+                f"{self.id}: its text occurs {text.count(self.find)} times in {path.relative_to(root)}, not once"
+            )
         changed = text.replace(self.find, self.replace)
         try:
             if path.suffix == ".py":
@@ -80,27 +84,44 @@ class Mutant:
     def targets(self, root: Path) -> tuple[list[str], list[str]]:
         """What to run: the tests it names, and where those do not notice it, those of its package."""
         # another tree may be older than a test: there whole files are tried
-        tests = self.tests if root == ROOT else tuple(dict.fromkeys(test.partition("::")[0] for test in self.tests))
+        tests = (
+            self.tests
+            if root == ROOT
+            else tuple(dict.fromkeys(test.partition("::")[0] for test in self.tests))
+        )
         missing = [test for test in tests if not (root / test.partition("::")[0]).is_file()]
         if missing and root == ROOT:
             raise CatalogueError(f"{self.id}: there is no {missing[0]}")
         folder = root / "tests" / "unit" / self.package
         stem = Path(self.file).stem.strip("_")
-        files = sorted(folder.rglob("test_*.py"), key=lambda path: (stem not in path.name, path.name))
+        files = sorted(
+            folder.rglob("test_*.py"), key=lambda path: (stem not in path.name, path.name)
+        )
         rest = [str(path.relative_to(root)) for path in files]
-        return [test for test in tests if test not in missing], [*rest, *(one for one in self.fallback if (root / one).is_file())]
+        return [test for test in tests if test not in missing], [
+            *rest,
+            *(one for one in self.fallback if (root / one).is_file()),
+        ]
 
 
 def read_catalogue(root: Path = ROOT, folder: Path = FOLDER) -> list[Mutant]:
     """All mutants, every one of which fits the source below `root`."""
     found: list[Mutant] = []
     problems: list[str] = []
-    pages = {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.toml"))}
+    pages = {
+        path.stem: tomllib.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*.toml"))
+    }
     for page in pages.values():
         for one in page["mutant"]:
             package = Path(one["file"]).parts[0]
             tests = tuple(one.pop("tests", ()))
-            mutant = Mutant(package, **one, tests=tests, fallback=tuple(pages.get(package, {}).get("fallback", ())))
+            mutant = Mutant(
+                package,
+                **one,
+                tests=tests,
+                fallback=tuple(pages.get(package, {}).get("fallback", ())),
+            )
             found.append(mutant)
             try:
                 mutant.mutated(root)
@@ -108,7 +129,9 @@ def read_catalogue(root: Path = ROOT, folder: Path = FOLDER) -> list[Mutant]:
             except CatalogueError as problem:
                 problems.append(str(problem))
     names = [mutant.id for mutant in found]
-    problems += sorted({f"{name}: two mutants have this name" for name in names if names.count(name) > 1})
+    problems += sorted(
+        {f"{name}: two mutants have this name" for name in names if names.count(name) > 1}
+    )
     if problems:
         raise CatalogueError("\n".join(problems))
     return found

@@ -42,7 +42,9 @@ class Results:
         if found is None or found["outcome"] == BROKEN:
             return None
         by = self.root / found["by"].partition("::")[0]
-        same = found["outcome"] == KILLED and by.is_file() and digest([by]) == found.get("by_digest")
+        same = (
+            found["outcome"] == KILLED and by.is_file() and digest([by]) == found.get("by_digest")
+        )
         return found if same or found["tests"] == self._tests else None
 
     def put(self, mutant: Mutant, result: Result) -> None:
@@ -75,12 +77,26 @@ def summary(mutants: Sequence[Mutant], outcomes: Mapping[str, Result]) -> dict[s
         if outcomes[mutant.id]["outcome"] == KILLED:
             counts["killed"] += 1
         else:
-            counts["not_killed"].append({"name": mutant.name, **{k: outcomes[mutant.id][k] for k in ("outcome", "by")}})
+            counts["not_killed"].append(
+                {"name": mutant.name, **{k: outcomes[mutant.id][k] for k in ("outcome", "by")}}
+            )
     for counts in packages.values():
         counts["rate"] = counts["killed"] / counts["mutants"]
-    total, killed = (sum(counts[name] for counts in packages.values()) for name in ("mutants", "killed"))
-    good = total > 0 and killed >= LEAST_OVERALL * total and all(counts["rate"] >= LEAST_IN_PACKAGE for counts in packages.values())
-    return {"mutants": total, "killed": killed, "rate": killed / max(1, total), "good": good, "packages": packages}
+    total, killed = (
+        sum(counts[name] for counts in packages.values()) for name in ("mutants", "killed")
+    )
+    good = (
+        total > 0
+        and killed >= LEAST_OVERALL * total
+        and all(counts["rate"] >= LEAST_IN_PACKAGE for counts in packages.values())
+    )
+    return {
+        "mutants": total,
+        "killed": killed,
+        "rate": killed / max(1, total),
+        "good": good,
+        "packages": packages,
+    }
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -91,5 +107,8 @@ def table(found: Mapping[str, Any]) -> str:
             f"{package:<12} {counts['mutants']:>7} {counts['killed']:>7} {counts['mutants'] - counts['killed']:>10} {counts['rate']:>7.1%}"
         )
     for package, counts in found["packages"].items():
-        lines += [f"{one['outcome']}: {package}: {one['name']} {one['by']}".rstrip() for one in counts["not_killed"]]
+        lines += [
+            f"{one['outcome']}: {package}: {one['name']} {one['by']}".rstrip()
+            for one in counts["not_killed"]
+        ]
     return "\n".join(lines)

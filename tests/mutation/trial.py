@@ -86,7 +86,9 @@ def preload(root: Path) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     program = f"{PRELOADED}\nimport sys, json\nprint(json.dumps(list(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     own = ("headway", "support", "__main__", "__mp_main__")
     for name in json.loads(done.stdout.splitlines()[-1]):
         if name.partition(".")[0] not in own and name not in sys.modules:
@@ -100,7 +102,14 @@ def preload(root: Path) -> None:
 class Trial:
     """Tests under way in a fork."""
 
-    def __init__(self, copy: Copy, targets: Sequence[str], module: str | None, limit_seconds: float, stop_at_first: bool = True) -> None:
+    def __init__(
+        self,
+        copy: Copy,
+        targets: Sequence[str],
+        module: str | None,
+        limit_seconds: float,
+        stop_at_first: bool = True,
+    ) -> None:
         self.copy, self.began, self.limit = copy, time.monotonic(), limit_seconds
         self.answer = copy.folder / "answer.json"
         self.answer.unlink(missing_ok=True)
@@ -120,8 +129,17 @@ class Trial:
         if not ended:
             os.waitpid(self.pid, 0)
             # a test that no longer ends has noticed
-            return {"outcome": KILLED, "by": f"no end after {self.limit:.0f} s", "seconds": round(seconds, 1), "failed": []}
-        found: dict[str, Any] = {"outcome": BROKEN, "by": "the process of the tests died", "failed": []}
+            return {
+                "outcome": KILLED,
+                "by": f"no end after {self.limit:.0f} s",
+                "seconds": round(seconds, 1),
+                "failed": [],
+            }
+        found: dict[str, Any] = {
+            "outcome": BROKEN,
+            "by": "the process of the tests died",
+            "failed": [],
+        }
         if self.answer.exists():
             found = json.loads(self.answer.read_text(encoding="utf-8"))
         return {**found, "seconds": round(seconds, 1)}
@@ -159,11 +177,16 @@ def _run(folder: Path, targets: Sequence[str], module: str | None, stop_at_first
         os.chdir(folder)
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
         sys.dont_write_bytecode = True
-        sys.modules["__main__"] = ModuleType("__main__")  # processes that tests spawn run the main module again
+        sys.modules["__main__"] = ModuleType(
+            "__main__"
+        )  # processes that tests spawn run the main module again
         source = str(folder / "src")
         sys.path[:] = [source, *(path for path in sys.path if path != str(Path(__file__).parent))]
         os.environ.update(
-            PYTHONPATH=source, PYTHONDONTWRITEBYTECODE="1", HYPOTHESIS_STORAGE_DIRECTORY=str(folder / ".hypothesis"), COLUMNS="120"
+            PYTHONPATH=source,
+            PYTHONDONTWRITEBYTECODE="1",
+            HYPOTHESIS_STORAGE_DIRECTORY=str(folder / ".hypothesis"),
+            COLUMNS="120",
         )
         found = _answer(targets, module, stop_at_first)
     except BaseException as problem:
@@ -189,4 +212,8 @@ def _answer(targets: Sequence[str], module: str | None, stop_at_first: bool) -> 
         return {"outcome": KILLED, "by": recorder.failed[0], "failed": recorder.failed}
     if code == 0:
         return {"outcome": SURVIVED, "by": "", "failed": [], "passed": recorder.passed}
-    return {"outcome": BROKEN, "by": f"pytest ended with {code}; see the output", "failed": recorder.failed}
+    return {
+        "outcome": BROKEN,
+        "by": f"pytest ended with {code}; see the output",
+        "failed": recorder.failed,
+    }

@@ -33,9 +33,17 @@ def columns(seed: int, rows: int = ROWS, absent: float = 0.3) -> dict[str, torch
     for name, (shape, dtype) in SHAPES.items():
         present = torch.rand(rows, generator=draw) >= absent
         present[-1] = False
-        values = torch.randn(rows, *shape, generator=draw) * 20 - 40 if dtype == torch.float32 else None
-        values = torch.randint(0, 200, (rows, *shape), generator=draw).to(dtype) if values is None else values
-        found[f"media.{name}"] = torch.where(present.view(-1, *[1] * len(shape)), values, torch.zeros((), dtype=dtype))
+        values = (
+            torch.randn(rows, *shape, generator=draw) * 20 - 40 if dtype == torch.float32 else None
+        )
+        values = (
+            torch.randint(0, 200, (rows, *shape), generator=draw).to(dtype)
+            if values is None
+            else values
+        )
+        found[f"media.{name}"] = torch.where(
+            present.view(-1, *[1] * len(shape)), values, torch.zeros((), dtype=dtype)
+        )
         found[f"present.{name}"] = present
     return found
 
@@ -45,7 +53,18 @@ def batch_of(found: dict[str, torch.Tensor]) -> Batch:
     rows = len(found["sample"])
     zeros = torch.zeros(rows, 2, dtype=torch.int64)
     ints = zeros.int()
-    return Batch(zeros, zeros, zeros.float(), ints, ints, ints[:, 0], torch.tensor([[0, 1, 2]] * rows).int(), True, 2, extra=found)
+    return Batch(
+        zeros,
+        zeros,
+        zeros.float(),
+        ints,
+        ints,
+        ints[:, 0],
+        torch.tensor([[0, 1, 2]] * rows).int(),
+        True,
+        2,
+        extra=found,
+    )
 
 
 def share_of_samples(index: int, micro: int, rank: int, world: int, rows: int = ROWS) -> StepBatch:
@@ -54,10 +73,17 @@ def share_of_samples(index: int, micro: int, rank: int, world: int, rows: int = 
     size, each = rows // micro, micro // world
     parts = [slice(i * size, (i + 1) * size) for i in range(rank * each, (rank + 1) * each)]
     micros = tuple(batch_of({name: value[part] for name, value in found.items()}) for part in parts)
-    return StepBatch(micros, {"targets": 0.0, "rows": float(rows - 1)}, StepStats(rows, 1, 1, 1, 1, 0), first_microbatch=rank * each)
+    return StepBatch(
+        micros,
+        {"targets": 0.0, "rows": float(rows - 1)},
+        StepStats(rows, 1, 1, 1, 1, 0),
+        first_microbatch=rank * each,
+    )
 
 
-def naive_loss(values: torch.Tensor, present: torch.Tensor, log_scales: torch.Tensor) -> torch.Tensor:
+def naive_loss(
+    values: torch.Tensor, present: torch.Tensor, log_scales: torch.Tensor
+) -> torch.Tensor:
     """The loss of unit vectors [N, M, D] by plain autograd: cross entropy both ways over samples that have both modalities."""
     losses: list[Any] = []
     for a in range(values.shape[1]):
@@ -65,7 +91,18 @@ def naive_loss(values: torch.Tensor, present: torch.Tensor, log_scales: torch.Te
             both = present[:, a] & present[:, b]
             if int(both.sum()) < 2:
                 continue
-            logits = (log_scales[a].exp() + log_scales[b].exp()) / 2 * values[both, a] @ values[both, b].T
+            logits = (
+                (log_scales[a].exp() + log_scales[b].exp())
+                / 2
+                * values[both, a]
+                @ values[both, b].T
+            )
             right = torch.arange(len(logits))
-            losses.append((torch.nn.functional.cross_entropy(logits, right) + torch.nn.functional.cross_entropy(logits.T, right)) / 2)
+            losses.append(
+                (
+                    torch.nn.functional.cross_entropy(logits, right)
+                    + torch.nn.functional.cross_entropy(logits.T, right)
+                )
+                / 2
+            )
     return sum(losses) / len(losses) if losses else values.sum() * 0 + log_scales.sum() * 0

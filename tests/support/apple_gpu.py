@@ -24,11 +24,15 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None
     return None
 
 
-def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _on_cpu(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same call for the CPU."""
 
     def swap(given: Any) -> Any:
-        is_mps = (isinstance(given, torch.device) and given.type == "mps") or (isinstance(given, str) and given.split(":")[0] == "mps")
+        is_mps = (isinstance(given, torch.device) and given.type == "mps") or (
+            isinstance(given, str) and given.split(":")[0] == "mps"
+        )
         return torch.device("cpu") if is_mps else given
 
     return tuple(map(swap, args)), {key: swap(value) for key, value in kwargs.items()}
@@ -75,7 +79,12 @@ class _Factories(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         target = _named(args, kwargs)
-        if func is torch.device or target is None or target.type != "mps" or any(issubclass(kind, OnMps) for kind in types):
+        if (
+            func is torch.device
+            or target is None
+            or target.type != "mps"
+            or any(issubclass(kind, OnMps) for kind in types)
+        ):
             return func(*args, **kwargs)
         if kwargs.get("pin_memory"):
             raise NotImplementedError("pinned memory for mps")

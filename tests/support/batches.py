@@ -7,12 +7,23 @@ import torch
 from headway.data.batch import Batch, StepBatch, StepStats
 
 
-def make_batch(rows: Sequence[Sequence[int]], *, seq_len: int, vocab: int, seed: int = 0, targets: Sequence[int] | None = None) -> Batch:
+def make_batch(
+    rows: Sequence[Sequence[int]],
+    *,
+    seq_len: int,
+    vocab: int,
+    seed: int = 0,
+    targets: Sequence[int] | None = None,
+) -> Batch:
     """Rows of documents of given lengths with random tokens; `targets` limits how many positions of each row carry loss."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, vocab, (len(rows), seq_len + 1), generator=generator)
     shape = (len(rows), seq_len)
-    weight, position, document = torch.zeros(shape), torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, dtype=torch.int32)
+    weight, position, document = (
+        torch.zeros(shape),
+        torch.zeros(shape, dtype=torch.int32),
+        torch.zeros(shape, dtype=torch.int32),
+    )
     bounds = torch.full((len(rows), max(9, 2 + max(map(len, rows)))), seq_len, dtype=torch.int32)
     for row, lengths in enumerate(rows):
         start = 0
@@ -28,7 +39,16 @@ def make_batch(rows: Sequence[Sequence[int]], *, seq_len: int, vocab: int, seed:
             weight[row] *= keep
     source = torch.zeros(len(rows), dtype=torch.int32)
     single = all(len(lengths) <= 1 for lengths in rows)
-    return Batch(tokens[:, :-1].clone(), tokens[:, 1:].clone(), weight, position, document, source, bounds, single)
+    return Batch(
+        tokens[:, :-1].clone(),
+        tokens[:, 1:].clone(),
+        weight,
+        position,
+        document,
+        source,
+        bounds,
+        single,
+    )
 
 
 def make_step(batch: Batch, num_micro: int) -> StepBatch:
@@ -39,7 +59,11 @@ def make_step(batch: Batch, num_micro: int) -> StepBatch:
 
     size = batch.tokens.shape[0] // num_micro
     micro = tuple(
-        replace(batch, **{name: getattr(batch, name)[i * size : (i + 1) * size] for name in TENSOR_FIELDS}) for i in range(num_micro)
+        replace(
+            batch,
+            **{name: getattr(batch, name)[i * size : (i + 1) * size] for name in TENSOR_FIELDS},
+        )
+        for i in range(num_micro)
     )
     totals = {"targets": float(batch.loss_weight.sum()), "rows": float(batch.tokens.shape[0])}
     return StepBatch(micro, totals, StepStats(batch.tokens.numel(), 1, 1, 1, 1, 0))

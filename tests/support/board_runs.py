@@ -31,16 +31,22 @@ def record(step: int, seed: float = 0.0) -> dict[str, Any]:
     return found
 
 
-def make_run(folder: Path, steps: int, *, seed: float = 0.0, done: bool = True, lr: float = 1e-3) -> Path:
+def make_run(
+    folder: Path, steps: int, *, seed: float = 0.0, done: bool = True, lr: float = 1e-3
+) -> Path:
     """A run folder with `steps` records."""
     folder.mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(f"run: {{name: {folder.name}}}\noptim: {{kind: adamw, lr: {lr}}}\nsteps: {steps}\n")
+    (folder / "recipe.yaml").write_text(
+        f"run: {{name: {folder.name}}}\noptim: {{kind: adamw, lr: {lr}}}\nsteps: {steps}\n"
+    )
     with open(folder / "metrics.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(record(step, seed)) + "\n" for step in range(1, steps + 1))
     events = [{"time": 1.0e9, "event": "start", "step": 0, "text": "begins"}]
     if done:
         events.append({"time": 1.0e9 + 60, "event": "finish", "step": steps, "text": "done"})
-        (folder / "summary.json").write_text(json.dumps({"steps": steps, "seconds": 60.0, "checkpoint": None, "best_loss": 2.0}))
+        (folder / "summary.json").write_text(
+            json.dumps({"steps": steps, "seconds": 60.0, "checkpoint": None, "best_loss": 2.0})
+        )
     (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
     (folder / "train.log").write_text("2026-01-01 INFO begins\n2026-01-01 INFO done\n")
     return folder
@@ -64,7 +70,9 @@ def unpack(content: bytes) -> list[dict[str, Any]]:
         return found
 
     for one in head["series"]:
-        one["x"], one["y"], one["mean_x"], one["mean_y"], one["bad_x"] = (take(one[key]) for key in ("n", "n", "means", "means", "bad"))
+        one["x"], one["y"], one["mean_x"], one["mean_y"], one["bad_x"] = (
+            take(one[key]) for key in ("n", "n", "means", "means", "bad")
+        )
     assert at == len(content)
     return head["series"]
 
@@ -75,8 +83,12 @@ class Client:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def get(self, path: str, headers: dict[str, str] | None = None, method: str = "GET") -> tuple[int, bytes, dict[str, str]]:
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers or {}, method=method)
+    def get(
+        self, path: str, headers: dict[str, str] | None = None, method: str = "GET"
+    ) -> tuple[int, bytes, dict[str, str]]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", headers=headers or {}, method=method
+        )
         opener = urllib.request.build_opener(_NoRedirect())
         try:
             with opener.open(request, timeout=20) as answer:
@@ -97,11 +109,15 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 @contextmanager
-def serving(root: Path, *, host: str = "127.0.0.1", token: str | None = None) -> Iterator[tuple[Client, Board]]:
+def serving(
+    root: Path, *, host: str = "127.0.0.1", token: str | None = None
+) -> Iterator[tuple[Client, Board]]:
     """A board of a folder on a free port. With another `host` it still listens on loopback, under that host's rules."""
     with Board([LocalSource(root)]) as board:
         server = BoardServer(("127.0.0.1", 0), board, Access(host, token))
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
         thread.start()
         try:
             yield Client(server.port), board

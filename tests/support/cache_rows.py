@@ -25,9 +25,22 @@ class Sequence:
     """Of each decoded position."""
 
 
-def serve(model, cache: KVCache, sequences: list[Sequence], *, chunk: int, poison: bool = False, **how: bool) -> list[int]:
+def serve(
+    model,
+    cache: KVCache,
+    sequences: list[Sequence],
+    *,
+    chunk: int,
+    poison: bool = False,
+    **how: bool,
+) -> list[int]:
     """Read prompts a chunk at a time between steps of the others; returns the rows in the order in which they were given."""
-    decoder, given, waiting, live = Decoder(model, cache, steps=100, **how), list[int](), list(sequences), list[Sequence]()
+    decoder, given, waiting, live = (
+        Decoder(model, cache, steps=100, **how),
+        list[int](),
+        list(sequences),
+        list[Sequence](),
+    )
     at = 0
     while waiting or live:
         while waiting and waiting[0].arrives <= at and cache.num_free:
@@ -43,7 +56,9 @@ def serve(model, cache: KVCache, sequences: list[Sequence], *, chunk: int, poiso
                 break
         ready = [one for one in live if one.length >= one.prompt]
         if ready:
-            token = torch.zeros(len(cache.host_lengths), dtype=torch.int64, device=cache.lengths.device)
+            token = torch.zeros(
+                len(cache.host_lengths), dtype=torch.int64, device=cache.lengths.device
+            )
             for one in ready:
                 token[one.row] = one.ids[one.length]
             logits = decoder.step(token, [one.row for one in ready])
@@ -53,7 +68,9 @@ def serve(model, cache: KVCache, sequences: list[Sequence], *, chunk: int, poiso
                 if one.length == len(one.ids):
                     if poison:
                         for layer in cache.layers:
-                            for view in (view for group in layer.groups for view in layer.views(group)):
+                            for view in (
+                                view for group in layer.groups for view in layer.views(group)
+                            ):
                                 view[:, one.row, : one.length] = torch.nan
                     cache.release(one.row)
                     live.remove(one)
@@ -62,11 +79,17 @@ def serve(model, cache: KVCache, sequences: list[Sequence], *, chunk: int, poiso
     return given
 
 
-def make_sequences(shapes: list[tuple[int, int, int]], vocab: int, device: str = "cpu") -> list[Sequence]:
+def make_sequences(
+    shapes: list[tuple[int, int, int]], vocab: int, device: str = "cpu"
+) -> list[Sequence]:
     """(prompt, new tokens, step of arrival) of each."""
     generator = torch.Generator().manual_seed(5)
     return [
-        Sequence(torch.randint(0, vocab, (prompt + new,), generator=generator).to(device), prompt, arrives)
+        Sequence(
+            torch.randint(0, vocab, (prompt + new,), generator=generator).to(device),
+            prompt,
+            arrives,
+        )
         for prompt, new, arrives in shapes
     ]
 

@@ -31,10 +31,16 @@ def words_tokenizer(words: Sequence[str]) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     names = [spelled.pre_tokenize_str(word)[0][0] for word in words]
-    backend = tokenizers.Tokenizer(models.BPE(vocab={name: number for number, name in enumerate([*alphabet, *names])}, merges=[]))
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={name: number for number, name in enumerate([*alphabet, *names])}, merges=[]
+        )
+    )
     backend.pre_tokenizer = spelled  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
     backend.encode_special_tokens = True
     tokenizer = Tokenizer(backend, {"bos": "<s>", "eos": END})
     return tokenizer.with_chat_template(BUILT_IN["chatml"].export(tokenizer))
@@ -51,7 +57,9 @@ def write_chain_model(folder: Path, *chains: Sequence[str], context: int = 256) 
         for word in chain:
             ids += [numbers[word]] if word in numbers else _known(tokenizer, word)
         for token, follower in pairwise(ids):
-            assert followers.setdefault(token, follower) == follower, f"{chain}: a token has two followers"
+            assert followers.setdefault(token, follower) == follower, (
+                f"{chain}: a token has two followers"
+            )
     config = ModelConfig(
         hidden_size=WIDTH,
         num_layers=1,
@@ -63,7 +71,9 @@ def write_chain_model(folder: Path, *chains: Sequence[str], context: int = 256) 
         tie_embeddings=False,
     )
     tokenizer.save(folder / "tokenizer")
-    export_huggingface(config, _weights(config, followers), folder / "out", tokenizer=folder / "tokenizer")
+    export_huggingface(
+        config, _weights(config, followers), folder / "out", tokenizer=folder / "tokenizer"
+    )
     return folder / "out"
 
 
@@ -81,7 +91,10 @@ def _known(tokenizer: Tokenizer, word: str) -> list[int]:
 def _weights(config: ModelConfig, followers: dict[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     # Nearly orthogonal directions of the same length: the norm of the model leaves them as they are.
-    embeddings = torch.nn.functional.normalize(torch.randn(config.vocab, WIDTH, generator=generator), dim=1) * WIDTH**0.5
+    embeddings = (
+        torch.nn.functional.normalize(torch.randn(config.vocab, WIDTH, generator=generator), dim=1)
+        * WIDTH**0.5
+    )
     for spec in param_specs(config):
         if spec.name == "model.embed_tokens.weight":
             yield spec.name, embeddings

@@ -43,7 +43,9 @@ def talk(*contents: str, system: str | None = None, learn: Sequence[bool] = ()) 
     turns = [] if system is None else [Turn("system", system)]
     for i, content in enumerate(contents):
         role: Role = "user" if i % 2 == 0 else "assistant"
-        turns.append(Turn(role, content, learn=learn[i // 2] if learn and role == "assistant" else True))
+        turns.append(
+            Turn(role, content, learn=learn[i // 2] if learn and role == "assistant" else True)
+        )
     return turns
 
 
@@ -104,7 +106,9 @@ TALKS |= {
 def bpe_tokenizer() -> Tokenizer:
     """Byte-level BPE with merges, split by a regular expression, and every special token."""
     backend = tokenizers.Tokenizer.from_file(str(GOLDEN / "bpe.json"))
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
     return Tokenizer(backend, {"bos": "<s>", "eos": "</s>"})
 
 
@@ -114,7 +118,10 @@ def tokenizers_by_name() -> dict[str, Tokenizer]:
     byte = byte_tokenizer()
     strange = tokenizers.Tokenizer.from_str(byte.fast.to_str())
     strange.add_special_tokens(
-        [AddedToken("\n", special=True, normalized=False), AddedToken("l", special=True, normalized=False, rstrip=True)]
+        [
+            AddedToken("\n", special=True, normalized=False),
+            AddedToken("l", special=True, normalized=False, rstrip=True),
+        ]
     )
     return {
         "bytes": byte,
@@ -122,7 +129,9 @@ def tokenizers_by_name() -> dict[str, Tokenizer]:
         "sentencepiece": Tokenizer(sp, {"bos": "<s>", "eos": "</s>"}),
         "sentencepiece without roles": Tokenizer(sp),
         "a line break ends": Tokenizer(strange, {"bos": "l", "eos": "\n"}),
-        "no begin": Tokenizer(tokenizers.Tokenizer.from_file(str(GOLDEN / "bpe.json")), {"eos": "a"}),
+        "no begin": Tokenizer(
+            tokenizers.Tokenizer.from_file(str(GOLDEN / "bpe.json")), {"eos": "a"}
+        ),
     }
 
 
@@ -146,17 +155,25 @@ def encoded(turns: list[Turn], template: str, tokenizer: Tokenizer, tools: Tools
         ids, mask = render(turns, template, tokenizer, tools)
         return [ids.tolist(), mask.tolist()]
 
-    return f"{outcome(training)} {outcome(lambda: render_prompt(turns, template, tokenizer, tools))}"
+    return (
+        f"{outcome(training)} {outcome(lambda: render_prompt(turns, template, tokenizer, tools))}"
+    )
 
 
 def messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """Turns as transformers takes them."""
     found: list[dict[str, Any]] = []
     for turn in turns:
-        found.append({"role": turn.role, "content": f"{turn.content}\n{turn.context}" if turn.context else turn.content})
+        found.append(
+            {
+                "role": turn.role,
+                "content": f"{turn.content}\n{turn.context}" if turn.context else turn.content,
+            }
+        )
         if turn.calls:
             found[-1]["tool_calls"] = [
-                {"type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in turn.calls
+                {"type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+                for one in turn.calls
             ]
     return found
 
@@ -167,11 +184,18 @@ def in_transformers(turns: list[Turn], source: str, tokenizer: Tokenizer, tools:
     from transformers import PreTrainedTokenizerFast
 
     backend = tokenizers.Tokenizer.from_str(tokenizer.fast.to_str())
-    theirs = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=source, bos_token="<s>", eos_token="</s>")
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=source, bos_token="<s>", eos_token="</s>"
+    )
 
     def written(prompt: bool) -> str:
         try:
-            text = theirs.apply_chat_template(messages(turns), tools=[*tools] or None, tokenize=False, add_generation_prompt=prompt)
+            text = theirs.apply_chat_template(
+                messages(turns),
+                tools=[*tools] or None,
+                tokenize=False,
+                add_generation_prompt=prompt,
+            )
         except (TemplateError, ValueError):
             return "refused"
         return digest(text)

@@ -15,7 +15,12 @@ import headway
 from headway.serve.page_files import POLICY
 
 PAGE = Path(headway.__file__).parent / "serve" / "page"
-TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 
 
 class ChatDouble(ThreadingHTTPServer):
@@ -54,13 +59,28 @@ class _Request(BaseHTTPRequestHandler):
         elif not self._is_allowed():
             return
         elif self.path == "/v1/models":
-            self._json(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in ("cat", "dog")]})
+            self._json(
+                200,
+                {
+                    "object": "list",
+                    "data": [{"id": name, "object": "model"} for name in ("cat", "dog")],
+                },
+            )
         elif self.path == "/api/info":
             facts = {"context_length": 4096, "has_template": True, "adapters": [], "masks": False}
-            models = [{"name": "cat", "images": True, "audio": True, **facts}, {"name": "dog", "images": False, "audio": False, **facts}]
+            models = [
+                {"name": "cat", "images": True, "audio": True, **facts},
+                {"name": "dog", "images": False, "audio": False, **facts},
+            ]
             self._json(200, {"version": "0.1.0", "models": models})
         elif self.path == "/api/live":
-            live = {"running": 1, "waiting": 0, "tokens_per_second": 321.5, "cache_bytes": 3 << 20, "cache_budget_bytes": 1 << 30}
+            live = {
+                "running": 1,
+                "waiting": 0,
+                "tokens_per_second": 321.5,
+                "cache_bytes": 3 << 20,
+                "cache_budget_bytes": 1 << 30,
+            }
             self._json(200, live)
         else:
             self._json(404, {"error": {"message": "There is no such page."}})
@@ -72,7 +92,11 @@ class _Request(BaseHTTPRequestHandler):
         self.server.bodies.append(body)
         if self.server.failures > 0:
             self.server.failures -= 1
-            self._json(429, {"error": {"message": "The queue is full.", "code": None}}, {"Retry-After": "1"})
+            self._json(
+                429,
+                {"error": {"message": "The queue is full.", "code": None}},
+                {"Retry-After": "1"},
+            )
             return
         if len(body["messages"]) > self.server.fits:
             self._json(400, {"error": {"message": "too long", "code": "context_length_exceeded"}})
@@ -91,10 +115,20 @@ class _Request(BaseHTTPRequestHandler):
             for number, piece in enumerate(pieces):
                 if number == self.server.cut_after:
                     return
-                self._event({"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]})
+                self._event(
+                    {"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]}
+                )
                 time.sleep(self.server.seconds_per_piece)
             self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-            self._event({"choices": [], "usage": {"completion_tokens": len(pieces), "prompt_tokens_details": {"cached_tokens": 7}}})
+            self._event(
+                {
+                    "choices": [],
+                    "usage": {
+                        "completion_tokens": len(pieces),
+                        "prompt_tokens_details": {"cached_tokens": 7},
+                    },
+                }
+            )
             self.wfile.write(b"data: [DONE]\n\n")
         except OSError:
             self.server.disconnects += 1
@@ -104,7 +138,10 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _is_allowed(self) -> bool:
-        if self.server.token is None or self.headers.get("Authorization") == f"Bearer {self.server.token}":
+        if (
+            self.server.token is None
+            or self.headers.get("Authorization") == f"Bearer {self.server.token}"
+        ):
             return True
         self._json(401, {"error": {"message": "A token is needed."}})
         return False
@@ -112,9 +149,16 @@ class _Request(BaseHTTPRequestHandler):
     def _json(self, status: int, value: Any, more: dict[str, str] | None = None) -> None:
         self._send(status, json.dumps(value).encode(), "application/json", more)
 
-    def _send(self, status: int, content: bytes, kind: str, more: dict[str, str] | None = None) -> None:
+    def _send(
+        self, status: int, content: bytes, kind: str, more: dict[str, str] | None = None
+    ) -> None:
         self.send_response(status)
-        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Content-Security-Policy": POLICY, **(more or {})}
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Content-Security-Policy": POLICY,
+            **(more or {}),
+        }
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
@@ -128,7 +172,9 @@ class _Request(BaseHTTPRequestHandler):
 def chat_double() -> Iterator[ChatDouble]:
     """A running stand-in."""
     server = ChatDouble()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield server

@@ -12,8 +12,18 @@ IDLE = "!headwayChat.isBusy"
 
 def key(page: Page, name: str, *, shift: bool = False) -> None:
     codes = {"Enter": 13, "Escape": 27}
-    pressed: dict[str, Any] = {"key": name, "code": name, "windowsVirtualKeyCode": codes[name], "modifiers": 8 if shift else 0}
-    page.call("Input.dispatchKeyEvent", type="keyDown", **pressed, **({"text": "\r"} if name == "Enter" else {}))
+    pressed: dict[str, Any] = {
+        "key": name,
+        "code": name,
+        "windowsVirtualKeyCode": codes[name],
+        "modifiers": 8 if shift else 0,
+    }
+    page.call(
+        "Input.dispatchKeyEvent",
+        type="keyDown",
+        **pressed,
+        **({"text": "\r"} if name == "Enter" else {}),
+    )
     page.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
 
 
@@ -30,12 +40,16 @@ def ask(page: Page, text: str) -> None:
 
 def texts(page: Page, selector: str) -> list[str]:
     return json.loads(
-        page.evaluate(f"JSON.stringify([...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent))")
+        page.evaluate(
+            f"JSON.stringify([...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent))"
+        )
     )
 
 
 def click(page: Page, selector: str) -> None:
-    page.wait_for(f"(() => {{ const one = document.querySelector({json.dumps(selector)}); return one && !one.disabled; }})()")
+    page.wait_for(
+        f"(() => {{ const one = document.querySelector({json.dumps(selector)}); return one && !one.disabled; }})()"
+    )
     page.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
 
 

@@ -18,14 +18,21 @@ def tasks_for(prompt: str, count: int = 4) -> str:
     draw = random.Random(hashlib.sha256(prompt.encode()).hexdigest())
     word = lambda: "".join(draw.choice(SYLLABLES) for _ in range(3))  # noqa: E731
     return "\n".join(
-        f"<|{k}|>\nInstruction: {' '.join(word() for _ in range(7))}\nInput: <none>\nOutput: {word()}" for k in range(4, 4 + count)
+        f"<|{k}|>\nInstruction: {' '.join(word() for _ in range(7))}\nInput: <none>\nOutput: {word()}"
+        for k in range(4, 4 + count)
     )
 
 
 def completion(text: str, finish: str = "stop") -> bytes:
     """The body of a chat completion."""
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
-    return json.dumps({"choices": [choice], "usage": {"prompt_tokens": 10, "completion_tokens": 20}}).encode()
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": finish,
+    }
+    return json.dumps(
+        {"choices": [choice], "usage": {"prompt_tokens": 10, "completion_tokens": 20}}
+    ).encode()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -38,7 +45,14 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             number = len(self.server.seen)
-            self.server.seen.append({"body": body, "headers": dict(self.headers), "path": self.path, "time": time.monotonic()})
+            self.server.seen.append(
+                {
+                    "body": body,
+                    "headers": dict(self.headers),
+                    "path": self.path,
+                    "time": time.monotonic(),
+                }
+            )
         try:
             if self.server.fault is None or not self.server.fault(self, number):
                 self.answer(completion(tasks_for(body["messages"][0]["content"])))
@@ -83,7 +97,9 @@ class ChatServer(ThreadingHTTPServer):
 def serving(fault: Fault | None = None) -> Iterator[ChatServer]:
     """A server that runs while the block does."""
     server = ChatServer(fault)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield server

@@ -18,9 +18,17 @@ def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
     backend.encode_special_tokens = True
     return Tokenizer(backend, {"bos": "<s>", "eos": "</s>"}, {}, chat_template)
 
 
-CONVERSATION = [Turn("system", "Be kind."), Turn("user", "Hi"), Turn("assistant", "Hello!"), Turn("user", "Bye"), Turn("assistant", "再见")]
+CONVERSATION = [
+    Turn("system", "Be kind."),
+    Turn("user", "Hi"),
+    Turn("assistant", "Hello!"),
+    Turn("user", "Bye"),
+    Turn("assistant", "再见"),
+]

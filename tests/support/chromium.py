@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROGRAM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 FLAGS = ("--headless", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--disable-background-networking", "--disable-sync",
          "--disable-component-update", "--disable-default-apps", "--remote-debugging-pipe")  # fmt: skip
 
@@ -32,7 +34,9 @@ class Page:
         self.requests: list[str] = []
         """Every address that was asked for."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
@@ -64,7 +68,11 @@ class Page:
         method, given = found.get("method", ""), found.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.problems.append(json.dumps(given["exceptionDetails"])[:500])
-        elif method == "Runtime.consoleAPICalled" and given["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and given["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.problems.append(json.dumps(given["args"])[:500])
         elif method == "Log.entryAdded" and given["entry"]["level"] in ("error", "warning"):
             self.problems.append(json.dumps(given["entry"])[:500])
@@ -76,7 +84,9 @@ class Page:
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression in the page."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
@@ -84,7 +94,9 @@ class Page:
         """Wait until an expression is true."""
         end = time.monotonic() + seconds
         while not (found := self.evaluate(script)):
-            assert time.monotonic() < end, f"never true within {seconds} s: {script}; {self.problems}"
+            assert time.monotonic() < end, (
+                f"never true within {seconds} s: {script}; {self.problems}"
+            )
             time.sleep(0.05)
         return found
 
@@ -92,17 +104,38 @@ class Page:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def drag(self, x0: float, x1: float, y: float) -> None:
-        for kind, x in (("mouseMoved", x0), ("mousePressed", x0), ("mouseMoved", (x0 + x1) / 2), ("mouseMoved", x1), ("mouseReleased", x1)):
-            buttons = {"button": "left", "buttons": 1, "clickCount": 1} if kind != "mouseMoved" or x != x0 else {}
+        for kind, x in (
+            ("mouseMoved", x0),
+            ("mousePressed", x0),
+            ("mouseMoved", (x0 + x1) / 2),
+            ("mouseMoved", x1),
+            ("mouseReleased", x1),
+        ):
+            buttons = (
+                {"button": "left", "buttons": 1, "clickCount": 1}
+                if kind != "mouseMoved" or x != x0
+                else {}
+            )
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **buttons)
 
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
 
     def picture(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
 
 @contextmanager
@@ -119,7 +152,13 @@ def browser() -> Iterator[Page]:
         os.dup2(read, 3)
         os.dup2(write, 4)
 
-    process = subprocess.Popen([PROGRAM, *flags], preexec_fn=connect, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [PROGRAM, *flags],
+        preexec_fn=connect,
+        close_fds=False,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     os.close(to_read)
     os.close(from_write)
     try:

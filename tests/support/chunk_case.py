@@ -44,14 +44,26 @@ def gap(
         regions.append(HeadRegion(begin, head, sinks, window, ring, reach))
         begin += rows * (sinks + ring) * head_size
     tokens, kv_heads = sum(one[1] for one in sequences), len(REGIONS) + 1
-    sizes = [(tokens, kv_heads * groups, head_size), (tokens, kv_heads, head_size), (tokens, kv_heads, head_size), (begin,), (begin,)]
-    q, k, v, keys, values = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
+    sizes = [
+        (tokens, kv_heads * groups, head_size),
+        (tokens, kv_heads, head_size),
+        (tokens, kv_heads, head_size),
+        (begin,),
+        (begin,),
+    ]
+    q, k, v, keys, values = (
+        torch.randn(size, generator=generator).to(device, dtype) for size in sizes
+    )
     table, plan = region_table(regions, head_size, q.device), ChunkPlan.of(sequences, q.device)
     found, expected = torch.full_like(q, 7), torch.full_like(q, 7)
-    rule = ScoreRule(softcap, torch.linspace(-2, 3, q.shape[1]).to(device, dtype) if sinks else None)
+    rule = ScoreRule(
+        softcap, torch.linspace(-2, 3, q.shape[1]).to(device, dtype) if sinks else None
+    )
     attend_streaming_reference(q, k, v, keys, values, expected, table, plan, rule)
     attend_streaming(q, k, v, keys, values, found, table, plan, rule)
     kept = [keys.clone(), values.clone()]
     store_reference(k, v, kept[0], kept[1], table, plan)
     store(k, v, keys, values, table, plan)
-    return (found.float() - expected.float()).abs().max().item(), torch.equal(keys, kept[0]) and torch.equal(values, kept[1])
+    return (found.float() - expected.float()).abs().max().item(), torch.equal(
+        keys, kept[0]
+    ) and torch.equal(values, kept[1])

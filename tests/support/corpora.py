@@ -42,14 +42,25 @@ def write_corpus(folder: Path, count: int = 400) -> list[str]:
     import zstandard
 
     folder.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = [{"text": text, "id": number} for number, text in enumerate(texts(count))]
+    rows: list[dict[str, Any]] = [
+        {"text": text, "id": number} for number, text in enumerate(texts(count))
+    ]
     cut = [0, count // 2, count * 5 // 8, count * 6 // 8, count * 7 // 8, count]
     plain, packed, zstd, table, lines = (rows[a:b] for a, b in pairwise(cut))
-    (folder / "a.jsonl").write_text("\n" + "".join(json.dumps(row) + "\n\n" for row in plain), encoding="utf-8")
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in packed).encode()))
-    (folder / "c.jsonl.zst").write_bytes(zstandard.compress("".join(json.dumps(row) + "\n" for row in zstd).encode()))
+    (folder / "a.jsonl").write_text(
+        "\n" + "".join(json.dumps(row) + "\n\n" for row in plain), encoding="utf-8"
+    )
+    (folder / "b.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps(row) + "\n" for row in packed).encode())
+    )
+    (folder / "c.jsonl.zst").write_bytes(
+        zstandard.compress("".join(json.dumps(row) + "\n" for row in zstd).encode())
+    )
     pq.write_table(pa.Table.from_pylist(table), folder / "d.parquet", row_group_size=7)
     (folder / "e.json").write_text(json.dumps(lines), encoding="utf-8")
     giant = " ".join(texts(60, seed=5))
     (folder / "f.txt").write_text(giant, encoding="utf-8")
-    return [str(folder / name) for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.json", "f.txt")]
+    return [
+        str(folder / name)
+        for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.json", "f.txt")
+    ]

@@ -26,7 +26,9 @@ sys.addaudithook(audit)
 
 
 @contextmanager
-def killed_at(call: int, folder: Path, die: Callable[[str], None] | None = None) -> Iterator[list[str]]:
+def killed_at(
+    call: int, folder: Path, die: Callable[[str], None] | None = None
+) -> Iterator[list[str]]:
     """The process dies at the n-th change of the file system below `folder`: that one and all later ones fail. Yields what was called.
 
     `die` may be a real death; without it an exception that nothing catches stands for it.

@@ -28,7 +28,9 @@ def why_not(packages: Mapping[str, str]) -> str | None:
     """Install what is missing of {program: Debian package}; the reason where that cannot be done, None when all are there."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "the cluster tests start daemons, which needs root"
-    missing = sorted({package for program, package in packages.items() if find_program(program) is None})
+    missing = sorted(
+        {package for program, package in packages.items() if find_program(program) is None}
+    )
     if not missing:
         return None
     if shutil.which("apt-get") is None:
@@ -41,8 +43,13 @@ def why_not(packages: Mapping[str, str]) -> str | None:
         refused.write_text("#!/bin/sh\nexit 101\n")
         refused.chmod(0o755)
     try:
-        for command in (["apt-get", "update"], ["apt-get", *lock, "install", "-y", "--no-install-recommends", *missing]):
-            done = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=APT_SECONDS, check=False)
+        for command in (
+            ["apt-get", "update"],
+            ["apt-get", *lock, "install", "-y", "--no-install-recommends", *missing],
+        ):
+            done = subprocess.run(
+                command, env=quiet, capture_output=True, text=True, timeout=APT_SECONDS, check=False
+            )
             if done.returncode != 0:
                 lines = (done.stderr or done.stdout).strip().splitlines()
                 return f"{', '.join(missing)} cannot be installed: {lines[-1] if lines else 'no reason given'}"
@@ -91,7 +98,9 @@ class Daemons:
         self.folder = folder
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         """Start a program under a name; its output goes to NAME.out."""
         program = find_program(command[0])
         assert program is not None
@@ -125,5 +134,8 @@ class Daemons:
 
     def output(self) -> str:
         """The last lines of every program, for a failure's message."""
-        texts = ((path.name, path.read_text(errors="replace").splitlines()[-8:]) for path in sorted(self.folder.glob("*.out")))
+        texts = (
+            (path.name, path.read_text(errors="replace").splitlines()[-8:])
+            for path in sorted(self.folder.glob("*.out"))
+        )
         return "\n".join(f"{name}: {line}" for name, lines in texts for line in lines)

@@ -13,7 +13,14 @@ REGIONS = {
 }
 
 
-def case(name: str, head_size: int, groups: int, device: str = "cpu", dtype: torch.dtype = torch.float32, positions=(0, 5, 39, 650)):
+def case(
+    name: str,
+    head_size: int,
+    groups: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    positions=(0, 5, 39, 650),
+):
     """Regions filled with numbers, and one new token in each row."""
     generator = torch.Generator().manual_seed(1)
     rows, begin, regions = len(positions), 0, []
@@ -22,7 +29,9 @@ def case(name: str, head_size: int, groups: int, device: str = "cpu", dtype: tor
         begin += rows * (sinks + window) * head_size
     keys, values = (torch.randn(begin, generator=generator).to(device, dtype) for _ in range(2))
     q = torch.randn(rows, 2 * groups, head_size, generator=generator).to(device, dtype)
-    k, v = (torch.randn(rows, 2, head_size, generator=generator).to(device, dtype) for _ in range(2))
+    k, v = (
+        torch.randn(rows, 2, head_size, generator=generator).to(device, dtype) for _ in range(2)
+    )
     plan = DecodePlan.of(regions, rows, groups, head_size, torch.device(device))
     return q, k, v, keys, values, torch.tensor(positions, device=device), plan
 
@@ -43,7 +52,11 @@ def gaps(
     if shared:
         position = torch.arange(3, 60, 9, device=device)[2:3].expand(len(position))
     kept_k, kept_v = keys.clone(), values.clone()
-    rule = ScoreRule(softcap, torch.linspace(-2, 3, q.shape[1]).to(device, dtype) if sinks else None)
+    rule = ScoreRule(
+        softcap, torch.linspace(-2, 3, q.shape[1]).to(device, dtype) if sinks else None
+    )
     expected = decode_reference(q, k, v, kept_k, kept_v, position, plan, rule)
     found = decode_attention(q, k, v, keys, values, position, plan, rule)
-    return (found.float() - expected.float()).abs().max().item(), torch.equal(keys, kept_k) and torch.equal(values, kept_v)
+    return (found.float() - expected.float()).abs().max().item(), torch.equal(
+        keys, kept_k
+    ) and torch.equal(values, kept_v)

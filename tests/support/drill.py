@@ -60,7 +60,13 @@ def started(recipe: Recipe, world: int, around: Around = nullcontext) -> Iterato
     """Start a run; whatever is left of it at the end is killed. `around` is entered in the process of each rank."""
     context = multiprocessing.get_context("fork")
     places, port = context.Array("c", 16 * world, lock=False), free_port()
-    attempt = Attempt([context.Process(target=_rank, args=(recipe, rank, world, port, places, around)) for rank in range(world)], places)
+    attempt = Attempt(
+        [
+            context.Process(target=_rank, args=(recipe, rank, world, port, places, around))
+            for rank in range(world)
+        ],
+        places,
+    )
     for rank in attempt.ranks:
         rank.start()
     try:
@@ -73,11 +79,17 @@ def started(recipe: Recipe, world: int, around: Around = nullcontext) -> Iterato
         attempt.codes = [rank.exitcode for rank in attempt.ranks]
 
 
-def finish(recipe: Recipe, world: int, timeout: float = 120.0, around: Around = nullcontext) -> list[int | None]:
+def finish(
+    recipe: Recipe, world: int, timeout: float = 120.0, around: Around = nullcontext
+) -> list[int | None]:
     """Run to the end, its own or that of a rank; returns the exit codes."""
     with started(recipe, world, around) as attempt:
         end = time.monotonic() + timeout
-        while attempt.is_alive() and time.monotonic() < end and not any(rank.exitcode not in (None, 0) for rank in attempt.ranks):
+        while (
+            attempt.is_alive()
+            and time.monotonic() < end
+            and not any(rank.exitcode not in (None, 0) for rank in attempt.ranks)
+        ):
             time.sleep(0.005)
     return attempt.codes
 
@@ -121,8 +133,16 @@ def _rank(recipe: Recipe, rank: int, world: int, port: int, places: Any, around:
 
     torch.set_num_threads(1)
     if world > 1:
-        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-        os.environ.update(MASTER_ADDR="127.0.0.1", **{name: str(value) for name, value in here.items()})
+        here = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_PORT": port,
+        }
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", **{name: str(value) for name, value in here.items()}
+        )
     plain = os.fsync
 
     def slow(descriptor: int) -> None:

@@ -17,7 +17,13 @@ import torch
 
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.memory import build_cache
-from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest, PromptMedia, Speculation
+from headway.infer.engine.request import (
+    EngineEvent,
+    EngineOptions,
+    EngineRequest,
+    PromptMedia,
+    Speculation,
+)
 from headway.infer.load import LoadedModel, build_frozen_model
 from headway.infer.prefill import chunks
 from headway.infer.sampling import Sampling, choose
@@ -117,21 +123,32 @@ class FuzzModels:
     """A tiny model with media inputs and adapters, under several head masks; and a draft model."""
 
     def __init__(self, folder: Path) -> None:
-        self.weights = {spec.name: initial_value(spec.name, spec.shape, MODEL, 4) for spec in param_specs(MODEL)}
+        self.weights = {
+            spec.name: initial_value(spec.name, spec.shape, MODEL, 4) for spec in param_specs(MODEL)
+        }
         self.tokenizer = byte_tokenizer()
         self.folder = folder
         self.draft = write_model(folder, CONFIG.with_(max_seq_len=CONTEXT, num_layers=1))
         self.adapters = {
-            "one": write_adapter(folder / "one", folder, 1, 4, ("self_attn.q_proj", "mlp.down_proj")),
-            "two": write_adapter(folder / "two", folder, 2, 2, ("self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")),
+            "one": write_adapter(
+                folder / "one", folder, 1, 4, ("self_attn.q_proj", "mlp.down_proj")
+            ),
+            "two": write_adapter(
+                folder / "two", folder, 2, 2, ("self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
+            ),
         }
         self.base = self.load()
-        self._merged = {name: self.load(merged_updates(path)) for name, path in self.adapters.items()}
+        self._merged = {
+            name: self.load(merged_updates(path)) for name, path in self.adapters.items()
+        }
 
     def load(self, updates: dict[str, torch.Tensor] | None = None) -> LoadedModel:
         """The model, with something added to its weights; adapters of an engine change the model that they are given."""
         added = updates or {}
-        weights = [(name, value + added[name] if name in added else value) for name, value in self.weights.items()]
+        weights = [
+            (name, value + added[name] if name in added else value)
+            for name, value in self.weights.items()
+        ]
         model = build_frozen_model(MODEL, weights, torch.device("cpu"), torch.float32)
         end = self.tokenizer.eos_id
         assert end is not None
@@ -158,7 +175,9 @@ def media_of(request: EngineRequest, length: int) -> MediaTensors | None:
         known = torch.zeros(1, max(1, len(items)), dtype=torch.bool)
         for number, item in enumerate(items):
             begin = first + number * kind.tokens
-            slot[0, item.offset : item.offset + kind.tokens] = torch.arange(begin, begin + kind.tokens, dtype=torch.int32)
+            slot[0, item.offset : item.offset + kind.tokens] = torch.arange(
+                begin, begin + kind.tokens, dtype=torch.int32
+            )
             if item.content_hash is not None and item.content_hash in media.features:
                 rows[0, number] = torch.from_numpy(media.features[item.content_hash])
                 known[0, number] = True
@@ -178,7 +197,9 @@ def plain_answer(loaded: LoadedModel, request: EngineRequest) -> PlainAnswer:
     def hidden_of(some: list[int]) -> torch.Tensor:
         cache = loaded.new_cache(1, len(some), [len(some)])
         media = media_of(request, len(some))
-        return torch.cat([part[0] for part in chunks(loaded.model, torch.tensor([some]), cache, CONTEXT, media)])
+        return torch.cat(
+            [part[0] for part in chunks(loaded.model, torch.tensor([some]), cache, CONTEXT, media)]
+        )
 
     def scores_of(hidden: torch.Tensor) -> torch.Tensor:
         scores = loaded.model.logits(hidden).float()
@@ -209,7 +230,9 @@ def plain_answer(loaded: LoadedModel, request: EngineRequest) -> PlainAnswer:
         for token in set(tokens):
             if sampling.repetition_penalty != 1.0:
                 scores[token] = (
-                    scores[token] / sampling.repetition_penalty if scores[token] > 0 else scores[token] * sampling.repetition_penalty
+                    scores[token] / sampling.repetition_penalty
+                    if scores[token] > 0
+                    else scores[token] * sampling.repetition_penalty
                 )
         for token, count in Counter(tokens[len(prompt) :]).items():
             scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * count
@@ -258,7 +281,10 @@ def near_tokens(scores: torch.Tensor, sampling: Sampling, draw: float, token: in
     if sampling.temperature == 0:
         close = (scores - scores[token]).abs() < TIE
         return set(close.nonzero()[:, 0].tolist()) - {token}
-    others = {int(choose(scores[None], sampling, [min(max(draw + step, 0.0), 1 - 2**-53)])[0]) for step in (-TIE, TIE)}
+    others = {
+        int(choose(scores[None], sampling, [min(max(draw + step, 0.0), 1 - 2**-53)])[0])
+        for step in (-TIE, TIE)
+    }
     return others - {token}
 
 
@@ -340,7 +366,9 @@ def features_of(request: EngineRequest) -> list[str]:
     sampling = request.sampling
     used = {
         "sampled": sampling.temperature > 0,
-        "penalties": sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0,
+        "penalties": sampling.repetition_penalty != 1
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0,
         "logit_bias": bool(sampling.logit_bias),
         "failing sampler": isinstance(sampling, Exploding),
         "logprobs": request.logprobs is not None,
@@ -361,11 +389,17 @@ class RequestPool:
 
     def __init__(self, models: FuzzModels, seed: int, size: int) -> None:
         rng = random.Random(seed)
-        begins = [[], [0] * 5 + [rng.randrange(256) for _ in range(6)], [rng.randrange(256) for _ in range(33)]]
+        begins = [
+            [],
+            [0] * 5 + [rng.randrange(256) for _ in range(6)],
+            [rng.randrange(256) for _ in range(33)],
+        ]
         self.models = models
         self.requests = [random_request(rng, number, begins) for number in range(size)]
         # Rare in the draws, and to be in every pool.
-        self.requests[0] = EngineRequest((5, 6, 7), 6, Exploding.armed_now(), key="fails", ignore_eos=True)
+        self.requests[0] = EngineRequest(
+            (5, 6, 7), 6, Exploding.armed_now(), key="fails", ignore_eos=True
+        )
         self.requests[1] = EngineRequest(tuple(begins[2]), 1, adapter="one", embed=True)
         # The samples of one prompt, as `n` makes them.
         for _ in range(size // 6):
@@ -405,18 +439,24 @@ class FuzzReport:
             f"schedules {self.schedules}, requests {self.requests}, compared to their end {self.compared}, cancelled {self.cancelled}",
             f"preempted {self.preempted}, of them while the prompt was read {self.preempted_reading}",
             f"tokens from kept pages {self.cached_tokens}, guessed {self.proposed_tokens}, right {self.accepted_tokens}",
-            "features: " + ", ".join(f"{name} {count}" for name, count in sorted(self.features.items())),
-            "engines: " + ", ".join(f"{name} {count}" for name, count in sorted(self.settings.items())),
+            "features: "
+            + ", ".join(f"{name} {count}" for name, count in sorted(self.features.items())),
+            "engines: "
+            + ", ".join(f"{name} {count}" for name, count in sorted(self.settings.items())),
             f"differences {len(self.differences)}, near ties {self.ties}",
             *self.differences[:20],
         ]
 
 
-def random_options(rng: random.Random, models: FuzzModels, kind: str, report: FuzzReport) -> EngineOptions:
+def random_options(
+    rng: random.Random, models: FuzzModels, kind: str, report: FuzzReport
+) -> EngineOptions:
     """Little memory, small pieces, any combination of what an engine can do."""
     page_tokens = rng.choice([4, 8])
     running = rng.choice([2, 3, 5])
-    speculation = rng.choice([None, None, Speculation(None, rng.choice([2, 4])), Speculation(str(models.draft), 3)])
+    speculation = rng.choice(
+        [None, None, Speculation(None, rng.choice([2, 4])), Speculation(str(models.draft), 3)]
+    )
     options = EngineOptions(
         max_running=running,
         page_tokens=page_tokens,
@@ -443,7 +483,14 @@ def random_options(rng: random.Random, models: FuzzModels, kind: str, report: Fu
     return replace(options, cache_bytes=budget)
 
 
-def compare(request: EngineRequest, answer: PlainAnswer, events: Sequence[EngineEvent], report: FuzzReport, *, was_cancelled: bool) -> str:
+def compare(
+    request: EngineRequest,
+    answer: PlainAnswer,
+    events: Sequence[EngineEvent],
+    report: FuzzReport,
+    *,
+    was_cancelled: bool,
+) -> str:
     """What differs from the plain loop; empty where nothing does."""
     tokens = [token for event in events for token in event.tokens]
     for step, token in enumerate(tokens):
@@ -454,14 +501,24 @@ def compare(request: EngineRequest, answer: PlainAnswer, events: Sequence[Engine
                 return ""
             return f"token {step} is {token}, not {expected}"
     first = events[0] if events else None
-    if request.prompt_logprobs and first is not None and first.finished not in ("cancelled", "error"):
+    if (
+        request.prompt_logprobs
+        and first is not None
+        and first.finished not in ("cancelled", "error")
+    ):
         given = first.prompt_logprobs
         if given is None or len(given) != len(request.prompt):
             return f"{None if given is None else len(given)} log-probabilities of {len(request.prompt)} prompt tokens"
         values = [one.logprob for one in given if one is not None]
         if [one.token for one in given if one is not None] != list(request.prompt[1:]):
             return "log-probabilities of other prompt tokens"
-        if max((abs(a - b) for a, b in zip(values, answer.prompt_logprobs, strict=True)), default=0.0) > TIE:
+        if (
+            max(
+                (abs(a - b) for a, b in zip(values, answer.prompt_logprobs, strict=True)),
+                default=0.0,
+            )
+            > TIE
+        ):
             return "log-probabilities of the prompt"
     if request.logprobs is not None:
         scored = [one for event in events for one in event.logprobs or ()]
@@ -492,7 +549,13 @@ def compare(request: EngineRequest, answer: PlainAnswer, events: Sequence[Engine
     return ""
 
 
-def run_schedule(seed: int, models: FuzzModels, pool: RequestPool, report: FuzzReport, kinds: Sequence[str] = tuple(MASKS)) -> None:
+def run_schedule(
+    seed: int,
+    models: FuzzModels,
+    pool: RequestPool,
+    report: FuzzReport,
+    kinds: Sequence[str] = tuple(MASKS),
+) -> None:
     """One engine, some requests of the pool in a random schedule; what differs goes into the report."""
     rng = random.Random(seed)
     kind = rng.choice(kinds)
@@ -544,11 +607,21 @@ def run_schedule(seed: int, models: FuzzModels, pool: RequestPool, report: FuzzR
         request = pool.requests[index]
         report.features.update(features_of(request))
         report.features["n"] += request.key.endswith("n")
-        problem = compare(request, pool.answer(index, kind), events[number], report, was_cancelled=number in cancelled)
+        problem = compare(
+            request,
+            pool.answer(index, kind),
+            events[number],
+            report,
+            was_cancelled=number in cancelled,
+        )
         if problem:
             fault(f"request {index} ({', '.join(features_of(request))}): {problem}")
     engine.cache.pool.forget_all()
-    if engine.cache.pool.num_available != engine.cache.pool.num_pages or stats.running or stats.waiting:
+    if (
+        engine.cache.pool.num_available != engine.cache.pool.num_pages
+        or stats.running
+        or stats.waiting
+    ):
         fault("pages or slots were not given back")
 
 
@@ -565,7 +638,11 @@ def preempt(engine: InferenceEngine, rng: random.Random) -> int:
 
 
 def fuzz(
-    models: FuzzModels, seeds: Sequence[int], pool_size: int, schedules_of_pool: int, say: Callable[[str], object] = print
+    models: FuzzModels,
+    seeds: Sequence[int],
+    pool_size: int,
+    schedules_of_pool: int,
+    say: Callable[[str], object] = print,
 ) -> FuzzReport:
     """Several schedules, those of one pool after another."""
     report = FuzzReport()

@@ -26,7 +26,16 @@ from headway.parallel.config import MemoryConfig, ParallelConfig
 from headway.parallel.engine import EngineSpec
 from support.batches import make_batch
 
-CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=64, max_seq_len=32, dropout=0.1)
+CONFIG = ModelConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=48,
+    vocab_size=64,
+    max_seq_len=32,
+    dropout=0.1,
+)
 OPTIM = AdamW(lr=1e-2, clip=0.5, schedule=Schedule(warmup=2))
 ROWS = 16
 
@@ -73,13 +82,22 @@ def make_engine(group: RankGroup, setup: Setup) -> Any:
         fp8=setup.fp8,
     )
     engine = assemble(spec)
-    names = [plain_name(name) for name in engine.shapes if not name.startswith(OBJECTIVE) and ADAPTER not in name]
+    names = [
+        plain_name(name)
+        for name in engine.shapes
+        if not name.startswith(OBJECTIVE) and ADAPTER not in name
+    ]
     known = {one.name: one.shape for one in param_specs(setup.config)}
-    values: Any = ((name, initial_value(name, known.get(name) or engine.shapes[name], setup.config, 1)) for name in names)
+    values: Any = (
+        (name, initial_value(name, known.get(name) or engine.shapes[name], setup.config, 1))
+        for name in names
+    )
     if setup.adapter is not None:
         layouts = setup.adapter.layouts(setup.config)
         values = packed_values(values, layouts, spec.device)
-        values = with_updates(values, setup.adapter, setup.adapter.modules(setup.config), 1, {}, layouts=layouts)
+        values = with_updates(
+            values, setup.adapter, setup.adapter.modules(setup.config), 1, {}, layouts=layouts
+        )
     engine.fill(values)
     return engine
 
@@ -87,19 +105,34 @@ def make_engine(group: RankGroup, setup: Setup) -> Any:
 def share_of_step(index: int, micro: int, rank: int, world: int) -> StepBatch:
     """This rank's microbatches of step `index`: rows have different numbers of targets, some none at all."""
     rows = [[16], [7, 5], [3, 3, 3], [12], [2, 9], [4, 4, 4, 4], [9], [5]] * 2
-    batch = make_batch(rows, seq_len=16, vocab=64, seed=index, targets=[11, 4, 6, 1, 9, 8, 0, 0, 15, 2, 3, 7, 1, 1, 5, 0])
+    batch = make_batch(
+        rows,
+        seq_len=16,
+        vocab=64,
+        seed=index,
+        targets=[11, 4, 6, 1, 9, 8, 0, 0, 15, 2, 3, 7, 1, 1, 5, 0],
+    )
     size, each = ROWS // micro, micro // world
     mine = [slice(i * size, (i + 1) * size) for i in range(rank * each, (rank + 1) * each)]
-    micros = tuple(replace(batch, **{name: getattr(batch, name)[part] for name in TENSOR_FIELDS}) for part in mine)
+    micros = tuple(
+        replace(batch, **{name: getattr(batch, name)[part] for name in TENSOR_FIELDS})
+        for part in mine
+    )
     totals = {"targets": float(batch.loss_weight.sum()), "rows": float(ROWS)}
-    return StepBatch(micros, totals, StepStats(batch.tokens.numel(), 1, 1, 1, 1, 0), first_microbatch=rank * each)
+    return StepBatch(
+        micros, totals, StepStats(batch.tokens.numel(), 1, 1, 1, 1, 0), first_microbatch=rank * each
+    )
 
 
-def train_steps(engine: Any, group: RankGroup, micro: int, first: int, last: int) -> list[tuple[float, float, float]]:
+def train_steps(
+    engine: Any, group: RankGroup, micro: int, first: int, last: int
+) -> list[tuple[float, float, float]]:
     """Train; returns (loss, norm, skipped) of every step."""
     seen = []
     for index in range(first, last):
-        result = engine.forward_backward(share_of_step(index, micro, group.rank, group.size), StepInfo(index, 20))
+        result = engine.forward_backward(
+            share_of_step(index, micro, group.rank, group.size), StepInfo(index, 20)
+        )
         update = engine.update(hypers(engine.spec.optim, engine.groups, index, 20))
         seen.append((float(result.loss), float(update.norm), float(update.skipped)))
     return seen

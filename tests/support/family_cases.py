@@ -11,7 +11,12 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.9], "long_factor": [1.0, 2.0, 3.5, 9.0]}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.9],
+    "long_factor": [1.0, 2.0, 3.5, 9.0],
+}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14, "n_routed_experts": 8,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1,
@@ -121,15 +126,31 @@ def build_theirs(case: str) -> Any:
 
     name, settings = CASES[case]
     shape = {} if name == "GPT2" else SHAPE
-    tokens = {key: SHAPE[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
-    config = getattr(transformers, f"{name}Config")(**{**shape, **tokens, **settings}, attn_implementation="eager")
+    tokens = {
+        key: SHAPE[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    config = getattr(transformers, f"{name}Config")(
+        **{**shape, **tokens, **settings}, attn_implementation="eager"
+    )
     seed = sum(map(ord, case))
     with torch.random.fork_rng():
-        torch.manual_seed(seed)  # whatever ran before: where two experts are nearly equal, rounding would choose
-        model = getattr(transformers, f"{name.removesuffix('Text')}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
+        torch.manual_seed(
+            seed
+        )  # whatever ran before: where two experts are nearly equal, rounding would choose
+        model = getattr(
+            transformers,
+            f"{name.removesuffix('Text')}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}",
+        )(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        biases = [buffer for buffer_name, buffer in model.named_buffers() if buffer_name.endswith("e_score_correction_bias")]
+        biases = [
+            buffer
+            for buffer_name, buffer in model.named_buffers()
+            if buffer_name.endswith("e_score_correction_bias")
+        ]
         for parameter in dict.fromkeys([*model.parameters(), *biases]):
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * (0.15 if parameter.dim() > 1 else 0.3))
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator)
+                * (0.15 if parameter.dim() > 1 else 0.3)
+            )
     return model.eval()

@@ -36,4 +36,6 @@ def _package(things: list[Any]) -> str | None:
 def _sections(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [section for below in getattr(annotation, "__args__", ()) for section in _sections(below)]
+    return [
+        section for below in getattr(annotation, "__args__", ()) for section in _sections(below)
+    ]

@@ -22,7 +22,9 @@ def film(frames: int = 24, kind: str = "mp4", sound: bool = True, rate: int = 16
                 container.mux(packet)
         container.mux(stream.encode())
         if track is not None:
-            wave = (0.5 * np.sin(2 * np.pi * 1000 * np.arange(frames * rate // 12) / rate)).astype(np.float32)
+            wave = (0.5 * np.sin(2 * np.pi * 1000 * np.arange(frames * rate // 12) / rate)).astype(
+                np.float32
+            )
             frame = av.AudioFrame.from_ndarray(wave[None], format="fltp", layout="mono")
             frame.sample_rate, frame.time_base, frame.pts = rate, Fraction(1, rate), 0
             for packet in [*track.encode(frame), *track.encode(None)]:

@@ -110,7 +110,9 @@ def _same(one: Any, two: Any) -> bool:
 
 def _make_store(folder: Path) -> None:
     rng = np.random.default_rng(0)
-    with StoreWriter(folder / "store", dtype="uint16", tokenizer_fingerprint="f", masked=True, shard_tokens=600) as writer:
+    with StoreWriter(
+        folder / "store", dtype="uint16", tokenizer_fingerprint="f", masked=True, shard_tokens=600
+    ) as writer:
         for _ in range(DOCUMENTS):
             length = int(rng.integers(5, 60))
             writer.add(rng.integers(0, 64, length).astype(np.uint16), rng.random(length) < 0.5)
@@ -119,21 +121,34 @@ def _make_store(folder: Path) -> None:
 
 def _read_store(folder: Path) -> Any:
     """All that a run sees of a store: it opens the data, hashes it, and reads every row of an epoch."""
-    given = {"train": [str(folder / "store")], "seq_len": 64, "workers": 0, "cache_dir": folder / "cache", "tokenizer_unchecked": True}
+    given = {
+        "train": [str(folder / "store")],
+        "seq_len": 64,
+        "workers": 0,
+        "cache_dir": folder / "cache",
+        "tokenizer_unchecked": True,
+    }
     config = DataConfig.model_validate(given)
     data = open_data(config, tokenizer=None, vocab_size=64, seed=0)
     left = data.checksums.verify_now(stored_files(data))
     assert not left
     (source,) = data.train
     store: Any = source.selection.source
-    with Loader(config, sources=data.train, rows_per_step=4, micro_rows=4, seed=1, epochs=1) as loader:
-        rows = [(step.microbatches[0].tokens.numpy(), step.microbatches[0].loss_weight.numpy()) for step, _ in loader]
+    with Loader(
+        config, sources=data.train, rows_per_step=4, micro_rows=4, seed=1, epochs=1
+    ) as loader:
+        rows = [
+            (step.microbatches[0].tokens.numpy(), step.microbatches[0].loss_weight.numpy())
+            for step, _ in loader
+        ]
     return [store.max_id, store.fingerprint, store.masked, store.manifest.content, rows]
 
 
 def _make_table(folder: Path) -> None:
     rng = np.random.default_rng(3)
-    with MediaTableWriter(folder / "table", (4, 3), "float32", "made by hand", shard_bytes=1000) as writer:
+    with MediaTableWriter(
+        folder / "table", (4, 3), "float32", "made by hand", shard_bytes=1000
+    ) as writer:
         writer.add(_hashes(), rng.normal(size=(30, 4, 3)).astype(np.float32))
         writer.finish()
 
@@ -146,7 +161,11 @@ def _read_table(folder: Path) -> Any:
     """A table as a run reads it: its files are hashed first."""
     checksums = Checksums(folder / "cache")
     table = open_table(folder / "table", checksums)
-    files = {table.folder / name: file.sha256 for shard in table.manifest.shards for name, file in shard.files.items()}
+    files = {
+        table.folder / name: file.sha256
+        for shard in table.manifest.shards
+        for name, file in shard.files.items()
+    }
     assert not checksums.verify_now([files])
     return [table.identity, table.shape, table.rows(table.indices_of(_hashes()))]
 
@@ -159,8 +178,13 @@ def _make_gated(folder: Path) -> None:
     """A model with head gates, and masks that they give."""
     config = CONFIG.with_(head_gates=HeadGatesConfig(window=8, sinks=2))
     shapes = [(spec.name, spec.shape) for spec in param_specs(config)]
-    gates = torch.linspace(-6, 6, config.num_layers * config.kv_heads).reshape(config.num_layers, config.kv_heads)
-    weights = ((name, gates if name == GATES else initial_value(name, shape, config, 4)) for name, shape in shapes)
+    gates = torch.linspace(-6, 6, config.num_layers * config.kv_heads).reshape(
+        config.num_layers, config.kv_heads
+    )
+    weights = (
+        (name, gates if name == GATES else initial_value(name, shape, config, 4))
+        for name, shape in shapes
+    )
     byte_tokenizer().save(folder / "tokenizer")
     export_huggingface(config, weights, folder / "final", tokenizer=folder / "tokenizer")
 
@@ -169,9 +193,24 @@ def _read_model(path: Path) -> Any:
     """All that decides what a model answers."""
     loaded = load_model(path).with_mask_choice(MaskChoice())
     tokenizer = loaded.tokenizer
-    words = None if tokenizer is None else [tokenizer.fingerprint, tokenizer.roles, tokenizer.chat_template, tokenizer.encode("a text")]
+    words = (
+        None
+        if tokenizer is None
+        else [
+            tokenizer.fingerprint,
+            tokenizer.roles,
+            tokenizer.chat_template,
+            tokenizer.encode("a text"),
+        ]
+    )
     weights = [value.numpy() for _, value in loaded.model.named_parameters()]
-    return [loaded.config.model_dump_json(), sorted(loaded.end_ids), words, str(loaded.masks), weights]
+    return [
+        loaded.config.model_dump_json(),
+        sorted(loaded.end_ids),
+        words,
+        str(loaded.masks),
+        weights,
+    ]
 
 
 def _make_adapter(folder: Path) -> None:
@@ -186,21 +225,32 @@ def _files_in(name: str) -> Callable[[Path], list[Path]]:
 
 def _make_texts(folder: Path) -> None:
     byte_tokenizer().save(folder / "tokenizer")
-    (folder / "text.txt").write_text("\n".join(f"line {i} of some text to train on" for i in range(200)))
+    (folder / "text.txt").write_text(
+        "\n".join(f"line {i} of some text to train on" for i in range(200))
+    )
 
 
 def _read_build(folder: Path) -> Any:
-    return _read_store_of(cached_store([folder / "text.txt"], folder / "tokenizer", folder / "cache"))
+    return _read_store_of(
+        cached_store([folder / "text.txt"], folder / "tokenizer", folder / "cache")
+    )
 
 
 def _read_store_of(path: Path) -> Any:
     store = open_store(path)
-    return [store.max_id, store.fingerprint, store.manifest.content, [store.document(i) for i in range(store.num_documents)]]
+    return [
+        store.max_id,
+        store.fingerprint,
+        store.manifest.content,
+        [store.document(i) for i in range(store.num_documents)],
+    ]
 
 
 def _build_files(folder: Path) -> list[Path]:
     stored = sorted((folder / "cache" / "stores").rglob("*"))
-    return [path for path in stored if path.is_file() and path.stat().st_size and path.suffix != ".lock"]
+    return [
+        path for path in stored if path.is_file() and path.stat().st_size and path.suffix != ".lock"
+    ]
 
 
 def _make_remembered(folder: Path) -> None:
@@ -219,7 +269,9 @@ def _make_rows(folder: Path) -> None:
 
 
 def _read_rows(folder: Path) -> Any:
-    config = DataConfig.model_validate({"seq_len": 16, "window_tokens": 128, "workers": 0, "cache_dir": folder / "cache"})
+    config = DataConfig.model_validate(
+        {"seq_len": 16, "window_tokens": 128, "workers": 0, "cache_dir": folder / "cache"}
+    )
     sources = [MixtureSource(Selection(open_store(folder / "store")))]
     with Loader(config, sources=sources, rows_per_step=4, micro_rows=2, seed=1) as loader:
         return [loader.rows_per_epoch(), loader.batches_in(2)]
@@ -234,25 +286,45 @@ def _make_numbers(folder: Path) -> None:
 
 def _read_numbers(folder: Path) -> Any:
     found = read_table(folder / "numbers.sealed", len(NUMBERS))
-    return (NUMBERS if found is None else found).numpy()  # None: the reference scores the pairs again
+    return (
+        NUMBERS if found is None else found
+    ).numpy()  # None: the reference scores the pairs again
 
 
 KINDS = {
     "store shard": Kind(
         _make_store,
-        lambda folder: sorted(path for path in (folder / "store").iterdir() if path.suffix != ".json"),
+        lambda folder: sorted(
+            path for path in (folder / "store").iterdir() if path.suffix != ".json"
+        ),
         _read_store,
     ),
-    "store manifest": Kind(_make_store, lambda folder: [folder / "store" / "store.json"], _read_store),
+    "store manifest": Kind(
+        _make_store, lambda folder: [folder / "store" / "store.json"], _read_store
+    ),
     "media table": Kind(_make_table, _files_in("table"), _read_table),
     "final": Kind(_make_model, _files_in("final"), lambda folder: _read_model(folder / "final")),
     "final weights": Kind(
-        _make_model, lambda folder: [folder / "final" / "model.safetensors"], lambda folder: _read_model(folder / "final")
+        _make_model,
+        lambda folder: [folder / "final" / "model.safetensors"],
+        lambda folder: _read_model(folder / "final"),
     ),
-    "final with gates": Kind(_make_gated, _files_in("final"), lambda folder: _read_model(folder / "final")),
-    "adapter": Kind(_make_adapter, _files_in("adapter"), lambda folder: _read_model(folder / "adapter")),
+    "final with gates": Kind(
+        _make_gated, _files_in("final"), lambda folder: _read_model(folder / "final")
+    ),
+    "adapter": Kind(
+        _make_adapter, _files_in("adapter"), lambda folder: _read_model(folder / "adapter")
+    ),
     "cached build": Kind(_make_texts, _build_files, _read_build),
-    "cached checksum": Kind(_make_remembered, lambda folder: sorted((folder / "cache" / "checksums").iterdir()), _read_remembered),
-    "reference numbers": Kind(_make_numbers, lambda folder: [folder / "numbers.sealed"], _read_numbers),
-    "cached rows": Kind(_make_rows, lambda folder: sorted((folder / "cache" / "rows").iterdir()), _read_rows),
+    "cached checksum": Kind(
+        _make_remembered,
+        lambda folder: sorted((folder / "cache" / "checksums").iterdir()),
+        _read_remembered,
+    ),
+    "reference numbers": Kind(
+        _make_numbers, lambda folder: [folder / "numbers.sealed"], _read_numbers
+    ),
+    "cached rows": Kind(
+        _make_rows, lambda folder: sorted((folder / "cache" / "rows").iterdir()), _read_rows
+    ),
 }

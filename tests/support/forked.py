@@ -36,7 +36,8 @@ class Forked:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
                 self.stdout, self.stderr = (
-                    _content(file) if own else _closed(file) for file, own in zip(self._files, self._is_own, strict=True)
+                    _content(file) if own else _closed(file)
+                    for file, own in zip(self._files, self._is_own, strict=True)
                 )
         return self.returncode
 
@@ -77,8 +78,12 @@ def _become(arguments: list[str], files: list[int]) -> None:
     try:
         for place, descriptor in enumerate(files, start=1):
             os.dup2(descriptor, place)
-        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8", write_through=True)
-        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), encoding="utf-8", write_through=True)
+        sys.stdout = io.TextIOWrapper(
+            io.FileIO(1, "w", closefd=False), encoding="utf-8", write_through=True
+        )
+        sys.stderr = io.TextIOWrapper(
+            io.FileIO(2, "w", closefd=False), encoding="utf-8", write_through=True
+        )
         sys.argv = ["headway", *arguments]
         code = main(arguments)
     except BaseException:

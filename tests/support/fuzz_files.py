@@ -17,23 +17,52 @@ from headway.runtime.digests import DIGESTS
 from support.fuzzing import HOSTILE_TEXTS, Target, mutate_bytes, mutate_file, mutate_value, run_verb
 from support.runs import make_stores, tiny_settings
 
-WORDS = ["Index funds follow a market.", "股票是公司的份额。", "def f(x):\n    return x + 1", "naïve café — 42", ""]
+WORDS = [
+    "Index funds follow a market.",
+    "股票是公司的份额。",
+    "def f(x):\n    return x + 1",
+    "naïve café — 42",
+    "",
+]
 TURNS = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is it?"},
-    {"role": "assistant", "content": "A thing.", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+    {
+        "role": "assistant",
+        "content": "A thing.",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}],
+    },
     {"role": "tool", "content": "42"},
     {"role": "assistant", "content": "It is 42."},
 ]
 RECORDS: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"messages": TURNS, "tools": [{"name": "f", "parameters": {}}]}),
-    ("chat", {"instruction": "Say a.", "input": "b", "output": "a", "history": [["q", "a"]], "system": "s"}),
-    ("chat", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "id": 1}),
+    (
+        "chat",
+        {
+            "instruction": "Say a.",
+            "input": "b",
+            "output": "a",
+            "history": [["q", "a"]],
+            "system": "s",
+        },
+    ),
+    (
+        "chat",
+        {
+            "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+            "id": 1,
+        },
+    ),
     ("chat", {"prompt": "a", "response": "b"}),
     ("preference", {"prompt": "a", "chosen": "b", "rejected": "c"}),
     (
         "preference",
-        {"conversations": [{"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}, "rejected": {"value": "c"}},
+        {
+            "conversations": [{"from": "human", "value": "a"}],
+            "chosen": {"from": "gpt", "value": "b"},
+            "rejected": {"value": "c"},
+        },
     ),
     ("preference", {"prompt": [TURNS[1]], "chosen": [TURNS[4]], "rejected": [TURNS[4]]}),
     ("text", {"text": "one document", "meta": {"a": [1]}}),
@@ -67,8 +96,13 @@ def _make_raw(folder: Path) -> None:
     _make_tokenizer(folder)
     good = folder / "good"
     good.mkdir(exist_ok=True)
-    lines = "".join(json.dumps({"text": word, "n": i}, ensure_ascii=False) + "\n" for i, word in enumerate(WORDS))
-    table = pyarrow.table({"text": WORDS, "when": pyarrow.array([1, 2, 3, 4, None], pyarrow.timestamp("ns"))})
+    lines = "".join(
+        json.dumps({"text": word, "n": i}, ensure_ascii=False) + "\n"
+        for i, word in enumerate(WORDS)
+    )
+    table = pyarrow.table(
+        {"text": WORDS, "when": pyarrow.array([1, 2, 3, 4, None], pyarrow.timestamp("ns"))}
+    )
     text = io.StringIO()
     csv.writer(text).writerows([["text", "n"], *([word, i] for i, word in enumerate(WORDS))])
     wiki = "<mediawiki><page><title>T</title><ns>0</ns><revision><text>'''Bold''' {{x|y}} [[a|b]] text</text></revision></page></mediawiki>"
@@ -126,15 +160,33 @@ def _record(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
     line = json.dumps(record)
     if rng.random() < 0.1:
         line = mutate_bytes(line.encode(), rng).decode("utf-8", "replace")
-    template = rng.choice(("chatml", "llama3", "qwen", "alpaca", "internlm", "zero2all", "tokenizer", *HOSTILE_TEXTS[:3]))
+    template = rng.choice(
+        (
+            "chatml",
+            "llama3",
+            "qwen",
+            "alpaca",
+            "internlm",
+            "zero2all",
+            "tokenizer",
+            *HOSTILE_TEXTS[:3],
+        )
+    )
     reading = ["--kind", kind, "--tokenizer", "../tok", "--template", template]
-    how = rng.choice((["data", "validate", "x.jsonl", *reading], ["data", "tokenize", "--input", "x.jsonl", *reading, "--out", "out"]))
+    how = rng.choice(
+        (
+            ["data", "validate", "x.jsonl", *reading],
+            ["data", "tokenize", "--input", "x.jsonl", *reading, "--out", "out"],
+        )
+    )
     if kind == "text":
         how = [part for part in how if part not in ("--template", template)]
 
     def call() -> int:
         work = _work(folder)
-        (work / "x.jsonl").write_text(line + "\n" + json.dumps(good) + "\n", encoding="utf-8", errors="surrogatepass")
+        (work / "x.jsonl").write_text(
+            line + "\n" + json.dumps(good) + "\n", encoding="utf-8", errors="surrogatepass"
+        )
         return run_verb(how)
 
     return f"{how[:2]} {template}: {line[:250]}", call
@@ -147,9 +199,20 @@ def _make_stores(folder: Path) -> None:
     good.mkdir()
     make_stores(good)
     _make_tokenizer(folder)
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"# {word}"}) + "\n" for word in WORDS * 4), encoding="utf-8")
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"# {word}"}) + "\n" for word in WORDS * 4), encoding="utf-8"
+    )
     for to in ("internlm", "zero2all", "mds"):
-        line = ["data", "tokenize", "--input", str(folder / "a.jsonl"), "--tokenizer", str(folder / "tok"), "--to", to]
+        line = [
+            "data",
+            "tokenize",
+            "--input",
+            str(folder / "a.jsonl"),
+            "--tokenizer",
+            str(folder / "tok"),
+            "--to",
+            to,
+        ]
         assert run_verb([*line, "--out", str(good / to)]) == 0
 
 
@@ -157,7 +220,11 @@ def _damaged(source: Path, work: Path, rng: random.Random) -> tuple[Path, str]:
     """A copy of a file or folder with one or two of its files damaged."""
     copy = work / source.name
     shutil.copytree(source, copy, symlinks=True) if source.is_dir() else shutil.copy(source, copy)
-    files = sorted(p for p in copy.rglob("*") if p.is_file() and not p.is_symlink()) if copy.is_dir() else [copy]
+    files = (
+        sorted(p for p in copy.rglob("*") if p.is_file() and not p.is_symlink())
+        if copy.is_dir()
+        else [copy]
+    )
     chosen = rng.sample(files, min(len(files), rng.choice((1, 1, 1, 2))))
     return copy, "; ".join(mutate_file(path, rng) for path in chosen)
 
@@ -167,8 +234,24 @@ def _store(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
     verb = rng.choice(
         (
             ["data", "inspect", "IT"],
-            ["data", "convert", "IT", "out", "--to", rng.choice(("headway", "internlm", "zero2all", "mds"))],
-            ["data", "pack", "IT", "out", "--pack-length", "32", "--mode", rng.choice(("concat", "best_fit", "prulong"))],
+            [
+                "data",
+                "convert",
+                "IT",
+                "out",
+                "--to",
+                rng.choice(("headway", "internlm", "zero2all", "mds")),
+            ],
+            [
+                "data",
+                "pack",
+                "IT",
+                "out",
+                "--pack-length",
+                "32",
+                "--mode",
+                rng.choice(("concat", "best_fit", "prulong")),
+            ],
             ["data", "merge", "IT", "../good/store1", "--out", "out"],
             [
                 "train",
@@ -186,7 +269,12 @@ def _store(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
     def call() -> int:
         work = _work(folder)
         copy, _ = _damaged(source, work, inner)
-        return run_verb([part.replace("IT", copy.name) if part in ("IT", "data.train=[IT]") else part for part in verb])
+        return run_verb(
+            [
+                part.replace("IT", copy.name) if part in ("IT", "data.train=[IT]") else part
+                for part in verb
+            ]
+        )
 
     return f"{verb[:2]} on a damaged {source.name}", call
 
@@ -245,7 +333,15 @@ def _model_folder(rng: random.Random, folder: Path) -> tuple[str, Callable[[], A
             ["generate", "--model", "final", "--prompt", "a", "--max-new-tokens", "2"],
             ["eval", "ppl", "--model", "final", "--data", "x.txt"],
             ["export", "hf", "--model", "final", "--out", "out"],
-            ["train", *tiny_settings(folder, "run"), "run.dir=.", "steps=1", "init.from=final", "model.vocab_size=320", "--dry-run"],
+            [
+                "train",
+                *tiny_settings(folder, "run"),
+                "run.dir=.",
+                "steps=1",
+                "init.from=final",
+                "model.vocab_size=320",
+                "--dry-run",
+            ],
         )
     )
     inner = random.Random(rng.random())
@@ -255,7 +351,9 @@ def _model_folder(rng: random.Random, folder: Path) -> tuple[str, Callable[[], A
         (work / "x.txt").write_text(WORDS[0], encoding="utf-8")
         copy, _ = _damaged(folder / "good" / "run" / "final", work, inner)
         if inner.random() < 0.8:
-            (copy / DIGESTS).unlink(missing_ok=True)  # else they would find every damage before a reader does
+            (copy / DIGESTS).unlink(
+                missing_ok=True
+            )  # else they would find every damage before a reader does
         return run_verb(verb)
 
     return f"{verb[:2]} on a damaged model folder", call
@@ -266,7 +364,17 @@ def _tokenizer(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]
         (
             ["tokenizer", "inspect", "tok", "--data", "x.txt"],
             ["data", "tokenize", "--input", "x.txt", "--tokenizer", "tok", "--out", "out"],
-            ["data", "validate", "x.jsonl", "--kind", "chat", "--tokenizer", "tok", "--template", "tokenizer"],
+            [
+                "data",
+                "validate",
+                "x.jsonl",
+                "--kind",
+                "chat",
+                "--tokenizer",
+                "tok",
+                "--template",
+                "tokenizer",
+            ],
         )
     )
     inner = random.Random(rng.random())

@@ -15,13 +15,26 @@ from typing import Any
 
 from support.fuzzing import HOSTILE_TEXTS, Target, mutate_bytes, mutate_file, mutate_value, run_verb
 
-TURNS = [{"role": "user", "content": "<image>\n<audio>What?"}, {"role": "assistant", "content": "{}"}]
-PARTS = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "What?"}]
+TURNS = [
+    {"role": "user", "content": "<image>\n<audio>What?"},
+    {"role": "assistant", "content": "{}"},
+]
+PARTS = [
+    {"type": "image_url", "image_url": {"url": "a.png"}},
+    {"type": "audio", "audio": "a.wav"},
+    {"type": "text", "text": "What?"},
+]
 RECORDS: list[dict[str, Any]] = [
     {"text": "a", "image": "a.png", "audio": "a.flac", "video": "a.avi"},
     {"messages": TURNS, "images": ["a.jpg"], "audios": ["a.ogg"]},
     {"messages": [{"role": "user", "content": PARTS}, TURNS[1]]},
-    {"image": "a.webp", "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]},
+    {
+        "image": "a.webp",
+        "conversations": [
+            {"from": "human", "value": "<image>\nWhat?"},
+            {"from": "gpt", "value": "A cat."},
+        ],
+    },
     {"instruction": "a", "response": '{"diagnostic": {}}', "audio": "a.mp3"},
     {"file_name": "a.png", "caption": "b"},
 ]
@@ -45,7 +58,12 @@ def _make(folder: Path) -> None:
     for kind in ("wav", "flac", "ogg", "mp3"):
         soundfile.write(good / f"a.{kind}", wave, 8000)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 30, 3), dtype=np.uint8)
-    for name, options in (("a.png", {}), ("a.jpg", {}), ("a.webp", {}), ("b.webp", {"lossless": True})):
+    for name, options in (
+        ("a.png", {}),
+        ("a.jpg", {}),
+        ("a.webp", {}),
+        ("b.webp", {"lossless": True}),
+    ):
         Image.fromarray(pixels).save(good / name, **options)
     Image.fromarray(pixels).quantize(7).save(good / "b.png")
     _make_film(good / "a.avi", pixels)
@@ -55,8 +73,14 @@ def _make(folder: Path) -> None:
         text = tarfile.TarInfo("a.json")
         text.size = 14
         archive.addfile(text, io.BytesIO(b'{"text": "abc"}'[:14]))
-    record = {"text": "x", "image": "data:image/png;base64," + base64.b64encode((good / "a.png").read_bytes()).decode()}
-    (good / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (*RECORDS, record)), encoding="utf-8")
+    record = {
+        "text": "x",
+        "image": "data:image/png;base64,"
+        + base64.b64encode((good / "a.png").read_bytes()).decode(),
+    }
+    (good / "a.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in (*RECORDS, record)), encoding="utf-8"
+    )
 
 
 def _make_film(path: Path, pixels: Any) -> None:
@@ -67,7 +91,11 @@ def _make_film(path: Path, pixels: Any) -> None:
         stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
         for _ in range(4):
             container.mux(
-                stream.encode(av.VideoFrame.from_ndarray(pixels[:30, :30].repeat(2, 0).repeat(2, 1)[:32, :32].copy(), format="rgb24"))
+                stream.encode(
+                    av.VideoFrame.from_ndarray(
+                        pixels[:30, :30].repeat(2, 0).repeat(2, 1)[:32, :32].copy(), format="rgb24"
+                    )
+                )
             )
         container.mux(stream.encode())
 
@@ -82,9 +110,14 @@ def _case(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
     if how < 0.4:
         name, record = "x.jsonl", mutate_value(record, inner)
         if inner.random() < 0.3:
-            record = {"text": "a", inner.choice(("image", "audio", "video")): inner.choice(HOSTILE_TEXTS)}
+            record = {
+                "text": "a",
+                inner.choice(("image", "audio", "video")): inner.choice(HOSTILE_TEXTS),
+            }
     elif source.suffix not in (".jsonl", ".tar"):
-        key = {"png": "image", "jpg": "image", "webp": "image", "avi": "video"}.get(source.suffix[1:], "audio")
+        key = {"png": "image", "jpg": "image", "webp": "image", "avi": "video"}.get(
+            source.suffix[1:], "audio"
+        )
         name, record = "x.jsonl", {"text": "a", key: source.name}
 
     def call() -> int:
@@ -94,10 +127,14 @@ def _case(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
         os.chdir(work)
         if how >= 0.4:
             mutate_file(work / source.name, inner)
-        if how >= 0.9 and (work / source.name).is_file():  # a header that lies: a few bytes near the beginning
+        if (
+            how >= 0.9 and (work / source.name).is_file()
+        ):  # a header that lies: a few bytes near the beginning
             data = (work / source.name).read_bytes()
             (work / source.name).write_bytes(mutate_bytes(data[:64], inner) + data[64:])
-        (work / "x.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8", errors="surrogatepass")
+        (work / "x.jsonl").write_text(
+            json.dumps(record) + "\n", encoding="utf-8", errors="surrogatepass"
+        )
         return run_verb(["data", "validate", name, "--kind", "multimodal", *schema])
 
     return f"validate {name}, {source.name} damaged: {str(record)[:200]}", call

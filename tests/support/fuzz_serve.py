@@ -22,7 +22,11 @@ from support.fuzzing import Target, hostile_text, mutate_bytes, mutate_value
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 TOOL = {
     "type": "function",
-    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
 }
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}], "temperature": 0.5, "n": 2}),
@@ -51,7 +55,19 @@ def _models() -> tuple[ServedModel, ...]:
     chat = tokenizer.with_chat_template(BUILT_IN["chatml"].export(tokenizer))
     end = frozenset([tokenizer.eos_id or 0])
     plain = EngineFacts("m", chat, 2048, 320, 8, end, "cpu", "float32", 0, constraints=True)
-    media = EngineFacts("m", chat, 2048, 320, 8, end, "cpu", "float32", 0, media={"image": 4, "audio": 2}, media_missing=True)
+    media = EngineFacts(
+        "m",
+        chat,
+        2048,
+        320,
+        8,
+        end,
+        "cpu",
+        "float32",
+        0,
+        media={"image": 4, "audio": 2},
+        media_missing=True,
+    )
     client: Any = SimpleNamespace(setup=SimpleNamespace(path="m"))
     return tuple(ServedModel(client, facts, None, ServeLimits()) for facts in (plain, media))
 

@@ -78,7 +78,10 @@ def _recipe_file(rng: random.Random, folder: Path) -> tuple[str, Callable[[], An
     return repr(text[:300]), rng.choice((read, lambda: parse_yaml(text, "recipe.yaml")))
 
 
-PATHS = tuple(path.replace("[", "\0").split("\0")[0] if path.endswith("].kind") else path for path in setting_paths(Recipe))
+PATHS = tuple(
+    path.replace("[", "\0").split("\0")[0] if path.endswith("].kind") else path
+    for path in setting_paths(Recipe)
+)
 
 
 def _override(rng: random.Random) -> list[str]:
@@ -94,7 +97,11 @@ def _override(rng: random.Random) -> list[str]:
     for holder in ("data.train.", "data.valid.sets.", "stages.", "optim.groups."):
         if path.startswith(holder):
             key = path.removeprefix(holder)
-            one = f"{{path: store0, {key}: {hostile_text(rng)}}}" if holder.startswith("data") else f"{{{key}: {hostile_text(rng)}}}"
+            one = (
+                f"{{path: store0, {key}: {hostile_text(rng)}}}"
+                if holder.startswith("data")
+                else f"{{{key}: {hostile_text(rng)}}}"
+            )
             return [f"{holder[:-1]}={{a: {one}}}" if "sets" in holder else f"{holder[:-1]}=[{one}]"]
     return [*before, f"{path}={hostile_text(rng)}"]
 
@@ -102,7 +109,15 @@ def _override(rng: random.Random) -> list[str]:
 def _setting_read(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
     overrides = [one for _ in range(rng.choice((1, 1, 2))) for one in _override(rng)]
     if rng.random() < 0.1:
-        overrides.append(rng.choice((hostile_text(rng), f"{hostile_text(rng)}={hostile_text(rng)}", f"x.{hostile_text(rng)}.y=1")))
+        overrides.append(
+            rng.choice(
+                (
+                    hostile_text(rng),
+                    f"{hostile_text(rng)}={hostile_text(rng)}",
+                    f"x.{hostile_text(rng)}.y=1",
+                )
+            )
+        )
     return repr(overrides), lambda: load(Recipe, None, overrides)
 
 
@@ -150,7 +165,11 @@ def _option(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
     line = name.split()
     for parameter in command.params:
         is_flag = getattr(parameter, "is_flag", False)
-        if not parameter.opts or not (parameter.required or rng.random() < 0.25) or parameter.name == "help":
+        if (
+            not parameter.opts
+            or not (parameter.required or rng.random() < 0.25)
+            or parameter.name == "help"
+        ):
             continue
         value = _plausible(parameter, rng)
         if parameter.param_type_name == "argument":
@@ -159,7 +178,9 @@ def _option(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
             line.append(rng.choice(parameter.opts))
         elif rng.random() < 0.95:
             line += [parameter.opts[-1], value]
-    if line[0] == "train":  # without a recipe it trains on generated data: that works, but takes longer than a case may
+    if (
+        line[0] == "train"
+    ):  # without a recipe it trains on generated data: that works, but takes longer than a case may
         line.append("steps=1")
     out = folder / "out"
 
@@ -174,5 +195,17 @@ def _option(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
 
 def _plausible(parameter: Any, rng: random.Random) -> str:
     if rng.random() < 0.5:
-        return rng.choice(("../store0", "../store1", "out", "x.jsonl", "1", "0.5", "llama", "steps=1", "../recipe.yaml"))
+        return rng.choice(
+            (
+                "../store0",
+                "../store1",
+                "out",
+                "x.jsonl",
+                "1",
+                "0.5",
+                "llama",
+                "steps=1",
+                "../recipe.yaml",
+            )
+        )
     return rng.choice(HOSTILE_TEXTS).replace("\x00", "")

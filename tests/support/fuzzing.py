@@ -57,7 +57,9 @@ class Tally:
         return f"{name}: {self.cases} cases, {self.accepted} accepted, {self.refused} refused, {len(self.findings)} findings"
 
 
-def fuzz(target: Target, folder: Path, seconds: float, seed: int = 0, only: int | None = None) -> Tally:
+def fuzz(
+    target: Target, folder: Path, seconds: float, seed: int = 0, only: int | None = None
+) -> Tally:
     """Run a target's cases until the seconds are over. Case N of a seed is always the same: `only` runs that one."""
     folder.mkdir(parents=True, exist_ok=True)
     target.prepare(folder)
@@ -85,11 +87,15 @@ def _child(target: Target, folder: Path, seed: int, number: int, end: float, tal
         if said["event"] in ("accepted", "refused"):
             setattr(tally, said["event"], getattr(tally, said["event"]) + 1)
         else:
-            tally.findings.append(f"{target.name} case {number - 1} (seed {seed}): {said['case']}\n{said['text']}")
+            tally.findings.append(
+                f"{target.name} case {number - 1} (seed {seed}): {said['case']}\n{said['text']}"
+            )
     _, status = os.waitpid(pid, 0)
     if started is not None:
         code = os.waitstatus_to_exitcode(status)
-        tally.findings.append(f"{target.name} case {number - 1} (seed {seed}): {started}\nthe process ended with {code}")
+        tally.findings.append(
+            f"{target.name} case {number - 1} (seed {seed}): {started}\nthe process ended with {code}"
+        )
     return number
 
 
@@ -107,8 +113,12 @@ def _events(reading: int, pid: int) -> Iterator[dict[str, str]]:
             yield from map(json.loads, lines)
 
 
-def _run_cases(target: Target, folder: Path, seed: int, number: int, end: float, writing: int) -> None:
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # what the parent had mapped already
+def _run_cases(
+    target: Target, folder: Path, seed: int, number: int, end: float, writing: int
+) -> None:
+    mapped = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    )  # what the parent had mapped already
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     out = os.fdopen(writing, "w", encoding="utf-8", errors="replace")
@@ -183,7 +193,10 @@ def hostile_text(rng: random.Random) -> str:
         return rng.choice(HOSTILE_NUMBERS)
     if rng.random() < 0.8:
         return rng.choice(HOSTILE_TEXTS)
-    return "".join(chr(rng.choice((rng.randrange(32, 127), rng.randrange(1, 0x2FFF)))) for _ in range(rng.randrange(1, 40)))
+    return "".join(
+        chr(rng.choice((rng.randrange(32, 127), rng.randrange(1, 0x2FFF))))
+        for _ in range(rng.randrange(1, 40))
+    )
 
 
 HOSTILE_VALUES: tuple[Any, ...] = (
@@ -238,7 +251,9 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
         if kind < 0.5 and place < len(changed):
             changed[place] ^= 1 << rng.randrange(8)
         elif kind < 0.7:
-            changed[place:place] = rng.choice((b"\x00", b"\xff\xff\xff\xff", b"{", b"[" * 2000, b"\n", b'"', rng.randbytes(8)))
+            changed[place:place] = rng.choice(
+                (b"\x00", b"\xff\xff\xff\xff", b"{", b"[" * 2000, b"\n", b'"', rng.randbytes(8))
+            )
         elif kind < 0.85:
             changed[place : place + rng.randrange(1, 64)] = b"\x00" * rng.randrange(0, 64)
         else:

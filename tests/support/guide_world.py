@@ -23,19 +23,36 @@ from support.runs import headway
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = ROOT / "tests" / "support" / "imported"
-CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=320, max_seq_len=4096)
+CONFIG = ModelConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=48,
+    vocab_size=320,
+    max_seq_len=4096,
+)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHAT = [{"instruction": f"Say {number}.", "output": f"{number}"} for number in range(40)]
 PAIRS = [{"prompt": one["instruction"], "chosen": one["output"], "rejected": "No."} for one in CHAT]
-TEXTS = [{"text": f"Document {number} says: " + "over the hills and far away. " * 8} for number in range(40)]
+TEXTS = [
+    {"text": f"Document {number} says: " + "over the hills and far away. " * 8}
+    for number in range(40)
+]
 FAST = [
     "data.seq_len=64", "batch={rows: 2, micro_rows: 1}", "epochs=null", "steps=1", "eval.every=1", "eval.rows=1", "track=[]",
     "device=cpu", "data.cache_dir=cache", "data.packing=best_fit",
 ]  # fmt: skip
-SCRATCH = ["model.hidden_size=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_size=48"]
+SCRATCH = [
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.ffn_size=48",
+]
 RECIPE = """\
 run: {name: my-run}
 model: {hidden_size: 32, num_layers: 4, num_heads: 4, num_kv_heads: 2, ffn_size: 48, max_seq_len: 128}
@@ -86,7 +103,16 @@ def build(folder: Path) -> None:
             Path(place).symlink_to(os.path.relpath(Path("made") / made, Path(place).parent))
     Path("runs/law").mkdir()
     shutil.copytree("made/adapter", "runs/law/adapter")
-    run("masks", "export", "--model", "runs/prulong-masks", "--sparsity", "0.5", "--out", "masks.tsv")
+    run(
+        "masks",
+        "export",
+        "--model",
+        "runs/prulong-masks",
+        "--sparsity",
+        "0.5",
+        "--out",
+        "masks.tsv",
+    )
     shutil.copy("masks.tsv", "masks_sp0.7.tsv")
     run("export", "gguf", "--model", "models/tiny", "--out", "NAME.gguf")
 
@@ -94,12 +120,17 @@ def build(folder: Path) -> None:
 def run(*words: str) -> None:
     """A command that must work."""
     done = headway(*words, timeout=300)
-    assert done.returncode == 0, f"headway {' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert done.returncode == 0, (
+        f"headway {' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    )
 
 
 def write_lines(path: str, records: Iterable[dict[str, Any]]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    Path(path).write_text(
+        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
+        encoding="utf-8",
+    )
 
 
 def _write_data() -> None:
@@ -111,15 +142,32 @@ def _write_data() -> None:
         write_lines(path, CHAT)
     Path("alpaca.json").write_text(json.dumps(CHAT), encoding="utf-8")
     write_lines("pairs.jsonl", PAIRS)
-    write_lines("held-out.jsonl", ({**pair, **text} for pair, text in zip(PAIRS[:4], TEXTS, strict=False)))
     write_lines(
-        "labelled.jsonl", ({"prompt": one["instruction"], "completion": one["output"], "label": bool(n % 2)} for n, one in enumerate(CHAT))
+        "held-out.jsonl", ({**pair, **text} for pair, text in zip(PAIRS[:4], TEXTS, strict=False))
     )
     write_lines(
-        "answers.jsonl", ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]} for _ in range(3))
+        "labelled.jsonl",
+        (
+            {"prompt": one["instruction"], "completion": one["output"], "label": bool(n % 2)}
+            for n, one in enumerate(CHAT)
+        ),
+    )
+    write_lines(
+        "answers.jsonl",
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "assistant", "content": "Yes."},
+                ]
+            }
+            for _ in range(3)
+        ),
     )
     write_lines("prompts.jsonl", ({"prompt": f"Say {number}."} for number in range(2)))
-    Path("talk.json").write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}), encoding="utf-8")
+    Path("talk.json").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Hi"}]}), encoding="utf-8"
+    )
     Path("questions.txt").write_text("What is an index?\n", encoding="utf-8")
     texts = (
         "corpus/text.jsonl",
@@ -135,7 +183,9 @@ def _write_data() -> None:
     for path in texts:
         write_lines(path, TEXTS)
     write_lines("togethercomputer/RedPajama-Data-1T-Sample/docs.jsonl", TEXTS)
-    write_lines("big.jsonl", ({**one, "meta": {"source": f"s{n % 2}"}} for n, one in enumerate(TEXTS[:4])))
+    write_lines(
+        "big.jsonl", ({**one, "meta": {"source": f"s{n % 2}"}} for n, one in enumerate(TEXTS[:4]))
+    )
     plain = " ".join(one["text"] for one in TEXTS[:4])
     for path in ("held-out.txt", "wiki/a.txt", "wiki/b.txt", "books/a.txt", "raw_data.txt"):
         Path(path).parent.mkdir(exist_ok=True)
@@ -146,24 +196,45 @@ def _write_data() -> None:
     Path("data").mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TEXTS), "data/a.parquet")
     Path("fortunes").mkdir()
-    Path("fortunes/one").write_text("\n%\n".join(f"fortune {number} says hello" for number in range(20)) + "\n", encoding="utf-8")
+    Path("fortunes/one").write_text(
+        "\n%\n".join(f"fortune {number} says hello" for number in range(20)) + "\n",
+        encoding="utf-8",
+    )
 
 
 def _write_tokenizers() -> None:
     tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
     for path in ("tokenizers/mine", "tokenizer", "T"):
         tokenizer.save(Path(path))
-    run("tokenizer", "train", "--kind", "sentencepiece", "--input", "raw_data.txt", "--vocab-size", "300", "--out", "made/pieces")
+    run(
+        "tokenizer",
+        "train",
+        "--kind",
+        "sentencepiece",
+        "--input",
+        "raw_data.txt",
+        "--vocab-size",
+        "300",
+        "--out",
+        "made/pieces",
+    )
     shutil.copy("made/pieces/tokenizer.model", "V7_sft.model")
     settings = Path("made/templated")
     tokenizer.save(settings)
     path = settings / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), "chat_template": TEMPLATE}), encoding="utf-8")
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), "chat_template": TEMPLATE}),
+        encoding="utf-8",
+    )
 
 
 def _write_model(name: str, config: ModelConfig) -> dict[str, torch.Tensor]:
-    weights = {spec.name: initial_value(spec.name, spec.shape, config, 4) for spec in param_specs(config)}
-    export_huggingface(config, iter(weights.items()), Path("made") / name, tokenizer=Path("made/templated"))
+    weights = {
+        spec.name: initial_value(spec.name, spec.shape, config, 4) for spec in param_specs(config)
+    }
+    export_huggingface(
+        config, iter(weights.items()), Path("made") / name, tokenizer=Path("made/templated")
+    )
     return weights
 
 
@@ -174,13 +245,23 @@ def _write_models() -> None:
     _write_model("mixture", CONFIG.with_(family="mixtral", experts={"num": 4, "per_token": 2}))
     # A checkpoint of InternLM with its optimizer: one tensor rank, one stage, one zero rank.
     config = ModelConfig(**INTERNLM)
-    weights = {spec.name: initial_value(spec.name, spec.shape, config, 4) for spec in param_specs(config)}
+    weights = {
+        spec.name: initial_value(spec.name, spec.shape, config, 4) for spec in param_specs(config)
+    }
     folder = Path("llm_ckpts/49")
     folder.parent.mkdir()
     write_weights(weights, folder, 1, 1)
     zeros = {name: torch.zeros_like(value) for name, value in weights.items()}
     context = {"step_count": 1, "num_consumed_tokens": 128, "inf_nan_skip_batches": 0}
-    write_optimizer({"master": weights, "exp_avg": zeros, "exp_avg_sq": zeros}, folder, 1, 1, 1, updates=1, context=context)
+    write_optimizer(
+        {"master": weights, "exp_avg": zeros, "exp_avg_sq": zeros},
+        folder,
+        1,
+        1,
+        1,
+        updates=1,
+        context=context,
+    )
 
 
 def _write_recipes() -> None:
@@ -188,7 +269,9 @@ def _write_recipes() -> None:
         Path(name).write_text(RECIPE, encoding="utf-8")
     Path("staged.yaml").write_text(RECIPE.replace("steps: 2\n", STAGES), encoding="utf-8")
     shape = next(line for line in RECIPE.splitlines() if line.startswith("model: "))
-    Path("internlm-7b.yaml").write_text(RECIPE.replace(shape, f"model: {json.dumps(INTERNLM)}"), encoding="utf-8")
+    Path("internlm-7b.yaml").write_text(
+        RECIPE.replace(shape, f"model: {json.dumps(INTERNLM)}"), encoding="utf-8"
+    )
     Path("sweep.txt").write_text("optim.lr=1e-3\noptim.lr=3e-4 seed=2\n", encoding="utf-8")
 
 
@@ -200,7 +283,11 @@ def _write_stores() -> None:
         run("data", "tokenize", *tokens, "--out", f"part{part}", "--shard", f"{part}/8")
     long = "datasets/long-context-65536"
     run("data", "tokenize", *tokens, "--to", "mds", "--out", f"{long}/book-65536")
-    for name in (f"{long}/thestackv1_concat_by_repo-65536", f"{long}/fineweb-edu", "datasets/prolong-ultrachat-64K"):
+    for name in (
+        f"{long}/thestackv1_concat_by_repo-65536",
+        f"{long}/fineweb-edu",
+        "datasets/prolong-ultrachat-64K",
+    ):
         shutil.copytree(f"{long}/book-65536", name)
     internlm = ["--tokenizer", "V7_sft.model", "--to", "internlm", "--type", "cn", "--no-eos"]
     run("data", "tokenize", "--input", "raw_data.txt", *internlm, "--out", "data/train")
@@ -225,8 +312,18 @@ def _write_media() -> None:
 
     report = {
         "diagnostic": {
-            "physical_markers": {"ears": "forward", "tail": "upright", "posture": "relaxed", "vocalization": "purr"},
-            "classification": {"ethogram_group": "maintenance", "affective_state": "content", "arousal_level": "low", "risk_rating": 1},
+            "physical_markers": {
+                "ears": "forward",
+                "tail": "upright",
+                "posture": "relaxed",
+                "vocalization": "purr",
+            },
+            "classification": {
+                "ethogram_group": "maintenance",
+                "affective_state": "content",
+                "arousal_level": "low",
+                "risk_rating": 1,
+            },
         },
         "behavioral_summary": "The cat rests.",
         "human_actionable_insight": "让它休息。",
@@ -242,7 +339,10 @@ def _write_media() -> None:
         shutil.copy(sound, name)
     Path("clip.mp4").write_bytes(film())
     record = {
-        "messages": [{"role": "user", "content": "<image>\nWhat now?"}, {"role": "assistant", "content": json.dumps(report)}],
+        "messages": [
+            {"role": "user", "content": "<image>\nWhat now?"},
+            {"role": "assistant", "content": json.dumps(report)},
+        ],
         "images": [str(Path("cat.png").resolve())],
     }
     for path in ("data/train.jsonl", "data/phase2/train.jsonl"):
@@ -256,12 +356,32 @@ def _train_models() -> None:
     run("train", "sparsify", *fine_tune, "objective.window=16", "run.name=gated")
     run("train", "reward", *fine_tune, "run.name=reward")
     run("train", "lora", *fine_tune, "run.name=lora")
-    run("train", "sft", *fine_tune, "init.from=made/qwen3", "model.no_rope_layers=[3, 4, 5]", "run.name=deep3")
+    run(
+        "train",
+        "sft",
+        *fine_tune,
+        "init.from=made/qwen3",
+        "model.no_rope_layers=[3, 4, 5]",
+        "run.name=deep3",
+    )
     shutil.move("made/lora/final/adapter", "made/adapter")
     align = [one for one in FAST if not one.startswith(("batch", "data.seq_len", "data.packing"))]
-    run("train", "multimodal/align", *align, "batch={rows: 4, micro_rows: 4}", "model.aligner.dim=16", "run.dir=made", "run.name=aligned")
+    run(
+        "train",
+        "multimodal/align",
+        *align,
+        "batch={rows: 4, micro_rows: 4}",
+        "model.aligner.dim=16",
+        "run.dir=made",
+        "run.name=aligned",
+    )
     tune = [one for one in FAST if not one.startswith(("data.seq_len", "data.packing"))]
-    settings = ["multimodal.aligner=made/aligned", "data.seq_len=512", "run.dir=made", "run.name=seeing"]
+    settings = [
+        "multimodal.aligner=made/aligned",
+        "data.seq_len=512",
+        "run.dir=made",
+        "run.name=seeing",
+    ]
     run("train", "multimodal/tune", "init.from=made/chat", *tune, *settings)
 
 

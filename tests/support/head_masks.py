@@ -21,13 +21,21 @@ def masked_forward(model: Transformer, ids: torch.Tensor, masks: HeadMasks) -> t
         kept[block] = block.core
         full = torch.tensor(masks.full[layer])[:, None, None]
 
-        def core(q, k, v, mask: AttentionMask, *, window=None, full=full, rule=block.rule) -> torch.Tensor:
+        def core(
+            q, k, v, mask: AttentionMask, *, window=None, full=full, rule=block.rule
+        ) -> torch.Tensor:
             seen = visible(mask, window)[:, None] & (full | streaming)[None]
             groups = q.shape[2] // k.shape[2]
-            k, v, seen = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), seen.repeat_interleave(groups, 1)
+            k, v, seen = (
+                k.repeat_interleave(groups, 2),
+                v.repeat_interleave(groups, 2),
+                seen.repeat_interleave(groups, 1),
+            )
             scores = rule(torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5)
             sinks = None if rule.sinks is None else rule.sinks[:, None, None]
-            return torch.einsum("bhts,bshd->bthd", softmax(scores.masked_fill(~seen, -torch.inf), sinks), v)
+            return torch.einsum(
+                "bhts,bshd->bthd", softmax(scores.masked_fill(~seen, -torch.inf), sinks), v
+            )
 
         block.core = core
     hidden = model(ids, at.expand(rows, -1), causal_mask(rows, length))

@@ -21,7 +21,14 @@ from headway.model.layout import param_specs
 from headway.tokenizer.train import train_bpe
 from support.internlm_folder import write_weights
 
-SHAPE: dict[str, Any] = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "ffn_size": 24, "vocab_size": 384, "max_seq_len": 64}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "ffn_size": 24,
+    "vocab_size": 384,
+    "max_seq_len": 64,
+}
 TEXTS = ["The river had frozen early that year.\n" * 6, "那年河水结冰很早。\n" * 6]
 DEEP = "[" * 100_000 + "]" * 100_000
 VALUES: list[Any] = [
@@ -46,11 +53,17 @@ def healthy_folders(root: Path) -> dict[str, Path]:
     kinds = {
         "llama": {"rope_scaling": {"kind": "llama3", "factor": 2.0}, "tie_embeddings": False},
         "qwen2": {"qkv_bias": True, "sliding_window": 8, "window_layers": (1,)},
-        "qwen3": {"qk_norm": True, "rope_scaling": {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 32}},
+        "qwen3": {
+            "qk_norm": True,
+            "rope_scaling": {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 32},
+        },
         "mistral": {"sliding_window": 8},
         "smollm3": {"no_rope_layers": (1,)},
     }
-    found = {kind: _model(root / kind, ModelConfig.model_validate({"family": kind, **SHAPE, **more})) for kind, more in kinds.items()}
+    found = {
+        kind: _model(root / kind, ModelConfig.model_validate({"family": kind, **SHAPE, **more}))
+        for kind, more in kinds.items()
+    }
     found["bin"] = _pickled(root / "bin", found["llama"])
     found["sharded"] = _sharded(root / "sharded", found["llama"])
     found["z2all"] = _zero2all(root / "z2all")
@@ -61,7 +74,13 @@ def healthy_folders(root: Path) -> dict[str, Path]:
 
 
 def _internlm() -> ModelConfig:
-    return ModelConfig(family="internlm", qkv_bias=True, output_bias=True, tie_embeddings=False, **{**SHAPE, "num_heads": 4})
+    return ModelConfig(
+        family="internlm",
+        qkv_bias=True,
+        output_bias=True,
+        tie_embeddings=False,
+        **{**SHAPE, "num_heads": 4},
+    )
 
 
 def _values(config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -73,10 +92,14 @@ def _model(folder: Path, config: ModelConfig) -> Path:
     folder.mkdir()
     values = _values(config)
     (folder / "config.json").write_text(json.dumps(family_of(config.family).write(config)))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "bos_token_id": 1}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1, 2], "bos_token_id": 1})
+    )
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer = train_bpe(TEXTS, vocab_size=300, out=folder)
-    tokenizer.with_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}").save(folder)
+    tokenizer.with_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}").save(
+        folder
+    )
     return folder
 
 
@@ -99,7 +122,10 @@ def _sharded(folder: Path, source: Path) -> Path:
     halves = {f"model-{i + 1:05}-of-00002.safetensors": names[i::2] for i in range(2)}
     for file, part in halves.items():
         save_file({name: values[name] for name in part}, folder / file)
-    index = {"metadata": {"total_size": 1}, "weight_map": {name: file for file, part in halves.items() for name in part}}
+    index = {
+        "metadata": {"total_size": 1},
+        "weight_map": {name: file for file, part in halves.items() for name in part},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
@@ -144,7 +170,10 @@ def _file_mutations(path: Path) -> Iterator[Mutation]:
     for name, content in CONTENTS.items():
         yield name, _place(lambda target, content=content: target.write_bytes(content))
     for part in (1, size // 3, size - 1):
-        yield f"cut at {part}", lambda target, part=part: target.write_bytes(target.read_bytes()[:part])
+        yield (
+            f"cut at {part}",
+            lambda target, part=part: target.write_bytes(target.read_bytes()[:part]),
+        )
     yield "missing", lambda target: target.unlink()
     yield "a folder", _place(lambda target: target.mkdir())
     yield "a loop", _place(lambda target: target.symlink_to(target.name))
@@ -166,13 +195,26 @@ def _json_mutations(path: Path) -> Iterator[Mutation]:
     for key, below in content.items():
         yield f"without {key}", put(lambda found, key=key: found.pop(key))
         for number, value in enumerate(VALUES):
-            yield f"{key}={str(value)[:20]!r} ({number})", put(lambda found, key=key, value=value: found.__setitem__(key, value))
+            yield (
+                f"{key}={str(value)[:20]!r} ({number})",
+                put(lambda found, key=key, value=value: found.__setitem__(key, value)),
+            )
         if isinstance(below, dict):
             for inner in list(below)[:12]:
                 for number, value in enumerate(VALUES):
-                    yield f"{key}.{inner} {number}", put(lambda found, k=key, i=inner, value=value: found[k].__setitem__(i, value))
+                    yield (
+                        f"{key}.{inner} {number}",
+                        put(
+                            lambda found, k=key, i=inner, value=value: found[k].__setitem__(
+                                i, value
+                            )
+                        ),
+                    )
     for number, value in enumerate(VALUES):
-        yield f"unknown key {number}", put(lambda found, value=value: found.__setitem__("rope_scaling", value))
+        yield (
+            f"unknown key {number}",
+            put(lambda found, value=value: found.__setitem__("rope_scaling", value)),
+        )
 
 
 def _tensor_mutations(path: Path) -> Iterator[Mutation]:
@@ -194,12 +236,17 @@ def _tensor_mutations(path: Path) -> Iterator[Mutation]:
 
         return apply
 
-    def first(values: dict[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    def first(
+        values: dict[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         name = sorted(values)[0]
         return {**values, name: change(values[name]).contiguous()}
 
     for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn, torch.float64, torch.int64):
-        yield f"of type {dtype}", again(lambda values, dtype=dtype: first(values, lambda one: one.to(dtype)))
+        yield (
+            f"of type {dtype}",
+            again(lambda values, dtype=dtype: first(values, lambda one: one.to(dtype))),
+        )
     yield "nan", again(lambda values: first(values, lambda one: one * float("nan")))
     yield "infinite", again(lambda values: first(values, lambda one: one / 0))
     yield "flat", again(lambda values: first(values, lambda one: one.flatten()))
@@ -210,7 +257,18 @@ def _tensor_mutations(path: Path) -> Iterator[Mutation]:
 
 def _pickle_mutations(path: Path) -> Iterator[Mutation]:
     """What can be wrong with a file of torch.save that is one."""
-    for number, value in enumerate([3, [1], {}, {"a": 1}, {1: torch.ones(2)}, {"model.norm.weight": "x"}, torch.ones(3), {"a": {}}]):
+    for number, value in enumerate(
+        [
+            3,
+            [1],
+            {},
+            {"a": 1},
+            {1: torch.ones(2)},
+            {"model.norm.weight": "x"},
+            torch.ones(3),
+            {"a": {}},
+        ]
+    ):
         yield f"holds {number}", lambda target, value=value: torch.save(value, target)
 
     def first(change: Callable[[torch.Tensor], Any]) -> Write:
@@ -245,14 +303,18 @@ def mutations(path: Path) -> Iterator[Mutation]:
     if path.suffix == ".json" and path.name != "tokenizer.json":
         yield from _json_mutations(path)
     if path.name == "tokenizer.json":
-        yield from (mutation for number, mutation in enumerate(_json_mutations(path)) if number % 3 == 0)
+        yield from (
+            mutation for number, mutation in enumerate(_json_mutations(path)) if number % 3 == 0
+        )
     if path.suffix == ".safetensors":
         yield from _tensor_mutations(path)
     if path.suffix in (".bin", ".pt"):
         yield from _pickle_mutations(path)
 
 
-def hostile_folders(root: Path, only: tuple[str, ...] | None = None, every: int = 1) -> Iterator[tuple[str, Path]]:
+def hostile_folders(
+    root: Path, only: tuple[str, ...] | None = None, every: int = 1
+) -> Iterator[tuple[str, Path]]:
     """Every healthy folder with one thing wrong: of some kinds only, or of each so many one."""
     count = 0
     for kind, source in healthy_folders(root / "healthy").items():
@@ -279,7 +341,9 @@ def random_folders(root: Path, seed: int) -> Iterator[tuple[str, Path]]:
         folder = _copy(source, root / "hostile")
         said = []
         for _ in range(rng.randint(1, 4)):
-            inside = rng.choice(sorted(file.relative_to(source) for file in source.rglob("*") if file.is_file()))
+            inside = rng.choice(
+                sorted(file.relative_to(source) for file in source.rglob("*") if file.is_file())
+            )
             name, mutate = rng.choice(list(mutations(source / inside)))
             try:
                 mutate(folder / inside)

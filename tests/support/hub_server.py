@@ -52,15 +52,39 @@ class Hub:
         """The files of a branch, tag or commit."""
         if revision in ("main", COMMIT):
             return self.files
-        return next((files for name, files in self.revisions.items() if revision in (name, commit_of(name))), None)
+        return next(
+            (
+                files
+                for name, files in self.revisions.items()
+                if revision in (name, commit_of(name))
+            ),
+            None,
+        )
 
     def etag(self, name: str, data: bytes) -> str:
         return hashlib.sha256(data).hexdigest() if name.endswith(".safetensors") else git_sha1(data)
 
     def info(self, revision: str) -> dict[str, Any]:
-        siblings = [{"rfilename": name, "size": len(data)} for name, data in (self.content(revision) or {}).items()]
-        sha = commit_of(revision) if revision in self.revisions else revision if len(revision) == 40 else COMMIT
-        return {"id": "org/name", "sha": sha, "private": False, "tags": [], "downloads": 0, "likes": 0, "siblings": siblings}
+        siblings = [
+            {"rfilename": name, "size": len(data)}
+            for name, data in (self.content(revision) or {}).items()
+        ]
+        sha = (
+            commit_of(revision)
+            if revision in self.revisions
+            else revision
+            if len(revision) == 40
+            else COMMIT
+        )
+        return {
+            "id": "org/name",
+            "sha": sha,
+            "private": False,
+            "tags": [],
+            "downloads": 0,
+            "likes": 0,
+            "siblings": siblings,
+        }
 
 
 def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
@@ -70,7 +94,9 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-        def answer(self, status: int, data: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+        def answer(
+            self, status: int, data: bytes, headers: dict[str, str], cut: int | None = None
+        ) -> None:
             self.send_response(status)
             for key, value in {"Content-Length": str(len(data)), **headers}.items():
                 self.send_header(key, value)
@@ -93,23 +119,38 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.do_GET()
 
         def do_GET(self) -> None:
-            hub.requests.append(f"{self.command} {self.path} {self.headers.get('Range') or ''}".strip())
+            hub.requests.append(
+                f"{self.command} {self.path} {self.headers.get('Range') or ''}".strip()
+            )
             path = self.path.partition("?")[0]
             if hub.refusal is not None and "org/name" in path:
-                self.answer(hub.refusal[0], b"{}", {"X-Error-Code": hub.refusal[1]} if hub.refusal[1] else {})
+                self.answer(
+                    hub.refusal[0],
+                    b"{}",
+                    {"X-Error-Code": hub.refusal[1]} if hub.refusal[1] else {},
+                )
                 return
-            described = re.fullmatch(r"/api/(?:models|datasets)/org/name(?:/revision/([\w.%-]+))?", path)
+            described = re.fullmatch(
+                r"/api/(?:models|datasets)/org/name(?:/revision/([\w.%-]+))?", path
+            )
             if described:
                 revision = described[1] or "main"
                 if hub.content(revision) is None:
                     self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
                     return
-                self.answer(200, json.dumps(hub.info(revision)).encode(), {"Content-Type": "application/json"})
+                self.answer(
+                    200,
+                    json.dumps(hub.info(revision)).encode(),
+                    {"Content-Type": "application/json"},
+                )
                 return
             tree = re.fullmatch(r"/api/(?:models|datasets)/org/name/tree/([\w.-]+)", path)
             if tree:
                 files = hub.content(tree[1]) or {}
-                listed = [{"type": "file", "path": n, "size": len(d), "oid": git_sha1(d)} for n, d in files.items()]
+                listed = [
+                    {"type": "file", "path": n, "size": len(d), "oid": git_sha1(d)}
+                    for n, d in files.items()
+                ]
                 self.answer(200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
                 return
             found = re.fullmatch(r"(?:/datasets)?/org/name/resolve/([\w.-]+)/(.+)", path)
@@ -121,10 +162,16 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.send_file(found[2], files[found[2]], found[1])
 
         def send_file(self, name: str, data: bytes, commit: str) -> None:
-            if (name in hub.missing or (hub.gone_after_cut and hub.cut_after is None)) and self.command == "GET":
+            if (
+                name in hub.missing or (hub.gone_after_cut and hub.cut_after is None)
+            ) and self.command == "GET":
                 self.answer(403, b"{}", {})
                 return
-            headers = {"ETag": f'"{hub.etag(name, data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+            headers = {
+                "ETag": f'"{hub.etag(name, data)}"',
+                "X-Repo-Commit": commit,
+                "Accept-Ranges": "bytes",
+            }
             if name in hub.wrong:
                 data = bytes([data[0] ^ 1]) + data[1:]
             begin = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
@@ -132,7 +179,11 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             part = data[start : int(begin[2]) + 1 if begin and begin[2] else None]
             if begin:
                 headers["Content-Range"] = f"bytes {start}-{start + len(part) - 1}/{len(data)}"
-            cut, hub.cut_after = (hub.cut_after, None) if self.command == "GET" and len(part) > 1000 else (None, hub.cut_after)
+            cut, hub.cut_after = (
+                (hub.cut_after, None)
+                if self.command == "GET" and len(part) > 1000
+                else (None, hub.cut_after)
+            )
             self.answer(206 if begin else 200, part, headers, cut)
 
     return Handler
@@ -164,7 +215,9 @@ def serve_hub() -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(state))
     server.daemon_threads = True
     state.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield state

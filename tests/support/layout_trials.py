@@ -66,15 +66,32 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
-def trial(name: str, world: int, parallel: dict[str, Any], *, config: ModelConfig = PLAIN, pairs: bool = False, **more: Any) -> LayoutTrial:
+def trial(
+    name: str,
+    world: int,
+    parallel: dict[str, Any],
+    *,
+    config: ModelConfig = PLAIN,
+    pairs: bool = False,
+    **more: Any,
+) -> LayoutTrial:
     """A trial with the small model, all of which trains unless `freeze` says otherwise."""
-    setup = {"micro": 2, "freeze": (), "objective": DPO(reference_free=True) if pairs else None, **more}
+    setup = {
+        "micro": 2,
+        "freeze": (),
+        "objective": DPO(reference_free=True) if pairs else None,
+        **more,
+    }
     return LayoutTrial(name, world, Setup(parallel, config=config, **setup), pairs)
 
 
 def step_of(one: LayoutTrial, index: int, rank: int, world: int) -> StepBatch:
     """This rank's rows of a step, the same rows however many ranks read them."""
-    return pair_step(index, one.setup.micro, rank, world) if one.pairs else share_of_step(index, one.setup.micro, rank, world)
+    return (
+        pair_step(index, one.setup.micro, rank, world)
+        if one.pairs
+        else share_of_step(index, one.setup.micro, rank, world)
+    )
 
 
 def pair_step(index: int, micro: int, rank: int, world: int) -> StepBatch:
@@ -84,13 +101,25 @@ def pair_step(index: int, micro: int, rank: int, world: int) -> StepBatch:
     def text(length: int) -> list[int]:
         return torch.randint(1, 64, (length,), generator=generator).tolist()
 
-    rows = [[(text(2), text(1 + number % 3), text(2)) for number in range(1 + row % 2)] for row in range(16)]
+    rows = [
+        [(text(2), text(1 + number % 3), text(2)) for number in range(1 + row % 2)]
+        for row in range(16)
+    ]
     batch = pair_batch(rows, seq_len=16)
     size, each = 16 // micro, micro // world
     mine = [slice(i * size, (i + 1) * size) for i in range(rank * each, (rank + 1) * each)]
-    micros = tuple(replace(batch, **{name: getattr(batch, name)[part] for name in TENSOR_FIELDS}) for part in mine)
-    totals = {"targets": float(batch.loss_weight.sum()), "rows": 16.0, "pairs": float(sum(map(len, rows)))}
-    return StepBatch(micros, totals, StepStats(batch.tokens.numel(), 1, 1, 1, 1, 0), first_microbatch=rank * each)
+    micros = tuple(
+        replace(batch, **{name: getattr(batch, name)[part] for name in TENSOR_FIELDS})
+        for part in mine
+    )
+    totals = {
+        "targets": float(batch.loss_weight.sum()),
+        "rows": 16.0,
+        "pairs": float(sum(map(len, rows))),
+    }
+    return StepBatch(
+        micros, totals, StepStats(batch.tokens.numel(), 1, 1, 1, 1, 0), first_microbatch=rank * each
+    )
 
 
 def train_some(one: LayoutTrial, engine: Any, steps: range) -> tuple[list[float], list[float]]:
@@ -98,7 +127,9 @@ def train_some(one: LayoutTrial, engine: Any, steps: range) -> tuple[list[float]
     data = engine.ranks.data
     losses, norms = [], []
     for index in steps:
-        result = engine.forward_backward(step_of(one, index, data.rank, data.size), StepInfo(index, 20))
+        result = engine.forward_backward(
+            step_of(one, index, data.rank, data.size), StepInfo(index, 20)
+        )
         update = engine.update(hypers(TRIAL_OPTIM, engine.groups, index, 20))
         assert not update.skipped
         losses.append(float(result.loss))
@@ -113,31 +144,56 @@ def train_trial(one: LayoutTrial, group: RankGroup, steps: int = STEPS) -> Outco
     losses, norms = train_some(one, engine, range(steps))
     batches = step_of(one, steps, data.rank, data.size).microbatches
     sums = engine.evaluate(batches, StepInfo(steps, 20, training=False))
-    valid = {name: float(total / weight) for name, (total, weight) in sums.items() if total.dim() == 0}
+    valid = {
+        name: float(total / weight) for name, (total, weight) in sums.items() if total.dim() == 0
+    }
     return Outcome(losses, norms, valid, {name: value.clone() for name, value in engine.weights()})
 
 
 def on_one_process(one: LayoutTrial) -> LayoutTrial:
     """A trial without its layout."""
-    kept = {key: value for key, value in one.setup.parallel.items() if key in ("accumulate_dtype", "reduce_dtype")}
-    return replace(one, name="alone", world=1, setup=replace(one.setup, parallel=kept, compile_blocks=False))
+    kept = {
+        key: value
+        for key, value in one.setup.parallel.items()
+        if key in ("accumulate_dtype", "reduce_dtype")
+    }
+    return replace(
+        one, name="alone", world=1, setup=replace(one.setup, parallel=kept, compile_blocks=False)
+    )
 
 
-def compare(trials: Sequence[LayoutTrial], tolerance: float = 1e-5, seconds_each: float = 10, steps: int = STEPS) -> list[str]:
+def compare(
+    trials: Sequence[LayoutTrial],
+    tolerance: float = 1e-5,
+    seconds_each: float = 10,
+    steps: int = STEPS,
+) -> list[str]:
     """Run trials; returns the table, a line for each. Losses, norms, validation and final weights must be those of one process."""
-    table = [f"{'trial':<44}{'ranks':>6}  {'loss':>10}{'norm':>10}{'weights':>10}   largest relative difference in {steps} steps"]
+    table = [
+        f"{'trial':<44}{'ranks':>6}  {'loss':>10}{'norm':>10}{'weights':>10}   largest relative difference in {steps} steps"
+    ]
     wrong: list[str] = []
-    for world, several in groupby(sorted(trials, key=lambda one: one.world), key=lambda one: one.world):
+    for world, several in groupby(
+        sorted(trials, key=lambda one: one.world), key=lambda one: one.world
+    ):
         listed = list(several)
-        results = run_ranks(functools.partial(_train_all, listed, steps), world, timeout=60 + seconds_each * len(listed))
+        results = run_ranks(
+            functools.partial(_train_all, listed, steps),
+            world,
+            timeout=60 + seconds_each * len(listed),
+        )
         for index, one in enumerate(listed):
             try:
-                differences = [_differences(one, outcomes[index], tolerance, steps) for outcomes in results]
+                differences = [
+                    _differences(one, outcomes[index], tolerance, steps) for outcomes in results
+                ]
             except AssertionError as problem:
                 wrong.append(str(problem)[:600])
                 continue
             worst = [max(column) for column in zip(*differences, strict=True)]
-            table.append(f"{one.name:<44}{world:>6}  " + "".join(f"{value:>10.1e}" for value in worst))
+            table.append(
+                f"{one.name:<44}{world:>6}  " + "".join(f"{value:>10.1e}" for value in worst)
+            )
     assert not wrong, "\n\n".join(["\n".join(table), *wrong])
     return table
 
@@ -146,7 +202,9 @@ def _train_all(trials: Sequence[LayoutTrial], steps: int, group: RankGroup) -> l
     return [train_trial(one, group, steps) for one in trials]
 
 
-def _differences(one: LayoutTrial, got: Outcome, tolerance: float, steps: int) -> tuple[float, float, float]:
+def _differences(
+    one: LayoutTrial, got: Outcome, tolerance: float, steps: int
+) -> tuple[float, float, float]:
     right = _right(one, steps)
     assert got.losses == pytest.approx(right.losses, rel=tolerance, abs=1e-7), one.name
     assert got.norms == pytest.approx(right.norms, rel=10 * tolerance), one.name
@@ -154,10 +212,14 @@ def _differences(one: LayoutTrial, got: Outcome, tolerance: float, steps: int) -
     assert got.weights.keys() == right.weights.keys(), one.name
     # what starts at zero, such as a bias, is compared with a norm of at least 1
     far = {
-        name: float((got.weights[name].float() - value.float()).norm() / value.float().norm().clamp(min=1.0))
+        name: float(
+            (got.weights[name].float() - value.float()).norm() / value.float().norm().clamp(min=1.0)
+        )
         for name, value in right.weights.items()
     }
-    assert max(far.values()) <= tolerance, f"{one.name}: {max(far, key=far.__getitem__)} differs by {max(far.values()):.1e}"
+    assert max(far.values()) <= tolerance, (
+        f"{one.name}: {max(far, key=far.__getitem__)} differs by {max(far.values()):.1e}"
+    )
     return _far(got.losses, right.losses), _far(got.norms, right.norms), max(far.values())
 
 
@@ -177,7 +239,11 @@ def _right(one: LayoutTrial, steps: int) -> Outcome:
 
 def tensor_trials() -> list[LayoutTrial]:
     """The tensor axis, alone and with others."""
-    tensor, whole, zero1 = {"tensor": 2}, {"tensor": 2, "sequence": False}, {"tensor": 2, "zero1": {"size": "auto"}}
+    tensor, whole, zero1 = (
+        {"tensor": 2},
+        {"tensor": 2, "sequence": False},
+        {"tensor": 2, "zero1": {"size": "auto"}},
+    )
     both, fsdp = {**tensor, "context": 2}, {**tensor, "strategy": "fsdp"}
     untied = PLAIN.with_(tie_embeddings=False)
     biased = untied.with_(norm="layernorm", qk_norm=True, **BIASES)
@@ -185,10 +251,35 @@ def tensor_trials() -> list[LayoutTrial]:
     return [
         trial("packed documents, clipping, tied", 2, tensor),
         trial("untied, biases, layernorm, qk norm; no sequence", 2, whole, config=biased),
-        trial("smoothing, z loss, dropout, uneven vocabulary", 2, tensor, config=PLAIN.with_(vocab_size=67, dropout=0.2), objective=SHAPED),
-        trial("dora with its head, selective recompute", 2, tensor, adapter=DORA_HEAD, config=untied, memory={"recompute": "selective"}),
-        trial("2 KV heads on 4 ranks, gates", 4, {"tensor": 4}, config=GATED.with_(num_kv_heads=2), objective=SPARSITY),
-        trial("x zero1, accumulation, uneven vocabulary", 4, zero1, config=PLAIN.with_(vocab_size=65), micro=4),
+        trial(
+            "smoothing, z loss, dropout, uneven vocabulary",
+            2,
+            tensor,
+            config=PLAIN.with_(vocab_size=67, dropout=0.2),
+            objective=SHAPED,
+        ),
+        trial(
+            "dora with its head, selective recompute",
+            2,
+            tensor,
+            adapter=DORA_HEAD,
+            config=untied,
+            memory={"recompute": "selective"},
+        ),
+        trial(
+            "2 KV heads on 4 ranks, gates",
+            4,
+            {"tensor": 4},
+            config=GATED.with_(num_kv_heads=2),
+            objective=SPARSITY,
+        ),
+        trial(
+            "x zero1, accumulation, uneven vocabulary",
+            4,
+            zero1,
+            config=PLAIN.with_(vocab_size=65),
+            micro=4,
+        ),
         trial("x fsdp, biases", 4, fsdp, config=PLAIN.with_(**BIASES)),
         trial("x context, gates", 4, both, **gates),
     ]
@@ -202,15 +293,39 @@ def more_tensor_trials() -> list[LayoutTrial]:
     biased = PLAIN.with_(tie_embeddings=False, norm="layernorm", qk_norm=True, **BIASES)
     gates = {"config": GATED, "objective": SPARSITY}
     return [
-        trial("dpo, recomputed, offloaded", 2, whole, pairs=True, memory={"recompute": 1.0, "offload": ["activations", "optimizer"]}),
+        trial(
+            "dpo, recomputed, offloaded",
+            2,
+            whole,
+            pairs=True,
+            memory={"recompute": 1.0, "offload": ["activations", "optimizer"]},
+        ),
         trial("head gates, frozen weights", 2, tensor, **gates, freeze=("weights",)),
         trial("no sequence, tied", 2, whole),
-        trial("lora with dropout, biases", 2, tensor, adapter=LORA.model_copy(update={"dropout": 0.2}), config=PLAIN.with_(**BIASES)),
+        trial(
+            "lora with dropout, biases",
+            2,
+            tensor,
+            adapter=LORA.model_copy(update={"dropout": 0.2}),
+            config=PLAIN.with_(**BIASES),
+        ),
         trial("untied, biases, layernorm, qk norm", 2, tensor, config=biased),
         trial("dropout, no sequence", 2, whole, config=PLAIN.with_(dropout=0.2)),
-        trial("kto, no sequence", 2, whole, pairs=True, objective=DPO(reference_free=True, loss_type="kto_pair")),
+        trial(
+            "kto, no sequence",
+            2,
+            whole,
+            pairs=True,
+            objective=DPO(reference_free=True, loss_type="kto_pair"),
+        ),
         trial("dpo", 2, tensor, pairs=True),
-        trial("dora with dropout, no sequence", 2, whole, adapter=DORA.model_copy(update={"dropout": 0.2}), config=PLAIN.with_(**BIASES)),
+        trial(
+            "dora with dropout, no sequence",
+            2,
+            whole,
+            adapter=DORA.model_copy(update={"dropout": 0.2}),
+            config=PLAIN.with_(**BIASES),
+        ),
         trial("head gates", 2, tensor, **gates),
         trial("every second block recomputed", 2, tensor, memory={"recompute": "every-2"}),
         trial(
@@ -221,36 +336,108 @@ def more_tensor_trials() -> list[LayoutTrial]:
             config=PLAIN.with_(embed_grad_scale=0.5, no_rope_layers=(1,)),
         ),
         trial("sliding windows", 2, tensor, config=PLAIN.with_(sliding_window=4)),
-        trial("2 KV heads on 4 ranks, qk norm, biases", 4, {"tensor": 4}, config=PLAIN.with_(num_kv_heads=2, qk_norm=True, qkv_bias=True)),
-        trial("1 KV head on 4 ranks, lora", 4, {"tensor": 4}, config=PLAIN.with_(num_kv_heads=1), adapter=LORA),
-        trial("1 KV head on 4 ranks, no sequence", 4, {"tensor": 4, "sequence": False}, config=PLAIN.with_(num_kv_heads=1)),
+        trial(
+            "2 KV heads on 4 ranks, qk norm, biases",
+            4,
+            {"tensor": 4},
+            config=PLAIN.with_(num_kv_heads=2, qk_norm=True, qkv_bias=True),
+        ),
+        trial(
+            "1 KV head on 4 ranks, lora",
+            4,
+            {"tensor": 4},
+            config=PLAIN.with_(num_kv_heads=1),
+            adapter=LORA,
+        ),
+        trial(
+            "1 KV head on 4 ranks, no sequence",
+            4,
+            {"tensor": 4, "sequence": False},
+            config=PLAIN.with_(num_kv_heads=1),
+        ),
         trial("x ddp, accumulation", 4, {**tensor, "zero1": {"size": 1}}, micro=8),
         trial("x zero1, overlaps off", 4, {**tensor, **off}),
         trial("x zero1, dpo, lora", 4, tensor, pairs=True, adapter=LORA),
         trial("x fsdp, gates", 4, fsdp, **gates),
-        trial("x fsdp, dora, uneven vocabulary", 4, fsdp, config=PLAIN.with_(vocab_size=65), adapter=DORA),
+        trial(
+            "x fsdp, dora, uneven vocabulary",
+            4,
+            fsdp,
+            config=PLAIN.with_(vocab_size=65),
+            adapter=DORA,
+        ),
         trial("x context", 4, {**tensor, "context": 2}),
-        trial("x context, gates, frozen weights", 4, {**tensor, "context": 2}, **gates, freeze=("weights",)),
-        trial("x ring, 2 KV heads", 4, {**tensor, "context": 2}, config=PLAIN.with_(num_kv_heads=2)),
+        trial(
+            "x context, gates, frozen weights",
+            4,
+            {**tensor, "context": 2},
+            **gates,
+            freeze=("weights",),
+        ),
+        trial(
+            "x ring, 2 KV heads", 4, {**tensor, "context": 2}, config=PLAIN.with_(num_kv_heads=2)
+        ),
         trial("x ring x heads", 8, {**tensor, "context": 4}),
         trial("x context x fsdp", 4, {**tensor, "context": 2, "strategy": "fsdp"}),
         trial("x zero1 of 2, twice", 8, {**tensor, "zero1": {"size": 2}}, micro=4),
         trial("x fsdp of 2, twice", 8, {**fsdp, "fsdp": {"size": 2}}, micro=4),
         trial("x context x zero1", 8, {**tensor, "context": 2}, **gates),
-        trial("4 ranks x fsdp, 2 KV heads", 8, {**fsdp, "tensor": 4}, config=PLAIN.with_(num_kv_heads=2)),
+        trial(
+            "4 ranks x fsdp, 2 KV heads",
+            8,
+            {**fsdp, "tensor": 4},
+            config=PLAIN.with_(num_kv_heads=2),
+        ),
     ]
 
 
 def expert_trials() -> list[LayoutTrial]:
     """Mixtures of experts on every axis they have."""
-    balanced = {"num": 4, "per_token": 2, "ffn_size": 24, "shared_ffn_size": 16, "aux_loss": 0.1, "z_loss": 1e-2}
+    balanced = {
+        "num": 4,
+        "per_token": 2,
+        "ffn_size": 24,
+        "shared_ffn_size": 16,
+        "aux_loss": 0.1,
+        "z_loss": 1e-2,
+    }
     mixture = PLAIN.with_(experts=balanced)
-    step = PLAIN.with_(experts={**balanced, "aux_scope": "step", "aux_layers": "pooled", "normalize": False})
-    biased = PLAIN.with_(experts={**balanced, "aux_loss": 0.0, "bias_rate": 0.02, "router": "sigmoid", "first_dense": 1})
+    step = PLAIN.with_(
+        experts={**balanced, "aux_scope": "step", "aux_layers": "pooled", "normalize": False}
+    )
+    biased = PLAIN.with_(
+        experts={
+            **balanced,
+            "aux_loss": 0.0,
+            "bias_rate": 0.02,
+            "router": "sigmoid",
+            "first_dense": 1,
+        }
+    )
     tensor = {"tensor": 2}
-    shape = {"kv_rank": 12, "q_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 8}
-    grouped = {**balanced, "router": "sigmoid", "num_groups": 2, "bias_rate": 0.02, "routed_scale": 2.0, "first_dense": 1}
-    latent = PLAIN.with_(latent_attention=shape, head_dim=None, num_kv_heads=None, experts=grouped, qkv_bias=True, output_bias=True)
+    shape = {
+        "kv_rank": 12,
+        "q_rank": 10,
+        "nope_head_dim": 6,
+        "rope_head_dim": 4,
+        "value_head_dim": 8,
+    }
+    grouped = {
+        **balanced,
+        "router": "sigmoid",
+        "num_groups": 2,
+        "bias_rate": 0.02,
+        "routed_scale": 2.0,
+        "first_dense": 1,
+    }
+    latent = PLAIN.with_(
+        latent_attention=shape,
+        head_dim=None,
+        num_kv_heads=None,
+        experts=grouped,
+        qkv_bias=True,
+        output_bias=True,
+    )
     return [
         trial("latent attention, tensor", 2, tensor, config=latent),
         trial("experts, ddp, loss of each row", 2, {"zero1": {"size": 1}}, config=mixture, micro=4),
@@ -271,65 +458,192 @@ def expert_trials() -> list[LayoutTrial]:
 
 def expert_axis_trials() -> list[LayoutTrial]:
     """Experts split over two and four of four ranks."""
-    experts = {"num": 4, "per_token": 2, "ffn_size": 24, "shared_ffn_size": 16, "aux_loss": 0.1, "z_loss": 1e-2}
+    experts = {
+        "num": 4,
+        "per_token": 2,
+        "ffn_size": 24,
+        "shared_ffn_size": 16,
+        "aux_loss": 0.1,
+        "z_loss": 1e-2,
+    }
     mixture = PLAIN.with_(experts=experts)
-    biased = PLAIN.with_(experts={**experts, "aux_scope": "step", "bias_rate": 0.02, "router": "sigmoid"}, tie_embeddings=False)
-    biases = PLAIN.with_(experts={**experts, "bias": True, "router_bias": True, "swiglu_limit": 7.0})
+    biased = PLAIN.with_(
+        experts={**experts, "aux_scope": "step", "bias_rate": 0.02, "router": "sigmoid"},
+        tie_embeddings=False,
+    )
+    biases = PLAIN.with_(
+        experts={**experts, "bias": True, "router_bias": True, "swiglu_limit": 7.0}
+    )
     return [
-        trial("expert axis 4 x ddp", 4, {"expert": 4, "zero1": {"size": 1}}, config=biased, micro=4),
+        trial(
+            "expert axis 4 x ddp", 4, {"expert": 4, "zero1": {"size": 1}}, config=biased, micro=4
+        ),
         trial("expert axis 2 x zero1", 4, {"expert": 2}, config=mixture, micro=8),
         trial("expert axis 2 x fsdp", 4, {"expert": 2, **FSDP}, config=biased, micro=8),
-        trial("expert axis 2 x tensor, biases of experts", 4, {"expert": 2, "tensor": 2}, config=biases, micro=4),
+        trial(
+            "expert axis 2 x tensor, biases of experts",
+            4,
+            {"expert": 2, "tensor": 2},
+            config=biases,
+            micro=4,
+        ),
     ]
 
 
 def more_expert_axis_trials() -> list[LayoutTrial]:
     """The rest of the expert axis, for drills."""
-    experts = {"num": 8, "per_token": 3, "ffn_size": 24, "aux_loss": 0.1, "aux_scope": "step", "bias_rate": 0.01}
+    experts = {
+        "num": 8,
+        "per_token": 3,
+        "ffn_size": 24,
+        "aux_loss": 0.1,
+        "aux_scope": "step",
+        "bias_rate": 0.01,
+    }
     mixture, two = PLAIN.with_(experts={**experts, "first_dense": 1}), {"expert": 2}
     off = {"overlap": {"reduce": False, "gather": False, "step": False}}
     gates = {"config": GATED.with_(experts=experts), "objective": SPARSITY}
     offload = {"recompute": 1.0, "offload": ["activations", "optimizer"]}
     return [
-        trial("expert axis, lora on experts, recomputed", 2, two, config=mixture, adapter=LORA_EXPERTS, memory=offload),
-        trial("expert axis, fsdp, lora on experts", 2, {**two, **FSDP}, config=mixture, adapter=LORA_EXPERTS),
-        trial("expert axis, fsdp, dora, offloaded", 2, {**two, **FSDP}, config=mixture, adapter=DORA, memory=offload),
+        trial(
+            "expert axis, lora on experts, recomputed",
+            2,
+            two,
+            config=mixture,
+            adapter=LORA_EXPERTS,
+            memory=offload,
+        ),
+        trial(
+            "expert axis, fsdp, lora on experts",
+            2,
+            {**two, **FSDP},
+            config=mixture,
+            adapter=LORA_EXPERTS,
+        ),
+        trial(
+            "expert axis, fsdp, dora, offloaded",
+            2,
+            {**two, **FSDP},
+            config=mixture,
+            adapter=DORA,
+            memory=offload,
+        ),
         trial("expert axis, dpo, dropout", 2, two, config=mixture.with_(dropout=0.2), pairs=True),
         trial("expert axis, gates, frozen weights", 2, two, **gates, freeze=("weights",)),
-        trial("expert axis, frozen experts, overlaps off", 2, {**two, **off}, config=mixture, freeze=("*.mlp.experts.*",)),
-        trial("expert axis, a hook", 2, {**two, "hook": {"kind": "reduce_scatter"}}, config=mixture),
+        trial(
+            "expert axis, frozen experts, overlaps off",
+            2,
+            {**two, **off},
+            config=mixture,
+            freeze=("*.mlp.experts.*",),
+        ),
+        trial(
+            "expert axis, a hook", 2, {**two, "hook": {"kind": "reduce_scatter"}}, config=mixture
+        ),
         trial("expert axis, compiled", 2, two, config=mixture, compile_blocks=True),
-        trial("expert axis, fsdp, compiled", 2, {**two, **FSDP}, config=mixture, compile_blocks=True),
-        trial("expert axis 4 x zero1 of 2", 4, {"expert": 4, "zero1": {"size": 2}}, config=mixture, micro=4),
-        trial("expert axis 2 x zero1 of 2", 4, {"expert": 2, "zero1": {"size": 2}}, config=mixture, micro=4),
-        trial("expert axis 2 x fsdp of 2", 4, {"expert": 2, **FSDP, "fsdp": {"size": 2}}, config=mixture, micro=4),
-        trial("expert axis 4 x fsdp of 2", 4, {"expert": 4, **FSDP, "fsdp": {"size": 2}}, config=mixture, micro=4),
+        trial(
+            "expert axis, fsdp, compiled", 2, {**two, **FSDP}, config=mixture, compile_blocks=True
+        ),
+        trial(
+            "expert axis 4 x zero1 of 2",
+            4,
+            {"expert": 4, "zero1": {"size": 2}},
+            config=mixture,
+            micro=4,
+        ),
+        trial(
+            "expert axis 2 x zero1 of 2",
+            4,
+            {"expert": 2, "zero1": {"size": 2}},
+            config=mixture,
+            micro=4,
+        ),
+        trial(
+            "expert axis 2 x fsdp of 2",
+            4,
+            {"expert": 2, **FSDP, "fsdp": {"size": 2}},
+            config=mixture,
+            micro=4,
+        ),
+        trial(
+            "expert axis 4 x fsdp of 2",
+            4,
+            {"expert": 4, **FSDP, "fsdp": {"size": 2}},
+            config=mixture,
+            micro=4,
+        ),
         trial("expert axis 4 x fsdp", 4, {"expert": 4, **FSDP}, config=mixture, micro=4),
-        trial("expert axis 2 x tensor x fsdp, no sequence", 4, {"expert": 2, "tensor": 2, "sequence": False, **FSDP}, config=mixture),
-        trial("expert axis 4 x fsdp of 2, twice", 8, {"expert": 4, **FSDP, "fsdp": {"size": 2}}, config=mixture, micro=8),
-        trial("expert axis 2 x zero1 of 4, twice", 8, {"expert": 2, "zero1": {"size": 4}}, config=mixture, micro=8),
-        trial("expert axis 2 x tensor x zero1", 8, {"expert": 2, "tensor": 2}, config=mixture, micro=4),
+        trial(
+            "expert axis 2 x tensor x fsdp, no sequence",
+            4,
+            {"expert": 2, "tensor": 2, "sequence": False, **FSDP},
+            config=mixture,
+        ),
+        trial(
+            "expert axis 4 x fsdp of 2, twice",
+            8,
+            {"expert": 4, **FSDP, "fsdp": {"size": 2}},
+            config=mixture,
+            micro=8,
+        ),
+        trial(
+            "expert axis 2 x zero1 of 4, twice",
+            8,
+            {"expert": 2, "zero1": {"size": 4}},
+            config=mixture,
+            micro=8,
+        ),
+        trial(
+            "expert axis 2 x tensor x zero1", 8, {"expert": 2, "tensor": 2}, config=mixture, micro=4
+        ),
     ]
 
 
 def more_expert_trials() -> list[LayoutTrial]:
     """Axes together, for drills."""
-    experts = {"num": 6, "per_token": 3, "ffn_size": 24, "aux_loss": 0.1, "aux_scope": "step", "bias_rate": 0.01}
+    experts = {
+        "num": 6,
+        "per_token": 3,
+        "ffn_size": 24,
+        "aux_loss": 0.1,
+        "aux_scope": "step",
+        "bias_rate": 0.01,
+    }
     mixture = PLAIN.with_(experts=experts, tie_embeddings=False)
     return [
         trial("experts, tensor x zero1", 4, {"tensor": 2}, config=mixture, micro=4),
-        trial("experts, tensor x fsdp", 4, {"tensor": 2, "strategy": "fsdp"}, config=mixture, micro=4),
-        trial("experts, fsdp of 2, twice", 4, {"strategy": "fsdp", "fsdp": {"size": 2}}, config=mixture, micro=8),
+        trial(
+            "experts, tensor x fsdp", 4, {"tensor": 2, "strategy": "fsdp"}, config=mixture, micro=4
+        ),
+        trial(
+            "experts, fsdp of 2, twice",
+            4,
+            {"strategy": "fsdp", "fsdp": {"size": 2}},
+            config=mixture,
+            micro=8,
+        ),
         trial("experts, tensor, compiled", 2, {"tensor": 2}, config=mixture, compile_blocks=True),
         trial("experts, dpo", 2, {"tensor": 2}, config=mixture, pairs=True),
-        trial("experts, gates", 2, {"tensor": 2}, config=GATED.with_(experts=experts), objective=SPARSITY),
+        trial(
+            "experts, gates",
+            2,
+            {"tensor": 2},
+            config=GATED.with_(experts=experts),
+            objective=SPARSITY,
+        ),
     ]
 
 
 def compiled_tensor_trials() -> list[LayoutTrial]:
     """Compiled halves of blocks, whose graphs contain the exchanges."""
     return [
-        trial("compiled, no sequence, dora", 2, {"tensor": 2, "sequence": False}, compile_blocks=True, adapter=DORA),
+        trial(
+            "compiled, no sequence, dora",
+            2,
+            {"tensor": 2, "sequence": False},
+            compile_blocks=True,
+            adapter=DORA,
+        ),
         trial(
             "compiled, selective recompute, biases",
             2,

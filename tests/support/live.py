@@ -14,7 +14,9 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._storages: dict[int, tuple[Any, int]] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -30,4 +32,8 @@ class LiveBytes(TorchDispatchMode):
     def without(self, others: list[torch.Tensor]) -> int:
         """Bytes alive that are not part of some tensors that were there before."""
         there = {tensor.untyped_storage()._cdata for tensor in others}
-        return sum(size for key, (weak, size) in self._storages.items() if weak() is not None and key not in there)
+        return sum(
+            size
+            for key, (weak, size) in self._storages.items()
+            if weak() is not None and key not in there
+        )

@@ -22,7 +22,9 @@ from headway.serve.served_model import ServedModel
 class LocalEngine(EngineClient):
     """An engine of this process behind the client's interface: messages are pickled as they are between processes."""
 
-    def __init__(self, setup: EngineSetup, opening: Callable[[EngineSetup], OpenedEngine] = open_engine) -> None:
+    def __init__(
+        self, setup: EngineSetup, opening: Callable[[EngineSetup], OpenedEngine] = open_engine
+    ) -> None:
         super().__init__(setup, lambda how: None)
         engine, self.facts, encode = opening(setup)
         no_channel: Any = None
@@ -63,10 +65,16 @@ class LocalServer:
 
     async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            await self.app({**scope, "state": {}, "raw_path": scope.get("raw_path") or path.encode()}, receive, send)
+            await self.app(
+                {**scope, "state": {}, "raw_path": scope.get("raw_path") or path.encode()},
+                receive,
+                send,
+            )
 
         transport: Any = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=60
+        ) as client:
             answer = await client.post(path, json=body)
         for engine in self.engines:
             if engine._task is not None:

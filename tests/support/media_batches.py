@@ -13,7 +13,9 @@ from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
 from support.batches import make_batch
 
-SHAPE = MediaShape((MediaInput("image", 6, 3), MediaInput("audio", 5, 3)), hidden=8, shared=True, aligned=4)
+SHAPE = MediaShape(
+    (MediaInput("image", 6, 3), MediaInput("audio", 5, 3)), hidden=8, shared=True, aligned=4
+)
 PATCHES = MediaShape((MediaInput("image", 6, 4, vectors=4),), hidden=32)
 ITEMS = 2
 ROWS = 16
@@ -21,11 +23,21 @@ ROWS = 16
 
 def media_config(shape: MediaShape = SHAPE, **changes: Any) -> ModelConfig:
     """A small language model with media inputs."""
-    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 64, "max_seq_len": 32}
+    sizes = {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 48,
+        "vocab_size": 64,
+        "max_seq_len": 32,
+    }
     return ModelConfig(**{**sizes, "media": shape, **changes})
 
 
-def with_media(batch: Batch, shape: MediaShape, seed: int = 0, *, present: bool | None = None) -> Batch:
+def with_media(
+    batch: Batch, shape: MediaShape, seed: int = 0, *, present: bool | None = None
+) -> Batch:
     """Soft tokens at fixed places of every row, loss only elsewhere; about a third of the items are absent unless `present` is given."""
     generator = torch.Generator().manual_seed(100 + seed)
     rows, length = batch.tokens.shape
@@ -34,12 +46,18 @@ def with_media(batch: Batch, shape: MediaShape, seed: int = 0, *, present: bool 
     begin = at = 0
     for one in shape.inputs:
         features = torch.randn(rows, ITEMS, one.vectors, one.width, generator=generator)
-        here = torch.rand(rows, ITEMS, generator=generator) > 0.3 if present is None else torch.full((rows, ITEMS), present)
+        here = (
+            torch.rand(rows, ITEMS, generator=generator) > 0.3
+            if present is None
+            else torch.full((rows, ITEMS), present)
+        )
         extra |= {f"media.{one.modality}": features, f"media.{one.modality}.present": here}
         for item in range(ITEMS):
             for row in range(0, rows, 1 + item):  # not every row has all items
                 place = at + row % 2
-                slot[row, place : place + one.tokens] = begin + item * one.tokens + torch.arange(one.tokens, dtype=torch.int32)
+                slot[row, place : place + one.tokens] = (
+                    begin + item * one.tokens + torch.arange(one.tokens, dtype=torch.int32)
+                )
             at += one.tokens + 1
         begin += ITEMS * one.tokens
     weight = batch.loss_weight.clone()
@@ -53,7 +71,9 @@ def media_batch(index: int, shape: MediaShape = SHAPE, **given: Any) -> Batch:
     return with_media(make_batch(rows, seq_len=16, vocab=64, seed=index), shape, index, **given)
 
 
-def media_share(index: int, micro: int, rank: int, world: int, shape: MediaShape = SHAPE) -> StepBatch:
+def media_share(
+    index: int, micro: int, rank: int, world: int, shape: MediaShape = SHAPE
+) -> StepBatch:
     """This rank's microbatches of step `index`."""
     batch = media_batch(index, shape)
     size, each = ROWS // micro, micro // world
@@ -67,7 +87,9 @@ def media_share(index: int, micro: int, rank: int, world: int, shape: MediaShape
         for part in parts
     )
     totals = {"targets": float(batch.loss_weight.sum()), "rows": float(ROWS)}
-    return StepBatch(micros, totals, StepStats(batch.tokens.numel(), 1, 1, 1, 1, 0), first_microbatch=rank * each)
+    return StepBatch(
+        micros, totals, StepStats(batch.tokens.numel(), 1, 1, 1, 1, 0), first_microbatch=rank * each
+    )
 
 
 def train_media(engine: Any, group: RankGroup, micro: int, steps: int) -> list[tuple[float, float]]:

@@ -23,7 +23,11 @@ class ArrayTable:
     """Features in memory, found by content."""
 
     def __init__(self, modality: str, count: int, vectors: int = 1) -> None:
-        self.array = np.random.default_rng(7).normal(size=(count, vectors, WIDTHS[modality])).astype(np.float32)
+        self.array = (
+            np.random.default_rng(7)
+            .normal(size=(count, vectors, WIDTHS[modality]))
+            .astype(np.float32)
+        )
         self.known = {content_hash(modality, number): number for number in range(count)}
         self.shape, self.dtype = self.array.shape[1:], self.array.dtype
         self.content_key = f"array-{modality}-{count}"
@@ -39,14 +43,18 @@ def make_features(count: int = 40) -> MediaFeatures:
     return MediaFeatures({name: ArrayTable(name, count) for name in TOKENS}, TOKENS)
 
 
-def make_media_store(folder: Path, documents: int = 40, *, vocab: int = 60, long: int = 0, seed: int = 0) -> Store:
+def make_media_store(
+    folder: Path, documents: int = 40, *, vocab: int = 60, long: int = 0, seed: int = 0
+) -> Store:
     """Documents with an image, a sound, both, one that has no features, or nothing; text around them, loss on the last third.
 
     Token 1 stands where an image is, 2 where a sound is; nothing else has these ids."""
     rng = np.random.default_rng(seed)
     listed: list[list[MediaItem]] = []
     sources = ["kind=chat template=chatml", media_mark(TOKENS)]
-    with StoreWriter(folder, dtype="uint16", tokenizer_fingerprint="f", masked=True, sources=sources) as writer:
+    with StoreWriter(
+        folder, dtype="uint16", tokenizer_fingerprint="f", masked=True, sources=sources
+    ) as writer:
         for number in range(documents):
             parts: list[np.ndarray] = []
             items: list[MediaItem] = []
@@ -57,7 +65,11 @@ def make_media_store(folder: Path, documents: int = 40, *, vocab: int = 60, long
             for fill, (name, tokens) in enumerate(TOKENS.items(), 1):
                 for which in range(int(rng.integers(0, 3))):
                     text()
-                    here = None if rng.random() < 0.2 else content_hash(name, number if rng.random() > 0.1 else 10_000 + which)
+                    here = (
+                        None
+                        if rng.random() < 0.2
+                        else content_hash(name, number if rng.random() > 0.1 else 10_000 + which)
+                    )
                     items.append(MediaItem(sum(map(len, parts)), name, here))
                     parts.append(np.full(tokens, fill))
             prompt = sum(map(len, parts))

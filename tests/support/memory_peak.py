@@ -31,6 +31,11 @@ class MemoryPeak:
         while not self._over.wait(0.001):
             self.extra = max(self.extra, anonymous_bytes() - self._begin)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._over.set()
         self._thread.join()

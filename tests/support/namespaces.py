@@ -16,7 +16,10 @@ def why_not() -> str | None:
     if missing := [name for name in ("ip", "tc") if shutil.which(name) is None]:
         return f"{' and '.join(missing)} not found (package iproute2)"
     name = f"hw{os.getpid()}x"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode != 0:
+    if (
+        subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode
+        != 0
+    ):
         return "this system makes no network namespaces"
     subprocess.run(["ip", "netns", "del", name], check=True)
     return None
@@ -30,13 +33,42 @@ def two_nodes(rate: str | None = None) -> Iterator[tuple[str, str]]:
     try:
         for name in names:
             run("ip", "netns", "add", name)
-        run("ip", "link", "add", cables[0], "netns", names[0], "type", "veth", "peer", "name", cables[1], "netns", names[1])
+        run(
+            "ip",
+            "link",
+            "add",
+            cables[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            cables[1],
+            "netns",
+            names[1],
+        )
         for name, cable, address in zip(names, cables, ADDRESSES, strict=True):
             within(name, "ip", "addr", "add", f"{address}/24", "dev", cable)
             within(name, "ip", "link", "set", cable, "up")
             within(name, "ip", "link", "set", "lo", "up")
             if rate is not None:
-                within(name, "tc", "qdisc", "add", "dev", cable, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms")
+                within(
+                    name,
+                    "tc",
+                    "qdisc",
+                    "add",
+                    "dev",
+                    cable,
+                    "root",
+                    "tbf",
+                    "rate",
+                    rate,
+                    "burst",
+                    "256kb",
+                    "latency",
+                    "400ms",
+                )
         yield names
     finally:
         for name in names:

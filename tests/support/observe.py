@@ -58,7 +58,11 @@ def _root() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="headway-settings-"))
     make_stores(folder)
     make_pair_store(folder / "pairs")
-    (folder / "raw.jsonl").write_text("".join(json.dumps({"text": f"{i} words here", "other": "x" * i}) + "\n" for i in range(1, 60)))
+    (folder / "raw.jsonl").write_text(
+        "".join(
+            json.dumps({"text": f"{i} words here", "other": "x" * i}) + "\n" for i in range(1, 60)
+        )
+    )
     for number, name in enumerate(("cn", "en")):
         with InternlmWriter(folder / "types" / name / "a.bin") as writer:
             for i in range(40):
@@ -70,9 +74,16 @@ def _root() -> Path:
     text = Path(__file__).read_text(encoding="utf-8")
     for number in (0, 1):
         train_bpe([text], vocab_size=300 + 20 * number, out=folder / f"tok{number}")
-    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a thing of some length."}]
-    (folder / "chat.jsonl").write_text("".join(json.dumps({"text": "plain text", "messages": turns}) + "\n" for _ in range(60)))
-    (folder / "bad_chat.jsonl").write_text((folder / "chat.jsonl").read_text() + '{"messages": []}\n')
+    turns = [
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": "It is a thing of some length."},
+    ]
+    (folder / "chat.jsonl").write_text(
+        "".join(json.dumps({"text": "plain text", "messages": turns}) + "\n" for _ in range(60))
+    )
+    (folder / "bad_chat.jsonl").write_text(
+        (folder / "chat.jsonl").read_text() + '{"messages": []}\n'
+    )
     return folder
 
 
@@ -103,7 +114,10 @@ def numbers(overrides: tuple[str, ...]) -> Any:
 
 
 def batches(overrides: tuple[str, ...]) -> Any:
-    return [(r["tokens"], r["num_samples_in_batch"], r["loss"], r["micro_num"]) for r in observed(overrides).records]
+    return [
+        (r["tokens"], r["num_samples_in_batch"], r["loss"], r["micro_num"])
+        for r in observed(overrides).records
+    ]
 
 
 def engine(look: Callable[[Any], Any]) -> Callable[[tuple[str, ...]], Any]:

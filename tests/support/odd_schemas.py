@@ -7,7 +7,12 @@ def nested(depth: int) -> dict[str, Any]:
     """Objects in objects."""
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+        schema = {
+            "type": "object",
+            "properties": {"a": schema},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
     return schema
 
 
@@ -17,7 +22,11 @@ def doubled(keyword: str) -> dict[str, Any]:
     for number in range(1, 21):
         reference = {"$ref": f"#/$defs/a{number - 1}"}
         if keyword == "properties":
-            definitions[f"a{number}"] = {"type": "object", "properties": {"x": reference, "y": reference}, "required": ["x", "y"]}
+            definitions[f"a{number}"] = {
+                "type": "object",
+                "properties": {"x": reference, "y": reference},
+                "required": ["x", "y"],
+            }
         else:
             definitions[f"a{number}"] = {keyword: [reference, reference]}
     return {"$ref": "#/$defs/a20", "$defs": definitions}
@@ -28,7 +37,14 @@ def node(next_schema: dict[str, Any]) -> dict[str, Any]:
     properties = {"v": {"type": "integer"}, "next": next_schema}
     return {
         "$ref": "#/$defs/node",
-        "$defs": {"node": {"type": "object", "properties": properties, "required": ["v", "next"], "additionalProperties": False}},
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": properties,
+                "required": ["v", "next"],
+                "additionalProperties": False,
+            }
+        },
     }
 
 
@@ -48,7 +64,10 @@ NODE = {"$ref": "#/$defs/node"}
 SCHEMAS: dict[str, Any] = {
     # without end
     "itself": {"$ref": "#"},
-    "a circle of references": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    "a circle of references": {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+    },
     "all of itself": {"allOf": [{"$ref": "#"}]},
     "any of itself": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
     "itself or a text": {"anyOf": [{"$ref": "#"}, {"type": "string"}]},
@@ -60,7 +79,10 @@ SCHEMAS: dict[str, Any] = {
     "values of itself": obj(additionalProperties={"$ref": "#"}),
     "anchor": {"$anchor": "x", "$ref": "#x"},
     "id": {"$id": "http://a/b", "$ref": "b#"},
-    "dynamic reference": {"$dynamicRef": "#node", "$defs": {"n": {"$dynamicAnchor": "node", "type": "string"}}},
+    "dynamic reference": {
+        "$dynamicRef": "#node",
+        "$defs": {"n": {"$dynamicAnchor": "node", "type": "string"}},
+    },
     # large
     "300 properties": obj(properties=properties(300)),
     "1000 properties": obj(properties=properties(1000)),
@@ -72,7 +94,12 @@ SCHEMAS: dict[str, Any] = {
     "enum of a long text": {"enum": ["x" * 100_000]},
     "constant of a long text": {"const": "é" * 20_000},
     "long name": obj(properties={"k" * 100_000: {"type": "string"}}, required=["k" * 100_000]),
-    "one of 500": {"oneOf": [obj(properties={f"k{n}": {"const": n}}, required=[f"k{n}"], additionalProperties=False) for n in range(500)]},
+    "one of 500": {
+        "oneOf": [
+            obj(properties={f"k{n}": {"const": n}}, required=[f"k{n}"], additionalProperties=False)
+            for n in range(500)
+        ]
+    },
     "array of 2000 kinds": {"type": "array", "prefixItems": [{"type": "integer"}] * 2000},
     "all of 1000": {"allOf": [{"type": "integer", "minimum": number} for number in range(1000)]},
     # deep
@@ -83,7 +110,12 @@ SCHEMAS: dict[str, Any] = {
     "doubled properties": doubled("properties"),
     "doubled all of": doubled("allOf"),
     "doubled any of": doubled("anyOf"),
-    "choices of names": {"allOf": [{"anyOf": [{"required": [f"a{number}"]}, {"required": [f"b{number}"]}]} for number in range(20)]},
+    "choices of names": {
+        "allOf": [
+            {"anyOf": [{"required": [f"a{number}"]}, {"required": [f"b{number}"]}]}
+            for number in range(20)
+        ]
+    },
     # patterns
     "pattern of many states": pattern("^(a|b)*a(a|b){20}$"),
     "pattern of more states": pattern("^(a|b)*a(a|b){200}$"),
@@ -99,7 +131,9 @@ SCHEMAS: dict[str, Any] = {
     "pattern of nothing": pattern("^[^\\s\\S]$"),
     "pattern that is too long": pattern("^(ab)+$", maxLength=1),
     "pattern that is wrong": pattern("((("),
-    "patterns of names": obj(patternProperties={"^(a|b)*a(a|b){15}$": {"type": "integer"}, "^x": {"type": "string"}}),
+    "patterns of names": obj(
+        patternProperties={"^(a|b)*a(a|b){15}$": {"type": "integer"}, "^x": {"type": "string"}}
+    ),
     # numbers and lengths
     "smallest above largest": {"type": "integer", "minimum": 5, "maximum": 1},
     "huge integers": {"type": "integer", "minimum": -(10**300), "maximum": 10**300},
@@ -110,7 +144,9 @@ SCHEMAS: dict[str, Any] = {
     "a million characters": {"type": "string", "minLength": 10**6},
     "2^62 characters": {"type": "string", "minLength": 2**62},
     "a billion items": {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
-    "properties of a number": obj(minProperties=5, maxProperties=2000, additionalProperties={"type": "string"}),
+    "properties of a number": obj(
+        minProperties=5, maxProperties=2000, additionalProperties={"type": "string"}
+    ),
     # contradictions and what is not supported
     "empty": {},
     "true": True,
@@ -132,13 +168,24 @@ SCHEMAS: dict[str, Any] = {
     "addresses": {"type": "string", "format": "uri"},
     "unknown format": {"type": "string", "format": "iban"},
     "name of no length": {"type": "string", "format": "hostname", "minLength": 200},
-    "names in any script": obj(properties={"名前\u0000\ud7ff😀": {"type": "string"}}, required=["名前\u0000\ud7ff😀"]),
-    "options of the library": {"type": "string", "x-guidance": {"item_separator": "(a|b)*", "key_separator": "((((("}},
+    "names in any script": obj(
+        properties={"名前\u0000\ud7ff😀": {"type": "string"}}, required=["名前\u0000\ud7ff😀"]
+    ),
+    "options of the library": {
+        "type": "string",
+        "x-guidance": {"item_separator": "(a|b)*", "key_separator": "((((("},
+    },
 }
 """By what is odd about them."""
 SLOW_SCHEMAS: dict[str, Any] = {
     "large multiples": {"type": "integer", "multipleOf": 999_983},
-    "multiples of many primes": {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (2, 3, 5, 7, 11, 13, 17, 19, 23)]},
-    "300 patterns of names": obj(patternProperties={f"^k{number}[a-z]*$": {"type": "integer"} for number in range(300)}),
+    "multiples of many primes": {
+        "allOf": [
+            {"type": "integer", "multipleOf": prime} for prime in (2, 3, 5, 7, 11, 13, 17, 19, 23)
+        ]
+    },
+    "300 patterns of names": obj(
+        patternProperties={f"^k{number}[a-z]*$": {"type": "integer"} for number in range(300)}
+    ),
 }
 """Compiling these takes seconds, or hours and all memory."""

@@ -48,7 +48,14 @@ def checksums(folder: Path) -> dict[str, str]:
     for path in sorted(folder.rglob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                content = file.get_tensor(name).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                content = (
+                    file.get_tensor(name)
+                    .contiguous()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                    .tobytes()
+                )
                 digests[f"{path.relative_to(folder)}:{name}"] = hashlib.sha256(content).hexdigest()
     return digests
 
@@ -60,7 +67,9 @@ def names_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def assert_resumes(release: Path, name: str, wanted: dict[str, Any], *, bit_for_bit: bool, same_caches: bool = True) -> None:
+def assert_resumes(
+    release: Path, name: str, wanted: dict[str, Any], *, bit_for_bit: bool, same_caches: bool = True
+) -> None:
     """An interrupted run of the archive goes on and ends with the metrics and weights of the undisturbed one.
 
     The current folder is the archive's: its recipes name files relative to it.

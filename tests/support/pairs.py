@@ -13,16 +13,24 @@ Pair = tuple[Sequence[int], Sequence[int], Sequence[int]]
 """Prompt, chosen answer, rejected answer."""
 
 
-def make_pair_store(path: Path, *, pairs: int = 40, vocab: int = 64, seed: int = 0, longest: int = 12) -> Path:
+def make_pair_store(
+    path: Path, *, pairs: int = 40, vocab: int = 64, seed: int = 0, longest: int = 12
+) -> Path:
     """Random prompts; chosen answers count up from the prompt's last id, rejected ones are noise."""
     rng = np.random.default_rng(seed)
     sources = ["kind=preference template=chatml", "made by a test"]
-    writer = StoreWriter(path, dtype="uint16", tokenizer_fingerprint=None, masked=True, sources=sources)
+    writer = StoreWriter(
+        path, dtype="uint16", tokenizer_fingerprint=None, masked=True, sources=sources
+    )
     for _ in range(pairs):
         prompt = rng.integers(2, vocab, rng.integers(2, longest)).astype(np.uint16)
         for side in range(2):
             length = int(rng.integers(2, longest))
-            answer = (prompt[-1] + 1 + np.arange(length)) % vocab if side == 0 else rng.integers(2, vocab, length)
+            answer = (
+                (prompt[-1] + 1 + np.arange(length)) % vocab
+                if side == 0
+                else rng.integers(2, vocab, length)
+            )
             mask = np.arange(len(prompt) + length) >= len(prompt)
             writer.add(np.concatenate([prompt, answer]).astype(np.uint16), mask)
     writer.finish()
@@ -33,17 +41,39 @@ def pair_batch(rows: Sequence[Sequence[Pair]], *, seq_len: int, max_documents: i
     """Rows of pairs, chosen before rejected, as the loader lays them out."""
     shape = (len(rows), seq_len)
     tokens, targets = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    weight, position, document = torch.zeros(shape), torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, dtype=torch.int32)
+    weight, position, document = (
+        torch.zeros(shape),
+        torch.zeros(shape, dtype=torch.int32),
+        torch.zeros(shape, dtype=torch.int32),
+    )
     bounds = torch.full((len(rows), max_documents + 1), seq_len, dtype=torch.int32)
     for row, pairs in enumerate(rows):
         start = 0
-        texts = [(prompt, answer) for prompt, chosen, rejected in pairs for answer in (chosen, rejected)]
+        texts = [
+            (prompt, answer) for prompt, chosen, rejected in pairs for answer in (chosen, rejected)
+        ]
         for index, (prompt, answer) in enumerate(texts):
             ids = torch.tensor([*prompt, *answer])
             stop = start + len(ids)
             tokens[row, start:stop], targets[row, start : stop - 1] = ids, ids[1:]
             weight[row, start + len(prompt) - 1 : stop - 1] = 1.0
-            position[row, start:stop], document[row, start:stop], bounds[row, index] = torch.arange(len(ids)).int(), index, start
+            position[row, start:stop], document[row, start:stop], bounds[row, index] = (
+                torch.arange(len(ids)).int(),
+                index,
+                start,
+            )
             start = stop
-        position[row, start:], document[row, start:], bounds[row, len(texts)] = torch.arange(seq_len - start).int(), len(texts), start
-    return Batch(tokens, targets, weight, position, document, torch.zeros(len(rows), dtype=torch.int32), bounds)
+        position[row, start:], document[row, start:], bounds[row, len(texts)] = (
+            torch.arange(seq_len - start).int(),
+            len(texts),
+            start,
+        )
+    return Batch(
+        tokens,
+        targets,
+        weight,
+        position,
+        document,
+        torch.zeros(len(rows), dtype=torch.int32),
+        bounds,
+    )

@@ -19,7 +19,10 @@ SCHEDULES: list[dict[str, Any]] = [TWO, INTERLEAVED, ZERO_BUBBLE]
 NAMES = ("1f1b", "interleaved", "zero bubble")
 QLORA = LORA.model_copy(update={"base": "nf4", "targets": ("q_proj", "down_proj")})
 DROPPED_LORA = LORA.model_copy(update={"dropout": 0.2})
-POWERSGD: dict[str, Any] = {"zero1": {"size": 1}, "hook": {"kind": "powersgd", "start_step": 0, "min_compression_rate": 1e9}}
+POWERSGD: dict[str, Any] = {
+    "zero1": {"size": 1},
+    "hook": {"kind": "powersgd", "start_step": 0, "min_compression_rate": 1e9},
+}
 OFF = {"overlap": {"reduce": False, "gather": False, "step": False}}
 EVERYTHING = {"recompute": 1.0, "offload": ["activations", "optimizer"]}
 
@@ -55,22 +58,59 @@ def more_pipeline_trials() -> list[LayoutTrial]:
         *eight,
         trial("interleaved, untied, 8 microbatches", 2, INTERLEAVED, config=UNTIED, micro=8),
         trial("1f1b, gates, one microbatch", 2, TWO, **GATES, micro=1),
-        trial("zero bubble, lora with dropout, recomputed", 2, ZERO_BUBBLE, config=UNTIED, adapter=DROPPED_LORA, memory=EVERYTHING),
-        trial("interleaved, embedding and first layers frozen", 2, INTERLEAVED, config=UNTIED, freeze=("embeddings", "layers.0-1")),
+        trial(
+            "zero bubble, lora with dropout, recomputed",
+            2,
+            ZERO_BUBBLE,
+            config=UNTIED,
+            adapter=DROPPED_LORA,
+            memory=EVERYTHING,
+        ),
+        trial(
+            "interleaved, embedding and first layers frozen",
+            2,
+            INTERLEAVED,
+            config=UNTIED,
+            freeze=("embeddings", "layers.0-1"),
+        ),
         trial("4 stages, tied", 4, {"pipeline": 4}, config=DEEP, micro=8),
         trial("1f1b x tensor, tied", 4, {**TWO, "tensor": 2}, config=DEEP),
         trial("1f1b x context, powersgd", 4, {**TWO, "context": 2, **POWERSGD}, config=DEEP),
         trial("layers counted by hand", 2, {**TWO, "pipeline_split": (4, 1)}, config=DEEP),
         trial("dpo, lora", 2, ZERO_BUBBLE, config=DEEP, pairs=True, adapter=LORA),
-        trial("a base in nf4, recomputed", 2, ZERO_BUBBLE, config=UNTIED, adapter=QLORA, memory=EVERYTHING),
-        trial("dora with dropout", 2, INTERLEAVED, config=UNTIED, adapter=DORA.model_copy(update={"dropout": 0.2})),
+        trial(
+            "a base in nf4, recomputed",
+            2,
+            ZERO_BUBBLE,
+            config=UNTIED,
+            adapter=QLORA,
+            memory=EVERYTHING,
+        ),
+        trial(
+            "dora with dropout",
+            2,
+            INTERLEAVED,
+            config=UNTIED,
+            adapter=DORA.model_copy(update={"dropout": 0.2}),
+        ),
         trial("only the head trains", 2, TWO, config=UNTIED, freeze=("embeddings", "layers.0-4")),
         trial("gates, everything trains", 2, INTERLEAVED, **GATES),
         trial("recomputed and offloaded", 2, ZERO_BUBBLE, config=DROPPED, memory=EVERYTHING),
-        trial("five stages of one layer", 5, {"pipeline": 5, "schedule": "zero_bubble"}, config=DEEP, micro=8),
+        trial(
+            "five stages of one layer",
+            5,
+            {"pipeline": 5, "schedule": "zero_bubble"},
+            config=DEEP,
+            micro=8,
+        ),
         trial("x zero1, overlaps off", 4, {**TWO, **OFF}, config=DEEP),
         trial("x powersgd", 4, {**ZERO_BUBBLE, **POWERSGD}, config=DEEP),
-        trial("x tensor, no sequence, untied", 4, {**INTERLEAVED, "tensor": 2, "sequence": False}, config=UNTIED),
+        trial(
+            "x tensor, no sequence, untied",
+            4,
+            {**INTERLEAVED, "tensor": 2, "sequence": False},
+            config=UNTIED,
+        ),
         trial("x tensor, lora", 4, {**TWO, "tensor": 2}, config=DEEP, adapter=LORA),
         trial("x tensor, dpo", 4, {**INTERLEAVED, "tensor": 2}, config=DEEP, pairs=True),
         trial("x context, gates", 4, {**INTERLEAVED, "context": 2}, **GATES),

@@ -23,7 +23,9 @@ def start_processes(function: Callable[[], Any], world: int, *, timeout: float =
     return _run(lambda rank: function(), world, timeout)
 
 
-def run_ranks(function: Callable[[RankGroup], Any], world: int, *, timeout: float = 60) -> list[Any]:
+def run_ranks(
+    function: Callable[[RankGroup], Any], world: int, *, timeout: float = 60
+) -> list[Any]:
     """Call `function` with the group of all ranks, in `world` processes; returns what each gave, in rank order.
 
     An exception on any rank comes out here with its rank and trace. Results travel through torch.save, so they may be tensors.
@@ -42,7 +44,10 @@ def _run(function: Callable[[int], Any], world: int, timeout: float) -> list[Any
     with tempfile.TemporaryDirectory(prefix="headway-ranks-") as folder:
         port = free_port()
         context = multiprocessing.get_context("fork")
-        children = [context.Process(target=_child, args=(function, rank, world, port, Path(folder))) for rank in range(world)]
+        children = [
+            context.Process(target=_child, args=(function, rank, world, port, Path(folder)))
+            for rank in range(world)
+        ]
         for child in children:
             child.start()
         try:
@@ -61,17 +66,31 @@ def _collect(children: list[Any], folder: Path, timeout: float) -> list[Any]:
             time.sleep(0.3)  # let the others say what they saw
             break
         time.sleep(0.005)
-    errors = [f"rank {rank}:\n{path.read_text()}" for rank in range(len(children)) if (path := folder / f"error-{rank}").exists()]
+    errors = [
+        f"rank {rank}:\n{path.read_text()}"
+        for rank in range(len(children))
+        if (path := folder / f"error-{rank}").exists()
+    ]
     if errors:
         raise AssertionError("\n".join(errors))
     silent = [rank for rank, child in enumerate(children) if child.exitcode != 0]
-    assert not silent, f"ranks {silent} did not finish in {timeout} s (exit codes {[child.exitcode for child in children]})"
-    return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(len(children))]
+    assert not silent, (
+        f"ranks {silent} did not finish in {timeout} s (exit codes {[child.exitcode for child in children]})"
+    )
+    return [
+        torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(len(children))
+    ]
 
 
 def _child(function: Callable[[int], Any], rank: int, world: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    here = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_PORT": port,
+    }
     os.environ.update(MASTER_ADDR="127.0.0.1", **{name: str(value) for name, value in here.items()})
     try:
         torch.save(function(rank), folder / f"result-{rank}")

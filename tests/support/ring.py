@@ -40,11 +40,15 @@ def split_rows(x: Tensor, ranks: int) -> list[Tensor]:
 
 def join_rows(parts: list[Tensor]) -> Tensor:
     """The way back."""
-    order = torch.tensor(ring_order(sum(part.shape[1] for part in parts), len(parts)), device=parts[0].device)
+    order = torch.tensor(
+        ring_order(sum(part.shape[1] for part in parts), len(parts)), device=parts[0].device
+    )
     return torch.cat(parts, dim=1).index_select(1, order.argsort())
 
 
-def run_ring(q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, mask: AttentionMask, ranks: int) -> tuple[Tensor, list[Tensor]]:
+def run_ring(
+    q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, mask: AttentionMask, ranks: int
+) -> tuple[Tensor, list[Tensor]]:
     """(o, [gradients of q, k, v]) of whole rows, computed by the ranks of a ring."""
     parts = [split_rows(x, ranks) for x in (q, k, v, d_o)]
     kv = [torch.stack(pair) for pair in zip(parts[1], parts[2], strict=True)]
@@ -59,4 +63,7 @@ def run_ring(q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, mask: AttentionMask, 
         outputs.append(o.detach())
         d_queries.append(leaf.grad)
     d_kv = [sum(ring.gradients[rank] for ring in rings) for rank in range(ranks)]
-    return join_rows(outputs), [join_rows(d_queries), *(join_rows([one[side] for one in d_kv]) for side in (0, 1))]  # pyright: ignore
+    return join_rows(outputs), [
+        join_rows(d_queries),
+        *(join_rows([one[side] for one in d_kv]) for side in (0, 1)),
+    ]  # pyright: ignore

@@ -21,7 +21,11 @@ def rot(path: Path, bit: int, cache_dir: Path | None = None) -> None:
         file.seek(bit // 8)
         file.write(bytes([byte ^ 1 << bit % 8]))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino) == (status.st_size, status.st_mtime_ns, status.st_ino)
+    assert (path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino) == (
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ino,
+    )
     if cache_dir is not None and remembered is not None and remembered.exists():
         os.replace(remembered, _entry(cache_dir, path))
 

@@ -62,11 +62,16 @@ device: cpu
 def write_recipe(folder: Path, stores: list[Path], *, name: str = "run", steps: int = 40) -> Path:
     """A recipe over two weighted sources with dropout and best-fit packing."""
     path = folder / f"{name}.yaml"
-    path.write_text(RECIPE.format(name=name, dir=folder / "runs", one=stores[0], two=stores[1], steps=steps), encoding="utf-8")
+    path.write_text(
+        RECIPE.format(name=name, dir=folder / "runs", one=stores[0], two=stores[1], steps=steps),
+        encoding="utf-8",
+    )
     return path
 
 
-def headway(*arguments: str, timeout: float = 120, afresh: bool = False) -> subprocess.CompletedProcess[str]:
+def headway(
+    *arguments: str, timeout: float = 120, afresh: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own: forked from this one, or a fresh interpreter."""
     if afresh:
         command = [sys.executable, "-m", "headway", *arguments]
@@ -81,7 +86,9 @@ def start_headway(*arguments: str) -> Forked:
     return Forked(*arguments)
 
 
-def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[bytes] | Forked, timeout: float = 90) -> None:
+def wait_for_step(
+    metrics: Path, step: int, process: subprocess.Popen[bytes] | Forked, timeout: float = 90
+) -> None:
     """Wait until a run has written a step, or ended."""
     end = time.monotonic() + timeout
     while time.monotonic() < end and process.poll() is None:
@@ -96,11 +103,18 @@ def assert_same_run(one: Path, two: Path, step: int) -> None:
     assert left.names() == right.names()
     for name in left.names():
         for role in left.roles(name):
-            assert torch.equal(left.read(name, role), right.read(name, role)), f"{role} of {name} differs"
-    assert {k: v for k, v in left.scalars.items() if k != "seconds"} == {k: v for k, v in right.scalars.items() if k != "seconds"}
+            assert torch.equal(left.read(name, role), right.read(name, role)), (
+                f"{role} of {name} differs"
+            )
+    assert {k: v for k, v in left.scalars.items() if k != "seconds"} == {
+        k: v for k, v in right.scalars.items() if k != "seconds"
+    }
     assert deterministic(one / "metrics.jsonl") == deterministic(two / "metrics.jsonl")
 
 
 def deterministic(path: Path) -> list[dict[str, Any]]:
     """The records of a run without their timings."""
-    return [{key: value for key, value in record.items() if key != "time"} for record in read_metrics(path)]
+    return [
+        {key: value for key, value in record.items() if key != "time"}
+        for record in read_metrics(path)
+    ]

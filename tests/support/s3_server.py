@@ -37,7 +37,9 @@ def serve_s3(monkeypatch: pytest.MonkeyPatch, bucket: str = "bucket") -> Iterato
     server.start()
     host, port = server.get_host_and_port()
     proxy, store = _proxy(port)
-    threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    threading.Thread(
+        target=proxy.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    ).start()
     values = {
         "AWS_ENDPOINT_URL": store.url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
         "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
@@ -77,10 +79,18 @@ def _proxy(port: int) -> tuple[ThreadingHTTPServer, Store]:
                 return
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if isinstance(fault, int):
-                self._answer(fault, b"<Error><Code>InternalError</Code><Message>injected</Message></Error>", {})
+                self._answer(
+                    fault,
+                    b"<Error><Code>InternalError</Code><Message>injected</Message></Error>",
+                    {},
+                )
                 return
             store.bytes_sent += len(body)
-            headers = {key: value for key, value in self.headers.items() if key.lower() not in ("connection", "expect")}
+            headers = {
+                key: value
+                for key, value in self.headers.items()
+                if key.lower() not in ("connection", "expect")
+            }
             # closed whatever happens: a client that gave up must leave no socket behind
             with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
                 connection.request(self.command, self.path, body, headers)
@@ -94,7 +104,13 @@ def _proxy(port: int) -> tuple[ThreadingHTTPServer, Store]:
             for key, value in headers.items():
                 if key.lower() == "content-length" and self.command == "HEAD":
                     length = value
-                elif key.lower() not in ("content-length", "connection", "transfer-encoding", "server", "date"):
+                elif key.lower() not in (
+                    "content-length",
+                    "connection",
+                    "transfer-encoding",
+                    "server",
+                    "date",
+                ):
                     self.send_header(key, value)
             self.send_header("Content-Length", length)
             self.end_headers()

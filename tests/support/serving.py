@@ -50,13 +50,23 @@ class RunningServer:
 
 
 @contextmanager
-def serving(*options: str, stand_in: bool = True, environment: dict[str, str] | None = None) -> Iterator[RunningServer]:
+def serving(
+    *options: str, stand_in: bool = True, environment: dict[str, str] | None = None
+) -> Iterator[RunningServer]:
     """`headway serve` with these options, on a free port of loopback."""
     command = [sys.executable, "-c", STAND_IN] if stand_in else [sys.executable, "-m", "headway"]
     with tempfile.TemporaryFile() as errors, tempfile.TemporaryDirectory() as signs:
-        variables = {**os.environ, "PYTHONPATH": searched(), "HEADWAY_TEST_ENGINES": signs, **(environment or {})}
+        variables = {
+            **os.environ,
+            "PYTHONPATH": searched(),
+            "HEADWAY_TEST_ENGINES": signs,
+            **(environment or {}),
+        }
         process = subprocess.Popen(
-            [*command, "serve", "--port", "0", "--json", *options], stdout=subprocess.PIPE, stderr=errors, env=variables
+            [*command, "serve", "--port", "0", "--json", *options],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=variables,
         )
         assert process.stdout is not None
         try:
@@ -66,7 +76,9 @@ def serving(*options: str, stand_in: bool = True, environment: dict[str, str] | 
                 text += line
             if not text:
                 errors.seek(0)
-                raise AssertionError(f"the server ended after {time.monotonic() - started:.1f} s: {errors.read().decode()}")
+                raise AssertionError(
+                    f"the server ended after {time.monotonic() - started:.1f} s: {errors.read().decode()}"
+                )
             url = json.loads(text)["url"].rstrip("/")
             with httpx.Client(base_url=url, timeout=30) as client:
                 yield RunningServer(process, url, errors, client, Path(signs))

@@ -16,7 +16,13 @@ from pathlib import Path
 
 from support.daemons import Daemons, find_program, free_ports, short_folder, wait_until
 
-PACKAGES = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "srun": "slurm-wlm", "munged": "munge"}
+PACKAGES = {
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "sbatch": "slurm-wlm",
+    "srun": "slurm-wlm",
+    "munged": "munge",
+}
 NODES = ("hwnode1", "hwnode2")
 DOWN_SECONDS = 10
 HOLD_SECONDS = 2.5
@@ -81,7 +87,11 @@ class Cluster:
         """Since when a job waits after it was queued again."""
         self.daemons = Daemons(folder)
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-        for name in [name for name in self.environment if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"]:
+        for name in [
+            name
+            for name in self.environment
+            if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"
+        ]:
             del self.environment[name]
 
     def start(self) -> None:
@@ -91,14 +101,27 @@ class Cluster:
         first, last = neighbouring_ports()
         names = f"{NODES[0][:-1]}[1-2]"
         filled = CONFIG.format(
-            host=host, folder=self.folder, port=free_ports(1)[0], nodes=names, first=first, last=last, down=DOWN_SECONDS, kill=KILL_SECONDS
+            host=host,
+            folder=self.folder,
+            port=free_ports(1)[0],
+            nodes=names,
+            first=first,
+            last=last,
+            down=DOWN_SECONDS,
+            kill=KILL_SECONDS,
         )
         (self.folder / "slurm.conf").write_text(filled)
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
-        own = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
-        self.daemons.start("munged", ["munged", "--foreground", f"--socket={self.folder}/munge.socket", *own], self.environment)
+        own = [
+            f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "log", "pid", "seed")
+        ]
+        self.daemons.start(
+            "munged",
+            ["munged", "--foreground", f"--socket={self.folder}/munge.socket", *own],
+            self.environment,
+        )
         wait_until((self.folder / "munge.socket").exists, "munge")
         self.daemons.start("slurmctld", ["slurmctld", "-D", "-c"], self.environment)
         for node in NODES:
@@ -130,16 +153,30 @@ class Cluster:
                 variables = path.read_bytes().split(b"\0")
             except OSError:
                 continue
-            if f"SLURMD_NODENAME={node}".encode() in variables and f"SLURM_CONF={self.folder}/slurm.conf".encode() in variables:
+            if (
+                f"SLURMD_NODENAME={node}".encode() in variables
+                and f"SLURM_CONF={self.folder}/slurm.conf".encode() in variables
+            ):
                 found.append(int(path.parent.name))
-        above = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found if Path(f"/proc/{pid}").exists()}
+        above = {
+            int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            for pid in found
+            if Path(f"/proc/{pid}").exists()
+        }
         return found + [pid for pid in above if _program(pid) == "slurmstepd"]
 
     def run(self, *command: str, seconds: float = 60.0) -> str:
         """The output of a command of SLURM, which must succeed."""
         program = find_program(command[0])
         assert program is not None
-        done = subprocess.run([program, *command[1:]], env=self.environment, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            [program, *command[1:]],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
@@ -189,9 +226,19 @@ class Cluster:
         """Cancel what still runs and end the daemons."""
         if "slurmctld" in self.daemons.running and (self.folder / "slurm.conf").exists():
             try:
-                self.run("scancel", "--full", "--signal=KILL", "--state=RUNNING", f"--user={os.geteuid()}")
+                self.run(
+                    "scancel",
+                    "--full",
+                    "--signal=KILL",
+                    "--state=RUNNING",
+                    f"--user={os.geteuid()}",
+                )
                 self.run("scancel", f"--user={os.geteuid()}")
-                wait_until(lambda: not self.run("squeue", "--noheader", "--format=%A").split(), "jobs end", KILL_SECONDS + 5.0)
+                wait_until(
+                    lambda: not self.run("squeue", "--noheader", "--format=%A").split(),
+                    "jobs end",
+                    KILL_SECONDS + 5.0,
+                )
             except (AssertionError, TimeoutError, subprocess.TimeoutExpired):
                 pass
         left = [pid for node in NODES for pid in self.job_processes(node)]

@@ -31,7 +31,9 @@ class JobRoom:
     def headway(self, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         """Run the command line and check its exit code."""
         done = headway(*arguments)
-        assert code is None or done.returncode == code, f"headway {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}"
+        assert code is None or done.returncode == code, (
+            f"headway {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}"
+        )
         return done
 
     def submit(self, recipe: Path, *options: str, nodes: int = 2) -> dict[str, Any]:
@@ -56,13 +58,20 @@ class JobRoom:
 
     def printed(self, run: Path) -> str:
         """What a job has printed, for a failure's message and for claims about it."""
-        return "".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in sorted((run / "logs").glob("slurm-*")))
+        return "".join(
+            f"== {path.name}\n{path.read_text(errors='replace')}"
+            for path in sorted((run / "logs").glob("slurm-*"))
+        )
 
     def finish(self, job: str, run: Path, *wanted: str, seconds: float = 300.0) -> None:
         """Wait for the end of a job, which must be as wanted (COMPLETED if nothing is said)."""
         wanted = wanted or ("COMPLETED",)
-        self.cluster.wait_state(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", seconds=seconds)
-        assert self.cluster.state(job) in wanted, f"job {job} is {self.cluster.state(job)}\n{self.printed(run)}"
+        self.cluster.wait_state(
+            job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", seconds=seconds
+        )
+        assert self.cluster.state(job) in wanted, (
+            f"job {job} is {self.cluster.state(job)}\n{self.printed(run)}"
+        )
 
     def launchers(self, job: str, node: str) -> list[int]:
         """The processes that srun started on a node."""
@@ -74,7 +83,12 @@ class JobRoom:
             except OSError:
                 continue
             is_rank = any(one.startswith(b"HEADWAY_LAUNCHER_PID=") for one in variables)
-            if b"train" in words and b"slurm_job" not in b" ".join(words) and not is_rank and f"SLURM_JOB_ID={job}".encode() in variables:
+            if (
+                b"train" in words
+                and b"slurm_job" not in b" ".join(words)
+                and not is_rank
+                and f"SLURM_JOB_ID={job}".encode() in variables
+            ):
                 found.append(pid)
         return found
 

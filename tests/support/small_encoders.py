@@ -9,7 +9,20 @@ from unittest import mock
 import numpy as np
 import torch
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "kitten", "fire", "truck", "red", "circle"]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "a",
+    "cat",
+    "kitten",
+    "fire",
+    "truck",
+    "red",
+    "circle",
+]
 
 
 @functools.cache
@@ -19,7 +32,12 @@ def bert_folder(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
     )
     BertModel(config).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
@@ -33,9 +51,27 @@ def whisper_folder(folder: Path) -> Path:
     from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperModel
 
     torch.manual_seed(0)
-    sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    lengths = {"encoder_layers": 1, "decoder_layers": 1, "max_source_positions": 100, "max_target_positions": 8, "num_mel_bins": 16}
-    ids = {"vocab_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    sizes = {
+        "d_model": 16,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    lengths = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "max_source_positions": 100,
+        "max_target_positions": 8,
+        "num_mel_bins": 16,
+    }
+    ids = {
+        "vocab_size": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    }
     config = WhisperConfig(**sizes, **lengths, **ids)
     WhisperModel(config).save_pretrained(folder)
     WhisperFeatureExtractor(feature_size=16, chunk_length=2).save_pretrained(folder)
@@ -44,7 +80,12 @@ def whisper_folder(folder: Path) -> Path:
 
 def image_settings(folder: Path, side: int, **changes: Any) -> None:
     """The preprocessor_config.json of a CLIP-like folder."""
-    given = {"do_resize": True, "size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": {"height": side, "width": side}}
+    given = {
+        "do_resize": True,
+        "size": {"shortest_edge": side},
+        "do_center_crop": True,
+        "crop_size": {"height": side, "width": side},
+    }
     given |= {"resample": 3, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
     given |= {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
     (folder / "preprocessor_config.json").write_text(json.dumps(given | changes))
@@ -68,7 +109,10 @@ def mobilenet_file(folder: Path) -> Path:
 
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
-    torch.save({**MobileNetV4().state_dict(), "classifier.bias": torch.zeros(1000)}, folder / "mobilenetv4.pth")
+    torch.save(
+        {**MobileNetV4().state_dict(), "classifier.bias": torch.zeros(1000)},
+        folder / "mobilenetv4.pth",
+    )
     return folder / "mobilenetv4.pth"
 
 
@@ -80,7 +124,13 @@ def cnn14_file(folder: Path) -> Path:
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
     network = Cnn14([2, 2, 4, 4, 6, 6], 5)
-    torch.save({"model": {**network.state_dict(), "logmel_extractor.melW": torch.rand(257, 64)}, "iteration": 3}, folder / "cnn14.pth")
+    torch.save(
+        {
+            "model": {**network.state_dict(), "logmel_extractor.melW": torch.rand(257, 64)},
+            "iteration": 3,
+        },
+        folder / "cnn14.pth",
+    )
     return folder / "cnn14.pth"
 
 
@@ -90,13 +140,20 @@ def frozen_from(overrides: dict[str, Any], folder: Path) -> Any:
     from headway.errors import HeadwayError
 
     modality = next(iter(overrides)).split(".")[0]
-    given = {name.split(".")[1]: json.loads(value) if value.lstrip("-")[:1].isdigit() else value for name, value in overrides.items()}
+    given = {
+        name.split(".")[1]: json.loads(value) if value.lstrip("-")[:1].isdigit() else value
+        for name, value in overrides.items()
+    }
     if modality == "audio":
         whisper_folder(folder / "whisper")
         cnn14_file(folder / "cnn14")
     if modality == "image":
         mobilenet_file(folder / "mobilenet")
-    files = [lite0_file(folder / "lite0")] if modality == "image" else [bert_folder(folder / "bert") / "model.safetensors"]
+    files = (
+        [lite0_file(folder / "lite0")]
+        if modality == "image"
+        else [bert_folder(folder / "bert") / "model.safetensors"]
+    )
     with (
         mock.patch("headway.model.encoders.efficientnet_lite0.package_files", return_value=files),
         mock.patch("headway.model.encoders.minilm.package_files", return_value=files),

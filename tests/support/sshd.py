@@ -60,7 +60,11 @@ class SshHosts:
         sshd, pid_file = find_program("sshd"), self.folder / f"sshd-{port}.pid"
         assert sshd is not None
         pid_file.unlink(missing_ok=True)
-        self.daemons.start(f"sshd-{port}", [sshd, "-D", "-e", "-f", str(self.folder / f"sshd-{port}.conf")], os.environ)
+        self.daemons.start(
+            f"sshd-{port}",
+            [sshd, "-D", "-e", "-f", str(self.folder / f"sshd-{port}.conf")],
+            os.environ,
+        )
         wait_until(pid_file.exists, f"sshd on port {port}")
 
     def kill(self, port: int) -> None:
@@ -80,11 +84,29 @@ def ssh_hosts(count: int = 2) -> Iterator[SshHosts]:
     made = not Path("/run/sshd").exists()
     try:
         if made:
-            Path("/run/sshd").mkdir(mode=0o755, parents=True)  # the server gives up its rights in there
+            Path("/run/sshd").mkdir(
+                mode=0o755, parents=True
+            )  # the server gives up its rights in there
         for name in ("host", "user"):
-            subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-C", f"headway-test-{name}", "-f", str(folder / name)], check=True)
+            subprocess.run(
+                [
+                    keygen,
+                    "-q",
+                    "-t",
+                    "ed25519",
+                    "-N",
+                    "",
+                    "-C",
+                    f"headway-test-{name}",
+                    "-f",
+                    str(folder / name),
+                ],
+                check=True,
+            )
         key = (folder / "host.pub").read_text().split()[:2]
-        (folder / "known_hosts").write_text("".join(f"[127.0.0.1]:{port} {' '.join(key)}\n" for port in ports))
+        (folder / "known_hosts").write_text(
+            "".join(f"[127.0.0.1]:{port} {' '.join(key)}\n" for port in ports)
+        )
         (folder / "config").write_text(CLIENT.format(folder=folder))
         for port in ports:
             (folder / f"sshd-{port}.conf").write_text(SERVER.format(port=port, folder=folder))

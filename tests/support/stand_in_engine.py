@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.infer.engine.request import EngineEvent, EngineRequest, EngineStats, QueueFull, TokenLogprobs
+from headway.infer.engine.request import (
+    EngineEvent,
+    EngineRequest,
+    EngineStats,
+    QueueFull,
+    TokenLogprobs,
+)
 from headway.serve.engine_process import main
 from headway.serve.engine_setup import EngineFacts, EngineSetup
 from headway.tokenizer.chat_template import BUILT_IN
@@ -65,20 +71,26 @@ class StandInEngine:
 
     def submit(self, request: EngineRequest) -> int:
         if len(self.waiting) >= max(1, self.options.max_waiting):
-            raise QueueFull(f"{len(self.waiting)} requests are waiting; no more are taken now. Try again later.")
+            raise QueueFull(
+                f"{len(self.waiting)} requests are waiting; no more are taken now. Try again later."
+            )
         if request.constraint is not None and "refuse me" in request.constraint:
             raise ConfigError("the grammar is refused.")
         text = self.tokenizer.decode(request.prompt)
         if "[panic]" in text:
             raise Panic("an injected panic")
         said = found[1] if (found := NAMED.search(text)) else text
-        answer = Answering(self.next, request, text, deque(self.tokenizer.encode((request.adapter or "") + said)))
+        answer = Answering(
+            self.next, request, text, deque(self.tokenizer.encode((request.adapter or "") + said))
+        )
         self.waiting.append(answer)
         self.next += 1
         return answer.number
 
     def cancel(self, request: int) -> None:
-        if self.running.pop(request, None) is not None or any(one.number == request for one in self.waiting):
+        if self.running.pop(request, None) is not None or any(
+            one.number == request for one in self.waiting
+        ):
             self.waiting = deque(one for one in self.waiting if one.number != request)
             self.ended.append(EngineEvent(request, (), finished="cancelled"))
 
@@ -104,10 +116,18 @@ class StandInEngine:
         request = one.request
         if request.embed:
             del self.running[one.number]
-            return EngineEvent(one.number, (), finished="eos", embedding=(float(len(request.prompt)), 1.0, 2.0, 3.0))
+            return EngineEvent(
+                one.number,
+                (),
+                finished="eos",
+                embedding=(float(len(request.prompt)), 1.0, 2.0, 3.0),
+            )
         prompt = None
         if request.prompt_logprobs and not one.made:
-            prompt = (None, *(TokenLogprobs(token, -2.0, ((token, -2.0),)) for token in request.prompt[1:]))
+            prompt = (
+                None,
+                *(TokenLogprobs(token, -2.0, ((token, -2.0),)) for token in request.prompt[1:]),
+            )
         eos = self.tokenizer.eos_id
         assert eos is not None
         tokens = (one.left.popleft() if one.left else eos,) if request.max_new_tokens else ()
@@ -118,12 +138,20 @@ class StandInEngine:
         if finished is not None:
             del self.running[one.number]
         logprobs = (
-            None if request.logprobs is None else tuple(TokenLogprobs(t, -0.5, ((t, -0.5), (7, -1.5))[: request.logprobs]) for t in tokens)
+            None
+            if request.logprobs is None
+            else tuple(
+                TokenLogprobs(t, -0.5, ((t, -0.5), (7, -1.5))[: request.logprobs]) for t in tokens
+            )
         )
-        return EngineEvent(one.number, tokens, logprobs, finished, cached_tokens=3, prompt_logprobs=prompt)
+        return EngineEvent(
+            one.number, tokens, logprobs, finished, cached_tokens=3, prompt_logprobs=prompt
+        )
 
     def stats(self) -> EngineStats:
-        return EngineStats(len(self.running), len(self.waiting), 100, 1000, 0, 0, self.generated, 0, 0, 0)
+        return EngineStats(
+            len(self.running), len(self.waiting), 100, 1000, 0, 0, self.generated, 0, 0, 0
+        )
 
 
 def tokenizer() -> Any:
@@ -144,7 +172,17 @@ def opening(setup: EngineSetup) -> Any:
     found = tokenizer()
     given = found if setup.path != "no-template" else found.with_chat_template(None)
     facts = EngineFacts(
-        setup.name, given, CONTEXT, 320, WIDTH, frozenset([found.eos_id]), "cpu", "float32", 0, tuple(setup.adapters), constraints=True
+        setup.name,
+        given,
+        CONTEXT,
+        320,
+        WIDTH,
+        frozenset([found.eos_id]),
+        "cpu",
+        "float32",
+        0,
+        tuple(setup.adapters),
+        constraints=True,
     )
     return StandInEngine(setup), facts, lambda request, refs: request
 

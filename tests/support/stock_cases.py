@@ -13,11 +13,30 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 5},  # tied, biases, LayerNorm, windows
-    "gpt_neox": {"hidden_dropout": 0.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},  # learned positions, a projection before the head
+    "gpt_neox": {
+        "hidden_dropout": 0.0,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "opt": {
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 16,
+        "dropout": 0.0,
+    },  # learned positions, a projection before the head
     "phi": {"partial_rotary_factor": 0.5},  # the head has a bias
-    "exaone4": {"sliding_window": 4, "sliding_window_pattern": 2},  # one layer with a window, one without
-    "vaultgemma": {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},  # scores, logits
+    "exaone4": {
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
+    },  # one layer with a window, one without
+    "vaultgemma": {
+        "head_dim": 8,
+        "sliding_window": 4,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 2.0,
+    },  # scores, logits
     "cohere": {"logit_scale": 0.25},  # logits are scaled
 }
 """model_type -> settings over SHAPE."""
@@ -32,7 +51,10 @@ def build_stock(kind: str) -> Any:
     generator = torch.Generator().manual_seed(sum(map(ord, kind)))
     with torch.no_grad():
         for parameter in dict.fromkeys(model.parameters()):
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * (0.15 if parameter.dim() > 1 else 0.3))
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator)
+                * (0.15 if parameter.dim() > 1 else 0.3)
+            )
     return model.eval()
 
 

@@ -9,10 +9,20 @@ WORDS = ["cat", "dog", "hill", "Boxkämpfer", "a b", "x"]
 def write_tasks(folder: Path) -> Path:
     """Write the tasks `choices`, `texts` and `written`, and return their folder."""
     folder.mkdir(parents=True)
-    choices = [{"question": f"the {word} went to the ", "choices": WORDS[:3], "gold": index % 3} for index, word in enumerate(WORDS)]
+    choices = [
+        {"question": f"the {word} went to the ", "choices": WORDS[:3], "gold": index % 3}
+        for index, word in enumerate(WORDS)
+    ]
     # Longer than the model's context, exactly as long, one more, and short.
-    texts = [{"text": "over the hills and far away, " * 9}, {"text": "q" * 96}, {"text": "r" * 97}, {"text": "zwölf"}]
-    written = [{"question": word * (index * 9 + 1), "answer": "no"} for index, word in enumerate(WORDS)]
+    texts = [
+        {"text": "over the hills and far away, " * 9},
+        {"text": "q" * 96},
+        {"text": "r" * 97},
+        {"text": "zwölf"},
+    ]
+    written = [
+        {"question": word * (index * 9 + 1), "answer": "no"} for index, word in enumerate(WORDS)
+    ]
     for name, rows in (("choices", choices), ("texts", texts), ("written", written)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {

@@ -46,13 +46,19 @@ class Terminal:
                 lines[row] = lines[row][: 0 if found[1] == "2" else column]
                 del lines[row + 1 :]
             elif found[2] is None:
-                lines[row] = lines[row][:column].ljust(column) + found[0] + lines[row][column + len(found[0]) :]
+                lines[row] = (
+                    lines[row][:column].ljust(column)
+                    + found[0]
+                    + lines[row][column + len(found[0]) :]
+                )
                 column += len(found[0])
         return [line.rstrip() for line in lines]
 
 
 @contextmanager
-def on_terminal(patch: pytest.MonkeyPatch, columns: int = 100, term: str = "xterm-256color") -> Iterator[Terminal]:
+def on_terminal(
+    patch: pytest.MonkeyPatch, columns: int = 100, term: str = "xterm-256color"
+) -> Iterator[Terminal]:
     """Standard error is a terminal in the block."""
     master, slave = pty.openpty()
     terminal = Terminal(master, columns)

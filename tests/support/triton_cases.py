@@ -18,7 +18,12 @@ from headway.kernels.packed_layout import FORMS, PackedLayout
 from headway.kernels.packed_weight import pack, unpack_reference
 from headway.kernels.packed_weight_triton import unpack as unpack_cuda
 from headway.kernels.streaming_pieces import merge_cuda, merge_reference
-from headway.kernels.vocab_loss import partial_scores_cuda, partial_scores_reference, write_gradient_cuda, write_gradient_reference
+from headway.kernels.vocab_loss import (
+    partial_scores_cuda,
+    partial_scores_reference,
+    write_gradient_cuda,
+    write_gradient_reference,
+)
 from headway.optim.base import Guard, Hyper
 from headway.optim.low_precision_adamw import LowPrecisionAdamW
 from headway.optim.state_storage import StateStorage
@@ -36,7 +41,9 @@ def adamw() -> None:
 
     def made(seed: int) -> AdamWTensors:
         generator = torch.Generator().manual_seed(seed)
-        flat = [torch.randn(5000, generator=generator) for _ in range(3)] + [torch.rand(5000, generator=generator)]
+        flat = [torch.randn(5000, generator=generator) for _ in range(3)] + [
+            torch.rand(5000, generator=generator)
+        ]
         copies, counts = flat[0].bfloat16(), torch.tensor([3.0, 3.0])
         parts = [[one[:2048], one[2048:]] for one in (*flat, copies)]
         return AdamWTensors(*parts[:4], [counts[0], counts[1]], parts[4] if seed else ())
@@ -50,7 +57,9 @@ def adamw() -> None:
             if name == "grads":
                 continue
             for a, b in zip(one, other, strict=True):
-                torch.testing.assert_close(a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-7)
+                torch.testing.assert_close(
+                    a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-7
+                )
                 assert not bad or name == "copies" or torch.equal(a, b), name
 
     for bad in (0.0, 1.0):
@@ -58,14 +67,27 @@ def adamw() -> None:
         # Halves of numbers with few bits are exact, so that both draw the same.
         numbers, scale = AdamWHyper(1e-2, 0.5, 0.5, 1e-8, 0.1, False), torch.tensor(2.0)
         _fused(ours, numbers, scale, torch.tensor(bad))
-        state, guard = {"exp_avg": list(theirs.exp_avg), "exp_avg_sq": list(theirs.exp_avg_sq)}, Guard(scale, torch.tensor(bad))
+        state, guard = (
+            {"exp_avg": list(theirs.exp_avg), "exp_avg_sq": list(theirs.exp_avg_sq)},
+            Guard(scale, torch.tensor(bad)),
+        )
         plain = LowPrecisionAdamW(StateStorage(torch.bfloat16))
         hyper = Hyper(1e-2, (0.5, 0.5), 1e-8, 0.1)
-        plain.update(list(theirs.params), list(theirs.grads), state, list(theirs.steps), hyper, guard, list(theirs.copies))
+        plain.update(
+            list(theirs.params),
+            list(theirs.grads),
+            state,
+            list(theirs.steps),
+            hyper,
+            guard,
+            list(theirs.copies),
+        )
         for name, one, other in zip(AdamWTensors._fields, ours, theirs, strict=True):
             for a, b in zip(one, other, strict=True):
                 assert torch.equal(a, b) or (not bad and name in ("params", "copies")), name
-                torch.testing.assert_close(a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-6)
+                torch.testing.assert_close(
+                    a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-6
+                )
 
 
 def decode_attention() -> None:
@@ -81,7 +103,9 @@ def decode_attention() -> None:
 
 def cached_chunk() -> None:
     """New tokens at the beginning, behind a short and a long past, in ragged rows, with sinks, reach, soft-capping, and trained sinks."""
-    for (name, sequences), shape in zip(SEQUENCES.items(), SHAPES, strict=True):  # every pair of them takes half a minute
+    for (name, sequences), shape in zip(
+        SEQUENCES.items(), SHAPES, strict=True
+    ):  # every pair of them takes half a minute
         far, same = gap(sequences, shape, sinks=shape[1] > 1)
         assert far < 2e-5 and same, (name, shape, far, same)
 
@@ -105,13 +129,20 @@ def softmax_gradient() -> None:
     ):
         generator = torch.Generator().manual_seed(vocab)
         logits = (3 * torch.randn(5, vocab, generator=generator)).to(dtype)
-        targets, coefficients = torch.randint(vocab, (5,), generator=generator), torch.rand(5, generator=generator)
+        targets, coefficients = (
+            torch.randint(vocab, (5,), generator=generator),
+            torch.rand(5, generator=generator),
+        )
         ours, theirs = logits.clone(), logits.clone()
         found = softmax_gradient_cuda(ours, targets, coefficients, smoothing, z, cap)
-        expected = softmax_gradient_reference(theirs, targets, coefficients, Shaping(smoothing, z), cap)
+        expected = softmax_gradient_reference(
+            theirs, targets, coefficients, Shaping(smoothing, z), cap
+        )
         narrow = dtype != torch.float32
         for one, other in zip((*found, ours), (*expected, theirs), strict=True):
-            torch.testing.assert_close(one.float(), other.float(), rtol=1e-2 if narrow else 1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                one.float(), other.float(), rtol=1e-2 if narrow else 1e-5, atol=1e-6
+            )
 
 
 def vocab_loss() -> None:
@@ -126,12 +157,18 @@ def vocab_loss() -> None:
         logits = (3 * torch.randn(6, vocab, generator=generator)).to(dtype)
         local = torch.tensor([0, vocab - 1, -1, vocab, -500, vocab // 2])
         ours = partial_scores_cuda(logits, local, cap)
-        torch.testing.assert_close(ours, partial_scores_reference(logits, local, cap), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            ours, partial_scores_reference(logits, local, cap), rtol=1e-5, atol=1e-4
+        )
         lse, coefficients = ours[0] + 2.0, torch.rand(6, generator=generator)
         one, other = logits.clone(), logits.clone()
         write_gradient_cuda(one, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab, cap)
-        write_gradient_reference(other, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab, cap)
-        torch.testing.assert_close(one.float(), other.float(), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-6)
+        write_gradient_reference(
+            other, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab, cap
+        )
+        torch.testing.assert_close(
+            one.float(), other.float(), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-6
+        )
 
 
 def merge() -> None:
@@ -139,8 +176,14 @@ def merge() -> None:
     for width, at in ((16, slice(3, 43)), (24, torch.tensor([0, 5, 49, 7]))):
         generator = torch.Generator().manual_seed(width)
         count = len(range(50)[at]) if isinstance(at, slice) else len(at)
-        o, lse = torch.randn(50, 2, width, generator=generator), torch.randn(2, 50, generator=generator)
-        part, part_lse = torch.randn(count, 2, width, generator=generator), torch.randn(2, count, generator=generator)
+        o, lse = (
+            torch.randn(50, 2, width, generator=generator),
+            torch.randn(2, 50, generator=generator),
+        )
+        part, part_lse = (
+            torch.randn(count, 2, width, generator=generator),
+            torch.randn(2, count, generator=generator),
+        )
         ours, theirs = (o.clone(), lse.clone()), (o.clone(), lse.clone())
         merge_cuda(*ours, part, part_lse, at)
         merge_reference(*theirs, part, part_lse, at)
@@ -161,11 +204,25 @@ def unpack() -> None:
         ):
             packed = pack(torch.randn(shape, generator=torch.Generator().manual_seed(3)), form)
             layout = PackedLayout(form, *shape)
-            ours, theirs = unpack_cuda(packed, layout, dtype), unpack_reference(packed, layout, dtype)
-            torch.testing.assert_close(ours, theirs, rtol=0.0 if dtype == torch.float32 else 2**-7, atol=0.0)
+            ours, theirs = (
+                unpack_cuda(packed, layout, dtype),
+                unpack_reference(packed, layout, dtype),
+            )
+            torch.testing.assert_close(
+                ours, theirs, rtol=0.0 if dtype == torch.float32 else 2**-7, atol=0.0
+            )
 
 
-RUN = (adamw, decode_attention, paged_attention, cached_chunk, softmax_gradient, vocab_loss, merge, unpack)
+RUN = (
+    adamw,
+    decode_attention,
+    paged_attention,
+    cached_chunk,
+    softmax_gradient,
+    vocab_loss,
+    merge,
+    unpack,
+)
 CASES: dict[str, Callable[[], None]] = {case.__name__: case for case in RUN}
 
 

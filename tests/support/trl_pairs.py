@@ -15,13 +15,21 @@ MODEL = ModelConfig(
     hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=24, vocab_size=32, max_seq_len=32, tie_embeddings=False
 )  # fmt: skip
 PAIRS: list[Pair] = list(zip(GOLDEN["prompts"], GOLDEN["chosen"], GOLDEN["rejected"], strict=True))
-LAYOUTS = {"one row": [PAIRS], "a row each": [[pair] for pair in PAIRS], "mixed": [PAIRS[:3], PAIRS[3:]]}
+LAYOUTS = {
+    "one row": [PAIRS],
+    "a row each": [[pair] for pair in PAIRS],
+    "mixed": [PAIRS[:3], PAIRS[3:]],
+}
 
 
 def wave(shift: float) -> dict[str, torch.Tensor]:
     """The weights of tests/golden/trl/make.py."""
     found = {}
     for number, spec in enumerate(sorted(param_specs(MODEL), key=lambda spec: spec.name)):
-        values = 0.4 * torch.sin(0.7 * torch.arange(math.prod(spec.shape), dtype=torch.float64) + number + shift)
-        found[spec.name] = (values + (1.0 if len(spec.shape) == 1 else 0.0)).view(spec.shape).float()
+        values = 0.4 * torch.sin(
+            0.7 * torch.arange(math.prod(spec.shape), dtype=torch.float64) + number + shift
+        )
+        found[spec.name] = (
+            (values + (1.0 if len(spec.shape) == 1 else 0.0)).view(spec.shape).float()
+        )
     return found

@@ -14,15 +14,22 @@ from headway.parallel.tensor import even_parts
 class EmulatedVocab:
     """Shards of a head [V, D] for P ranks, and what they exchange for some hidden states, chunk by chunk."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, ranks: int) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, ranks: int
+    ) -> None:
         self.rows = even_parts(weight.shape[0], ranks)
-        self.weights = [weight.detach()[rows.start : rows.stop].clone().requires_grad_() for rows in self.rows]
+        self.weights = [
+            weight.detach()[rows.start : rows.stop].clone().requires_grad_() for rows in self.rows
+        ]
         self.vocab = weight.shape[0]
         with torch.no_grad():
             self.parts = [
                 torch.stack(
                     [
-                        partial_scores(hidden[start : start + chunk_tokens] @ part.t(), targets[start : start + chunk_tokens] - rows.start)
+                        partial_scores(
+                            hidden[start : start + chunk_tokens] @ part.t(),
+                            targets[start : start + chunk_tokens] - rows.start,
+                        )
                         for part, rows in zip(self.weights, self.rows, strict=True)
                     ]
                 )

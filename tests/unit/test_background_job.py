@@ -18,11 +18,17 @@ def test_this_process_and_what_it_starts_can_be_interrupted():
 """
 
 
-@pytest.mark.parametrize("workers", [[], pytest.param(["-n", "1"], marks=pytest.mark.slow)], ids=["alone", "in a worker"])
-def test_tests_that_interrupt_what_they_start_work_where_the_shell_ignores_sigint(tmp_path: Path, workers: list[str]) -> None:
+@pytest.mark.parametrize(
+    "workers", [[], pytest.param(["-n", "1"], marks=pytest.mark.slow)], ids=["alone", "in a worker"]
+)
+def test_tests_that_interrupt_what_they_start_work_where_the_shell_ignores_sigint(
+    tmp_path: Path, workers: list[str]
+) -> None:
     root = Path(__file__).parents[2]
     (tmp_path / "test_interrupts.py").write_text(TESTS)
-    (tmp_path / "conftest.py").write_text((root / "tests/conftest.py").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "conftest.py").write_text(
+        (root / "tests/conftest.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
     command = [
         sys.executable,
         "-c",
@@ -35,6 +41,15 @@ def test_tests_that_interrupt_what_they_start_work_where_the_shell_ignores_sigin
         str(tmp_path),
         *workers,
     ]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=240, check=False)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
+    }
+    done = subprocess.run(
+        [*command, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr

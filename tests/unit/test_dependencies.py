@@ -29,7 +29,9 @@ DISTRIBUTIONS = {
     "ruamel": "ruamel.yaml",
 }
 """Import name -> what pip calls it, where that is another name."""
-CALL = re.compile(r"""\b(?P<function>importorskip|find_spec|is_installed|how_to_get|need|import_module)\(\s*["'](?P<package>\w+)""")
+CALL = re.compile(
+    r"""\b(?P<function>importorskip|find_spec|is_installed|how_to_get|need|import_module)\(\s*["'](?P<package>\w+)"""
+)
 """A package named in a call; all but `import_module` ask whether it is there, which says that it may be missing."""
 OF_TORCH = {"triton": "torch's builds for CUDA pin and bring it"}
 NOT_DECLARED = {"timm": "brings torchvision, whose build must be that of torch"}
@@ -72,7 +74,11 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
     """(top package, line, whether the file only asks if it is there) of everything that a file imports, wherever in it."""
     source = path.read_text(encoding="utf-8")
     for match in CALL.finditer(source):
-        yield match["package"], source.count("\n", 0, match.start()) + 1, match["function"] != "import_module"
+        yield (
+            match["package"],
+            source.count("\n", 0, match.start()) + 1,
+            match["function"] != "import_module",
+        )
     for node in statements(ast.parse(source).body):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -94,7 +100,9 @@ def foreign_imports(root: Path, *local_folders: Path) -> dict[str, dict[str, lis
             if package in sys.stdlib_module_names or package in local:
                 continue
             kind = "asked for" if is_question else "imported"
-            uses.setdefault(package, {}).setdefault(kind, []).append(f"{path.relative_to(ROOT)}:{line}")
+            uses.setdefault(package, {}).setdefault(kind, []).append(
+                f"{path.relative_to(ROOT)}:{line}"
+            )
     return uses
 
 
@@ -106,36 +114,54 @@ def test_what_the_source_imports_is_in_the_core_or_in_the_extra_that_messages_na
         extras = {extra for name, extra in EXTRAS.items() if name.split(".")[0] == package}
         assert extras, f"{package} is neither in the core nor in runtime/optional.py: {uses}"
         for extra in extras:
-            assert distribution(package) in requirements(extra), f"the extra {extra} does not install {package}: {uses}"
+            assert distribution(package) in requirements(extra), (
+                f"the extra {extra} does not install {package}: {uses}"
+            )
 
 
 def test_every_extra_that_messages_name_installs_the_package() -> None:
     for package, extra in EXTRAS.items():
-        assert distribution(package.split(".")[0]) in requirements(extra), f"the extra {extra} does not install {package}"
+        assert distribution(package.split(".")[0]) in requirements(extra), (
+            f"the extra {extra} does not install {package}"
+        )
 
 
 def test_what_tests_import_comes_with_make_setup() -> None:
     always = requirements("dev")
-    optional = requirements("dev", "test-extra", "triton-test", "docs", *sorted(set(EXTRAS.values())))
-    for package, uses in foreign_imports(ROOT / "tests", ROOT / "tests", ROOT / "benchmarks", ROOT / "examples/my_lab").items():
+    optional = requirements(
+        "dev", "test-extra", "triton-test", "docs", *sorted(set(EXTRAS.values()))
+    )
+    for package, uses in foreign_imports(
+        ROOT / "tests", ROOT / "tests", ROOT / "benchmarks", ROOT / "examples/my_lab"
+    ).items():
         if distribution(package) in always or package in NOT_DECLARED:
             continue
-        assert distribution(package) in optional, f"{package} is in no extra of pyproject.toml: {uses}"
+        assert distribution(package) in optional, (
+            f"{package} is in no extra of pyproject.toml: {uses}"
+        )
         # An optional package is asked for wherever a test needs it; generators of golden files are run by hand.
-        hard = [line for line in uses.get("imported", []) if not re.match(r"tests/golden/.*/make", line)]
+        hard = [
+            line for line in uses.get("imported", []) if not re.match(r"tests/golden/.*/make", line)
+        ]
         files = {line.split(":")[0] for line in uses.get("asked for", [])}
         unasked = [line for line in hard if line.split(":")[0] not in files]
-        assert not unasked, f"{package} does not come with `make setup` and is imported without a question: {unasked}"
+        assert not unasked, (
+            f"{package} does not come with `make setup` and is imported without a question: {unasked}"
+        )
 
 
 def test_what_examples_import_they_declare() -> None:
     """A package among them in its own pyproject.toml; a single file has what headway brings."""
     root = ROOT / "examples"
     for folder in [path.parent for path in sorted(root.glob("*/pyproject.toml"))]:
-        declared = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+        declared = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))[
+            "project"
+        ]["dependencies"]
         assert "headway" in declared
     for package, uses in foreign_imports(root, root / "my_lab").items():
-        assert distribution(package) in requirements(), f"{package} does not come with headway: {uses}"
+        assert distribution(package) in requirements(), (
+            f"{package} does not come with headway: {uses}"
+        )
 
 
 def pins() -> dict[str, Requirement]:
@@ -150,7 +176,9 @@ def test_constraints_are_plain_versions_that_any_index_and_any_build_can_serve()
             continue
         # No address, no path, and no local version such as +cpu: torch==2.13.0 admits the builds for CPU and for CUDA.
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", line), line
-    assert not [name for name in pins() if name in NOT_PINNED or name.startswith(("nvidia-", "cuda-"))]
+    assert not [
+        name for name in pins() if name in NOT_PINNED or name.startswith(("nvidia-", "cuda-"))
+    ]
 
 
 @pytest.mark.parametrize("extra", ["demo", "dev", "docs", "test-extra", "triton-test"])
@@ -161,15 +189,21 @@ def test_constraints_have_a_version_of_all_that_make_and_ci_install(extra: str) 
             continue
         assert name in pinned, f"constraints.txt has no {name}: run `make constraints`"
         version = Version(next(iter(pinned[name].specifier)).version)
-        assert requirement.specifier.contains(version), f"constraints.txt has {name} {version}, pyproject.toml wants {requirement}"
+        assert requirement.specifier.contains(version), (
+            f"constraints.txt has {name} {version}, pyproject.toml wants {requirement}"
+        )
 
 
 def test_make_and_ci_install_under_the_constraints() -> None:
     """Every installation of headway's requirements in the Makefile and in .ci/run names the file."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert re.search(r"^PIP := .*pip install .*--constraint \$\(CONSTRAINTS\)", makefile, re.MULTILINE)
+    assert re.search(
+        r"^PIP := .*pip install .*--constraint \$\(CONSTRAINTS\)", makefile, re.MULTILINE
+    )
     assert "CONSTRAINTS ?= constraints.txt" in makefile
-    assert re.search(r"^\$\(VENV\)/\.ready: pyproject\.toml \$\(CONSTRAINTS\)", makefile, re.MULTILINE), "a new file sets up anew"
+    assert re.search(
+        r"^\$\(VENV\)/\.ready: pyproject\.toml \$\(CONSTRAINTS\)", makefile, re.MULTILINE
+    ), "a new file sets up anew"
     assert len(re.findall(r"pip install", makefile)) == 1, "an installation beside $(PIP)"
     ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
     for line in re.findall(r".*pip install.*", ci):
@@ -178,13 +212,21 @@ def test_make_and_ci_install_under_the_constraints() -> None:
 
 def test_ci_tests_a_fresh_environment_before_it_installs_extras() -> None:
     steps = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    fresh, tested, first_extra = (steps.index(text) for text in ("mktemp -d", "\nmake test", "\nextra "))
+    fresh, tested, first_extra = (
+        steps.index(text) for text in ("mktemp -d", "\nmake test", "\nextra ")
+    )
     assert fresh < tested < first_extra
-    assert 'export VENV="$out/venv"' in steps[:tested], "an environment that is there already may have more in it"
+    assert 'export VENV="$out/venv"' in steps[:tested], (
+        "an environment that is there already may have more in it"
+    )
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
 def test_readmes_name_the_two_commands_of_a_fresh_machine_together(name: str) -> None:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()[:40]
-    at = [number for number, line in enumerate(lines) if line.startswith(("make demo", "make test"))]
-    assert len(at) == 2 and at[1] == at[0] + 1, "the lines `make demo` and `make test` stand together near the top"
+    at = [
+        number for number, line in enumerate(lines) if line.startswith(("make demo", "make test"))
+    ]
+    assert len(at) == 2 and at[1] == at[0] + 1, (
+        "the lines `make demo` and `make test` stand together near the top"
+    )

@@ -27,7 +27,9 @@ def project() -> dict[str, object]:
 
 def test_it_has_known_instructions_in_an_order_that_works() -> None:
     names = [name for name, _ in instructions()]
-    assert set(names) <= KNOWN and names[:2] == ["ARG", "FROM"] and names[-2:] == ["ENTRYPOINT", "CMD"]
+    assert (
+        set(names) <= KNOWN and names[:2] == ["ARG", "FROM"] and names[-2:] == ["ENTRYPOINT", "CMD"]
+    )
     assert of("FROM") == ["${BASE}"]
     for rest in of("RUN"):
         assert shlex.split(rest.replace("&&", ";")), rest  # quotes are closed
@@ -37,13 +39,19 @@ def test_it_has_known_instructions_in_an_order_that_works() -> None:
 
 
 def test_what_is_copied_exists_and_reaches_the_builder() -> None:
-    ignored = [line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    ignored = [
+        line
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
     assert ignored[0] == "*"
     sent = [line[1:] for line in ignored if line.startswith("!")]
     for rest in of("COPY"):
         *sources, _ = rest.split()
         for source in sources:
-            assert (ROOT / source).exists() and any(fnmatch(source, pattern) for pattern in sent), source
+            assert (ROOT / source).exists() and any(fnmatch(source, pattern) for pattern in sent), (
+                source
+            )
     needed = [project()["readme"], "pyproject.toml", "src"]
     assert all(any(str(one) in rest.split() for rest in of("COPY")) for one in needed)
 
@@ -52,15 +60,22 @@ def test_torch_and_the_extras_are_those_of_the_project_and_its_readme() -> None:
     torch = next(line for line in project()["dependencies"] if line.startswith("torch"))  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
     bounds = re.search(r'pip install "(torch[^"]+)"', " ".join(of("RUN")))
     assert bounds is not None and bounds[1] == torch.replace(" ", "") and "<" in bounds[1]
-    assert f'pip install "{bounds[1]}" --index-url' in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f'pip install "{bounds[1]}" --index-url' in (ROOT / "README.md").read_text(
+        encoding="utf-8"
+    )
     extras = next(rest.split("=", 1)[1] for rest in of("ARG") if rest.startswith("EXTRAS"))
     assert set(extras.split(",")) <= set(project()["optional-dependencies"])  # pyright: ignore[reportArgumentType]
     base = next(rest.split("=", 1)[1] for rest in of("ARG") if rest.startswith("BASE"))
-    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-runtime-\w+\d+\.\d+", base), "a CUDA runtime of one version"
+    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-runtime-\w+\d+\.\d+", base), (
+        "a CUDA runtime of one version"
+    )
 
 
 def test_it_does_not_run_as_root_and_the_page_says_how_to_build_it() -> None:
     names = [name for name, _ in instructions()]
     assert of("USER") == ["headway"] and "RUN" not in names[names.index("USER") :]
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-    assert "--build-arg BASE=debian:bookworm-slim --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu" in page
+    assert (
+        "--build-arg BASE=debian:bookworm-slim --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+        in page
+    )

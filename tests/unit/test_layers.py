@@ -27,7 +27,12 @@ def imported_packages(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("package", sorted({p.relative_to(SRC).parts[0] for p in SRC.rglob("*.py")} - {"__init__.py", "__main__.py"}))
+@pytest.mark.parametrize(
+    "package",
+    sorted(
+        {p.relative_to(SRC).parts[0] for p in SRC.rglob("*.py")} - {"__init__.py", "__main__.py"}
+    ),
+)
 def test_imports_only_point_up(package: str) -> None:
     at, name = SRC / package, package.removesuffix(".py")
     assert name in ORDER, f"{name} has no place in the order of packages"
@@ -35,19 +40,29 @@ def test_imports_only_point_up(package: str) -> None:
     for path in [at] if at.is_file() else sorted(at.rglob("*.py")):
         wrong = [(other, line) for other, line in imported_packages(path) if other in below]
         assert not wrong, f"{path}: {name} may not import {wrong}"
-        unknown = [other for other, _ in imported_packages(path) if other not in ORDER and not other.startswith("__")]
+        unknown = [
+            other
+            for other, _ in imported_packages(path)
+            if other not in ORDER and not other.startswith("__")
+        ]
         assert not unknown, f"{path}: {unknown} have no place in the order of packages"
 
 
 def test_nothing_is_called_utils() -> None:
     banned = {"utils", "helpers", "common", "misc"}
-    assert not [p for p in SRC.rglob("*.py") if p.stem in banned or banned & set(p.relative_to(SRC).parts)]
+    assert not [
+        p for p in SRC.rglob("*.py") if p.stem in banned or banned & set(p.relative_to(SRC).parts)
+    ]
 
 
 def test_no_two_public_classes_share_a_name() -> None:
     files: dict[str, list[str]] = {}
     for path in sorted(SRC.rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name != "Config":  # a kind's settings
+            if (
+                isinstance(node, ast.ClassDef)
+                and not node.name.startswith("_")
+                and node.name != "Config"
+            ):  # a kind's settings
                 files.setdefault(node.name, []).append(str(path.relative_to(SRC)))
     assert not {name: where for name, where in files.items() if len(where) > 1}

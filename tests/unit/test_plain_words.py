@@ -16,5 +16,8 @@ def test_sources_and_pages_use_plain_words() -> None:
         if path.name.endswith("zh-CN.md"):
             continue
         text = path.read_text(encoding="utf-8")
-        found += [f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, hit.start()) + 1}: {hit[0]}" for hit in NOT_PLAIN.finditer(text)]
+        found += [
+            f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, hit.start()) + 1}: {hit[0]}"
+            for hit in NOT_PLAIN.finditer(text)
+        ]
     assert not found, "write what happens in plain words:\n" + "\n".join(found)

@@ -20,7 +20,11 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """ModelConfig -> config.json."""
-    return {**llama.write(config.with_(family="llama")), "model_type": MODEL_TYPE, "architectures": [ARCHITECTURE]}
+    return {
+        **llama.write(config.with_(family="llama")),
+        "model_type": MODEL_TYPE,
+        "architectures": [ARCHITECTURE],
+    }
 
 
 def published(config: ModelConfig) -> ModelConfig:

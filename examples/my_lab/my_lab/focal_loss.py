@@ -20,7 +20,9 @@ class Config(ObjectiveConfig):
     BY_TOKEN: ClassVar[bool] = True
 
     kind: str = setting("my_lab.focal_loss", "This module.")
-    gamma: float = setting(2.0, "How much less weight well predicted tokens get; 0 = plain cross-entropy.", ge=0)
+    gamma: float = setting(
+        2.0, "How much less weight well predicted tokens get; 0 = plain cross-entropy.", ge=0
+    )
 
     def build(self) -> FocalLoss:
         return FocalLoss(self.gamma)
@@ -38,4 +40,7 @@ class FocalLoss:
         weight = batch.loss_weight
         focal = (1 - log_p.exp()).clamp(min=1e-6).pow(self.gamma) * -log_p
         # A sum, never a mean: headway divides by the weight of the whole step, over all microbatches and ranks.
-        return Loss({"focal": Term((focal * weight).sum())}, {"nll": ((-log_p * weight).sum().detach(), weight.sum())})
+        return Loss(
+            {"focal": Term((focal * weight).sum())},
+            {"nll": ((-log_p * weight).sum().detach(), weight.sum())},
+        )

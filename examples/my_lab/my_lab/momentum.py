@@ -36,7 +36,9 @@ class Momentum:
         import torch
 
         does = guard.found_inf == 0  # on the device: a step that must be skipped changes nothing
-        for index, (param, grad, held) in enumerate(zip(params, grads, state["momentum"], strict=True)):
+        for index, (param, grad, held) in enumerate(
+            zip(params, grads, state["momentum"], strict=True)
+        ):
             moved = hyper.betas[0] * held + grad / guard.scale
             new = param * (1 - hyper.lr * hyper.weight_decay) - hyper.lr * moved
             held.copy_(torch.where(does, moved, held))

@@ -30,12 +30,18 @@ def input_paths(data: Data, cache_dir: Path | None = None, *, name: str = "data"
     return [str(write_records(data, cache_dir, name=name))]  # pyright: ignore[reportArgumentType]
 
 
-def with_data(recipe: Recipe, data: Data | None, valid: Data | float | None, kind: Kind | None) -> Recipe:
+def with_data(
+    recipe: Recipe, data: Data | None, valid: Data | float | None, kind: Kind | None
+) -> Recipe:
     """The recipe with other data. A recipe with one source keeps how that source is read (kind, chat_template, keys, ...)."""
     if kind is not None and data is None and valid is None:
-        raise ConfigError(f"kind is {kind!r}, but neither data nor valid is given. Set data.train.0.kind in the recipe.")
+        raise ConfigError(
+            f"kind is {kind!r}, but neither data nor valid is given. Set data.train.0.kind in the recipe."
+        )
     if (data is not None or valid is not None) and recipe.stages:
-        raise ConfigError("data or valid is given, but the recipe has stages, which may read different data. Write records to files.")
+        raise ConfigError(
+            "data or valid is given, but the recipe has stages, which may read different data. Write records to files."
+        )
     how = _reading(recipe.data.train, kind)
     changes: dict[str, Any] = {}
     if data is not None:
@@ -49,7 +55,10 @@ def with_data(recipe: Recipe, data: Data | None, valid: Data | float | None, kin
 
 def _sources(data: Data, recipe: Recipe, how: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     is_path = isinstance(data, str | Path)
-    return [{**({} if is_path and _is_store(path) else how), "path": path} for path in input_paths(data, recipe.data.cache_dir, name=name)]
+    return [
+        {**({} if is_path and _is_store(path) else how), "path": path}
+        for path in input_paths(data, recipe.data.cache_dir, name=name)
+    ]
 
 
 def _is_store(path: str) -> bool:
@@ -63,7 +72,9 @@ def _reading(sources: tuple[SourceConfig, ...] | None, kind: Kind | None) -> dic
     """How the only source of a recipe is read, as settings of another one."""
     given: dict[str, Any] = {}
     if sources is not None and len(sources) == 1:
-        given = sources[0].model_dump(mode="json", exclude_unset=True, exclude={"path", "weight", "repeat", "limit"})
+        given = sources[0].model_dump(
+            mode="json", exclude_unset=True, exclude={"path", "weight", "repeat", "limit"}
+        )
     if kind is not None and kind != given.get("kind", "auto"):
         return {"kind": kind}
     return given

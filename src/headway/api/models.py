@@ -52,7 +52,9 @@ class LanguageModel:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         if self.loaded.tokenizer is None:
-            raise ConfigError(f"{self.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
+            raise ConfigError(
+                f"{self.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there."
+            )
         return self.loaded.tokenizer
 
     @overload
@@ -96,14 +98,22 @@ class LanguageModel:
         turns: list[Turn] = []
         for number, message in enumerate(messages):
             if set(message) != {"role", "content"}:
-                raise ConfigError(f"messages[{number}] has the keys {', '.join(message) or 'none'}; a message has role and content.")
+                raise ConfigError(
+                    f"messages[{number}] has the keys {', '.join(message) or 'none'}; a message has role and content."
+                )
             if message["role"] not in ROLES:
-                raise ConfigError(f"messages[{number}] has the role {message['role']!r}; it must be one of {', '.join(ROLES)}.")
+                raise ConfigError(
+                    f"messages[{number}] has the role {message['role']!r}; it must be one of {', '.join(ROLES)}."
+                )
             turns.append(Turn(cast(Role, message["role"]), message["content"]))
         if not turns or turns[-1].role == "assistant":
-            raise ConfigError("messages must end with a turn of the user or of a tool, which the model answers.")
+            raise ConfigError(
+                "messages must end with a turn of the user or of a tool, which the model answers."
+            )
         options = _options(max_new_tokens, temperature, top_k, top_p, stop, seed)
-        return answer_conversations(self.loaded, [Conversation(tuple(turns))], chat_template, options, _pieces(on_text))[0]
+        return answer_conversations(
+            self.loaded, [Conversation(tuple(turns))], chat_template, options, _pieces(on_text)
+        )[0]
 
 
 def _pieces(on_text: OnText | None) -> Callable[[int, str], object] | None:
@@ -112,17 +122,26 @@ def _pieces(on_text: OnText | None) -> Callable[[int, str], object] | None:
 
 
 def _options(
-    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, stop: Sequence[str], seed: int
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    stop: Sequence[str],
+    seed: int,
 ) -> GenerateOptions:
     from headway.infer.generate import GenerateOptions
     from headway.infer.sampling import Sampling
 
     if isinstance(stop, str):
         raise ConfigError(f"stop is {stop!r}; give a list, e.g. [{stop!r}].")
-    return GenerateOptions(max_new_tokens, tuple(stop), sampling=Sampling(temperature, top_k, top_p, seed))
+    return GenerateOptions(
+        max_new_tokens, tuple(stop), sampling=Sampling(temperature, top_k, top_p, seed)
+    )
 
 
-def load_model(where: Where, *, device: str = "auto", precision: str = "auto", masks: str | None = None) -> LanguageModel:
+def load_model(
+    where: Where, *, device: str = "auto", precision: str = "auto", masks: str | None = None
+) -> LanguageModel:
     """Load a model to generate with: a run, a checkpoint, a Hugging Face folder, or what `train` and `export` returned.
 
     `device` is auto, cpu or cuda; `precision` auto, fp32 or bf16; `masks` own, none or a mask file (default: its own, if it has any).
@@ -161,8 +180,14 @@ def evaluate(
     datasets = [Dataset(name, tuple(input_paths(one, name=name))) for name, one in named.items()]
     if not datasets:
         raise ConfigError("data is an empty mapping; give at least one dataset.")
-    plan = EvalPlan(datasets, ReadOptions(text_key=text_key, max_samples=max_samples), window, stride)
-    ready = model if isinstance(model, LanguageModel) else load_model(model, device=device, precision=precision)
+    plan = EvalPlan(
+        datasets, ReadOptions(text_key=text_key, max_samples=max_samples), window, stride
+    )
+    ready = (
+        model
+        if isinstance(model, LanguageModel)
+        else load_model(model, device=device, precision=precision)
+    )
     result = measure(ready.loaded, plan)
     return EvalResult(result.path, result.datasets)
 
@@ -188,7 +213,9 @@ def export(
 
     target = Path(out)
     if adapter_only and remote_code:
-        raise ConfigError("adapter_only and remote_code are both given; an adapter needs no model class. Leave one of them out.")
+        raise ConfigError(
+            "adapter_only and remote_code are both given; an adapter needs no model class. Leave one of them out."
+        )
     check_writable(target.parent)
     if adapter_only:
         export_adapter(place_of(model), target, dtype=dtype)
@@ -219,7 +246,10 @@ def tokenize(
     cache = None if cache_dir is None else Path(cache_dir)
     inputs = input_paths(data, cache)
     given = {"kind": kind, "text_key": text_key, "chat_template": chat_template}
-    source = validate(SourceConfig, {"path": inputs[0], **{name: value for name, value in given.items() if value is not None}})
+    source = validate(
+        SourceConfig,
+        {"path": inputs[0], **{name: value for name, value in given.items() if value is not None}},
+    )
     found = with_kind(source, inputs[0], load_tokenizer(tokenizer))
     assert found.kind != "auto"
     if found.kind == "captions" or found.kind == "multimodal":
@@ -228,23 +258,40 @@ def tokenize(
         )
     if found.kind == "text":
         if valid_fraction or max_length is not None:
-            raise ConfigError("valid_fraction and max_length apply to chat and preference data. Leave them out.")
+            raise ConfigError(
+                "valid_fraction and max_length apply to chat and preference data. Leave them out."
+            )
         options = BuildOptions("text", text_key=found.text_key)
     else:
-        options = BuildOptions(found.kind, chat_template=found.chat_template, max_length=max_length, valid_fraction=valid_fraction)
+        options = BuildOptions(
+            found.kind,
+            chat_template=found.chat_template,
+            max_length=max_length,
+            valid_fraction=valid_fraction,
+        )
     options.check()
     if out is None and valid_fraction:
-        raise ConfigError(f"valid_fraction is {valid_fraction}, which makes two stores; give the folder `out` they are written to.")
+        raise ConfigError(
+            f"valid_fraction is {valid_fraction}, which makes two stores; give the folder `out` they are written to."
+        )
     if out is not None:
         report = build_store(inputs, tokenizer, out, options)
-        return TokenizeResult(report.out, found.kind, report.train_documents + report.valid_documents, report.tokens)
+        return TokenizeResult(
+            report.out, found.kind, report.train_documents + report.valid_documents, report.tokens
+        )
     store = open_store(path := cached_store(inputs, tokenizer, cache, options))
     return TokenizeResult(path, found.kind, store.num_documents, store.num_tokens)
 
 
 def place_of(where: Where) -> str | Path:
     """The folder a model is in."""
-    return where.run if isinstance(where, TrainResult) else where.path if isinstance(where, ExportResult) else where
+    return (
+        where.run
+        if isinstance(where, TrainResult)
+        else where.path
+        if isinstance(where, ExportResult)
+        else where
+    )
 
 
 def _name(data: Any) -> str:

@@ -97,7 +97,16 @@ class TrainResult(_Shown):
             path("final", run / "final"),
             path("checkpoint", run / "checkpoints" / "latest"),
             run / "metrics.jsonl",
-            *(summary.get(key) for key in ("first_loss", "last_loss", "best_loss", "last_valid_loss", "best_valid_loss")),
+            *(
+                summary.get(key)
+                for key in (
+                    "first_loss",
+                    "last_loss",
+                    "best_loss",
+                    "last_valid_loss",
+                    "best_valid_loss",
+                )
+            ),
             tokens=summary.get("tokens", 0),
             seconds=summary.get("seconds", 0.0),
             tokens_per_second=summary.get("tokens_per_second"),
@@ -120,16 +129,28 @@ def loss_table(run: Path) -> ResultTable:
         for at, key in ((step - 1, AT_START), (step, "valid")):
             sets = record.get(key)
             for name, numbers in sets.items() if isinstance(sets, dict) else ():
-                if isinstance(numbers, dict) and isinstance(value := numbers.get("loss"), int | float):
+                if isinstance(numbers, dict) and isinstance(
+                    value := numbers.get("loss"), int | float
+                ):
                     valid.setdefault(at, {})[name] = value
     names = sorted({name for sets in valid.values() for name in sets})
-    columns = ("step", "loss", *(["valid"] if names == ["valid"] else [f"valid {name}" for name in names]))
+    columns = (
+        "step",
+        "loss",
+        *(["valid"] if names == ["valid"] else [f"valid {name}" for name in names]),
+    )
     shown = _evenly(sorted({*losses, *valid}), set(valid))
     rows: list[tuple[Any, ...]] = []
     before = -1
     for step in shown:
         some = [loss for at, loss in losses.items() if before < at <= step]
-        rows.append((step, sum(some) / len(some) if some else None, *(valid.get(step, {}).get(name) for name in names)))
+        rows.append(
+            (
+                step,
+                sum(some) / len(some) if some else None,
+                *(valid.get(step, {}).get(name) for name in names),
+            )
+        )
         before = step
     return ResultTable(columns, tuple(rows))
 
@@ -173,7 +194,9 @@ class EvalResult(_Shown):
     def table(self) -> ResultTable:
         """One row for each dataset."""
         names = ("loss", "perplexity", "bits_per_byte", "accuracy", "tokens", "documents")
-        rows = tuple((name, *(getattr(one, key) for key in names)) for name, one in self.datasets.items())
+        rows = tuple(
+            (name, *(getattr(one, key) for key in names)) for name, one in self.datasets.items()
+        )
         return ResultTable(("data", *(name.replace("_", " ") for name in names)), rows)
 
     def _facts(self) -> tuple[str, Mapping[str, Any], ResultTable | None]:
@@ -198,8 +221,16 @@ class ExportResult(_Shown):
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def _facts(self) -> tuple[str, Mapping[str, Any], ResultTable | None]:
-        rows = tuple((str(file.relative_to(self.path)), file.stat().st_size) for file in sorted(self.path.rglob("*")) if file.is_file())
-        return f"exported to {self.path}", {"dtype": self.dtype, "bytes": self.num_bytes}, ResultTable(("file", "bytes"), rows)
+        rows = tuple(
+            (str(file.relative_to(self.path)), file.stat().st_size)
+            for file in sorted(self.path.rglob("*"))
+            if file.is_file()
+        )
+        return (
+            f"exported to {self.path}",
+            {"dtype": self.dtype, "bytes": self.num_bytes},
+            ResultTable(("file", "bytes"), rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -219,4 +250,8 @@ class TokenizeResult(_Shown):
     tokens: int
 
     def _facts(self) -> tuple[str, Mapping[str, Any], ResultTable | None]:
-        return f"token store {self.path}", {"kind": self.kind, "documents": self.documents, "tokens": self.tokens}, None
+        return (
+            f"token store {self.path}",
+            {"kind": self.kind, "documents": self.documents, "tokens": self.tokens},
+            None,
+        )

@@ -28,9 +28,13 @@ def score(
 
     paths = input_paths(data)
     if len(paths) != 1:
-        raise ConfigError(f"data is {len(paths)} paths; give one file, folder or store, or records.")
+        raise ConfigError(
+            f"data is {len(paths)} paths; give one file, folder or store, or records."
+        )
     compute = choose_compute(device, precision)
     loaded = load_model(place_of(model), device=compute.device, dtype=compute.dtype, scores=True)
     found: list[dict[str, Any]] = []
-    evaluate_reward(loaded, RewardSource(paths[0], chat_template, max_length=max_length), keep=found.append)
+    evaluate_reward(
+        loaded, RewardSource(paths[0], chat_template, max_length=max_length), keep=found.append
+    )
     return found

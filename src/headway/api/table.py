@@ -38,16 +38,24 @@ class ResultTable:
     def __str__(self) -> str:
         cells = [list(self.columns), *([format_cell(value) for value in row] for row in self.rows)]
         widths = [max(len(row[at]) for row in cells) for at in range(len(self.columns))]
-        left = [any(isinstance(row[at], str) for row in self.rows) for at in range(len(self.columns))]
+        left = [
+            any(isinstance(row[at], str) for row in self.rows) for at in range(len(self.columns))
+        ]
         lines = [
-            "  ".join(cell.ljust(width) if is_text else cell.rjust(width) for cell, width, is_text in zip(row, widths, left, strict=True))
+            "  ".join(
+                cell.ljust(width) if is_text else cell.rjust(width)
+                for cell, width, is_text in zip(row, widths, left, strict=True)
+            )
             for row in cells
         ]
         return "\n".join(line.rstrip() for line in lines)
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
-        body = "".join("<tr>" + "".join(f"<td>{escape(format_cell(value))}</td>" for value in row) + "</tr>" for row in self.rows)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(format_cell(value))}</td>" for value in row) + "</tr>"
+            for row in self.rows
+        )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -74,7 +82,11 @@ def as_text(title: str, facts: Mapping[str, Any], table: ResultTable | None = No
 
 def as_html(title: str, facts: Mapping[str, Any], table: ResultTable | None = None) -> str:
     """The same as HTML, with everything from outside escaped."""
-    rows: Sequence[tuple[str, str]] = [(name, format_cell(value)) for name, value in facts.items() if value is not None]
-    body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+    rows: Sequence[tuple[str, str]] = [
+        (name, format_cell(value)) for name, value in facts.items() if value is not None
+    ]
+    body = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows
+    )
     below = table._repr_html_() if table is not None and len(table) else ""  # pyright: ignore[reportPrivateUsage]
     return f"<div><b>{escape(title)}</b><table>{body}</table>{below}</div>"

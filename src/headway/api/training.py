@@ -37,4 +37,6 @@ def train(
     from headway.train.config import Recipe
 
     loaded = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-    return TrainResult.of(train_recipe(with_data(loaded, data, valid, kind), resume=resume, callbacks=callbacks))
+    return TrainResult.of(
+        train_recipe(with_data(loaded, data, valid, kind), resume=resume, callbacks=callbacks)
+    )

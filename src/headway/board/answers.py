@@ -41,7 +41,9 @@ def answer(board: Board, what: str, query: Query) -> tuple[bytes, str]:
 
 def as_json(value: Any) -> bytes:
     """JSON that a browser reads: numbers it cannot hold are texts."""
-    return json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    return json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "backslashreplace"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -58,12 +60,21 @@ def pack(head: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
     """A JSON head and numbers."""
     text = as_json(head)
     text += b" " * (-(len(text) + 4) % 8)
-    return struct.pack("<I", len(text)) + text + b"".join(np.ascontiguousarray(one, dtype="<f8").tobytes() for one in arrays)
+    return (
+        struct.pack("<I", len(text))
+        + text
+        + b"".join(np.ascontiguousarray(one, dtype="<f8").tobytes() for one in arrays)
+    )
 
 
 def curve_head(curve: Curve) -> dict[str, Any]:
     """The lengths of a curve's parts, in the order in which they are packed."""
-    return {"n": len(curve.x), "means": len(curve.mean_x), "bad": len(curve.not_finite_x), "total": curve.total}
+    return {
+        "n": len(curve.x),
+        "means": len(curve.mean_x),
+        "bad": len(curve.not_finite_x),
+        "total": curve.total,
+    }
 
 
 def curve_arrays(curve: Curve) -> list[np.ndarray]:
@@ -73,16 +84,30 @@ def curve_arrays(curve: Curve) -> list[np.ndarray]:
 
 def series(board: Board, query: Query) -> tuple[bytes, str]:
     """Curves of several runs and metrics in one window."""
-    runs, metrics, window = board.want(query.get("run", [])), query.get("metric", []), _window(query)
+    runs, metrics, window = (
+        board.want(query.get("run", [])),
+        query.get("metric", []),
+        _window(query),
+    )
     if len(runs) * len(metrics) > MAX_SERIES:
-        raise BadRequest(f"{len(runs)} runs x {len(metrics)} metrics; at most {MAX_SERIES} curves are sent at once.")
+        raise BadRequest(
+            f"{len(runs)} runs x {len(metrics)} metrics; at most {MAX_SERIES} curves are sent at once."
+        )
     heads: list[dict[str, Any]] = []
     arrays: list[np.ndarray] = []
     for run in runs:
         for metric in metrics:
             version, is_partial = run.curves.version, run.curves.is_partial
             curve = run.curves.view(metric, window)
-            heads.append({"run": run.id, "metric": metric, "version": version, "partial": is_partial, **curve_head(curve)})
+            heads.append(
+                {
+                    "run": run.id,
+                    "metric": metric,
+                    "version": version,
+                    "partial": is_partial,
+                    **curve_head(curve),
+                }
+            )
             arrays += curve_arrays(curve)
     return pack({"series": heads}, arrays), PACKED_TYPE
 

@@ -111,12 +111,18 @@ class RunCurves:
     def points(self, metric: str, x: XAxis) -> tuple[np.ndarray, np.ndarray]:
         """Every point of a curve."""
         rows, values = self._column(metric)
-        x_rows, x_values = self._time() if x == "time" else self._column(TOKENS if x == "tokens" else "step")
+        x_rows, x_values = (
+            self._time() if x == "time" else self._column(TOKENS if x == "tokens" else "step")
+        )
         if len(x_rows) == len(rows) and np.array_equal(x_rows, rows):
             return x_values, values
         at = np.searchsorted(x_rows, rows)
         at_known = np.minimum(at, max(0, len(x_rows) - 1))
-        known = (at < len(x_rows)) & (x_rows[at_known] == rows) if len(x_rows) else np.zeros(len(rows), dtype=bool)
+        known = (
+            (at < len(x_rows)) & (x_rows[at_known] == rows)
+            if len(x_rows)
+            else np.zeros(len(rows), dtype=bool)
+        )
         return x_values[at[known]], values[known]
 
     def _time(self) -> Column:

@@ -12,7 +12,13 @@ from typing import Any
 
 from headway.board.follow import last_lines
 from headway.board.mirror import CHECKPOINTS
-from headway.board.runs import EVENT_TAIL_BYTES, flat_values, parse_events, read_recipe_file, read_summary_file
+from headway.board.runs import (
+    EVENT_TAIL_BYTES,
+    flat_values,
+    parse_events,
+    read_recipe_file,
+    read_summary_file,
+)
 from headway.checkpoint.load import step_folders, step_of
 from headway.checkpoint.manifest import MANIFEST
 from headway.eval.report import REPORT, RESULTS
@@ -56,9 +62,15 @@ def known_files(folder: Path) -> list[Path]:
         for entry in entries[:2000]:
             path = Path(entry.path)
             if entry.is_dir(follow_symlinks=False):
-                if depth < MAX_DEPTH and not entry.name.startswith(".") and entry.name not in NOT_LOOKED_INTO:
+                if (
+                    depth < MAX_DEPTH
+                    and not entry.name.startswith(".")
+                    and entry.name not in NOT_LOOKED_INTO
+                ):
                     queue.append((path, depth + 1))
-            elif (path.suffix.lower() in PICTURES or path.name == REPORT or path.suffix == ".tsv") and is_inside(path, folder):
+            elif (
+                path.suffix.lower() in PICTURES or path.name == REPORT or path.suffix == ".tsv"
+            ) and is_inside(path, folder):
                 found.append(path)
     return found[:MAX_FILES]
 
@@ -113,7 +125,10 @@ def _copied_checkpoints(folder: Path) -> list[dict[str, Any]]:
     try:
         found: Any = load_json(folder / CHECKPOINTS, REPORT_BYTES)
         keys = ("name", "bytes", "time", "complete", "links")
-        rows = [{**dict(zip(keys, one, strict=True)), "step": int(str(one[0]).rpartition("-")[2])} for one in found]
+        rows = [
+            {**dict(zip(keys, one, strict=True)), "step": int(str(one[0]).rpartition("-")[2])}
+            for one in found
+        ]
     except (OSError, ValueError, TypeError):
         return []
     return sorted(rows, key=lambda row: -row["step"])
@@ -129,8 +144,19 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
                 text = read_bounded(path, REPORT_BYTES).decode(errors="replace")
             except OSError:
                 continue
-            pictures = [str(one.relative_to(folder)) for one in files if one.parent == path.parent and one.suffix.lower() in PICTURES]
-            found.append({"path": str(path.relative_to(folder)), "text": text, "pictures": pictures, "time": path.stat().st_mtime})
+            pictures = [
+                str(one.relative_to(folder))
+                for one in files
+                if one.parent == path.parent and one.suffix.lower() in PICTURES
+            ]
+            found.append(
+                {
+                    "path": str(path.relative_to(folder)),
+                    "text": text,
+                    "pictures": pictures,
+                    "time": path.stat().st_mtime,
+                }
+            )
     return found
 
 
@@ -138,7 +164,11 @@ def read_pictures(folder: Path) -> list[str]:
     """Pictures that no report shows."""
     files = known_files(folder)
     reports = {path.parent for path in files if path.name == REPORT}
-    return [str(path.relative_to(folder)) for path in files if path.suffix.lower() in PICTURES and path.parent not in reports]
+    return [
+        str(path.relative_to(folder))
+        for path in files
+        if path.suffix.lower() in PICTURES and path.parent not in reports
+    ]
 
 
 def read_mask_tables(folder: Path) -> list[dict[str, Any]]:
@@ -153,11 +183,20 @@ def read_mask_tables(folder: Path) -> list[dict[str, Any]]:
 def _table(path: Path) -> list[list[float]] | None:
     try:
         rows = [
-            [float(cell) for cell in line.split("\t")] for line in read_bounded(path, TABLE_BYTES).decode().splitlines() if line.strip()
+            [float(cell) for cell in line.split("\t")]
+            for line in read_bounded(path, TABLE_BYTES).decode().splitlines()
+            if line.strip()
         ]
     except (OSError, ValueError):
         return None
-    return rows if rows and all(len(row) == len(rows[0]) for row in rows) and len(rows) <= 1000 and len(rows[0]) <= 1000 else None
+    return (
+        rows
+        if rows
+        and all(len(row) == len(rows[0]) for row in rows)
+        and len(rows) <= 1000
+        and len(rows[0]) <= 1000
+        else None
+    )
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
@@ -171,7 +210,14 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
         except (OSError, ValueError):
             continue
         for prompt, text, model in _texts(results):
-            found.append({"report": str(path.relative_to(folder)), "prompt": prompt[:MAX_TEXT], "text": text[:MAX_TEXT], "model": model})
+            found.append(
+                {
+                    "report": str(path.relative_to(folder)),
+                    "prompt": prompt[:MAX_TEXT],
+                    "text": text[:MAX_TEXT],
+                    "model": model,
+                }
+            )
             if len(found) >= MAX_SAMPLES:
                 return found
     return found

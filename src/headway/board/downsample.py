@@ -29,7 +29,13 @@ class Curve:
     """Points in the window, before down-sampling."""
 
 
-def downsample(x: np.ndarray, y: np.ndarray, points: int = MAX_POINTS, start: float | None = None, end: float | None = None) -> Curve:
+def downsample(
+    x: np.ndarray,
+    y: np.ndarray,
+    points: int = MAX_POINTS,
+    start: float | None = None,
+    end: float | None = None,
+) -> Curve:
     """The curve in a window, with the nearest point on either side so that lines leave the picture rather than end in it."""
     points = max(4, min(points, MAX_POINTS))
     if len(x) and np.any(np.diff(x) < 0):
@@ -52,7 +58,9 @@ def downsample(x: np.ndarray, y: np.ndarray, points: int = MAX_POINTS, start: fl
     return Curve(x[chosen], y[chosen], means[0], means[1], bad, total)
 
 
-def _extremes(x: np.ndarray, y: np.ndarray, buckets: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+def _extremes(
+    x: np.ndarray, y: np.ndarray, buckets: int
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Indices of the lowest and highest point of each bucket, in order, and the mean of each bucket. The two ends are always there."""
     size = -(-len(y) // buckets)
     count = len(y) // size
@@ -66,5 +74,8 @@ def _extremes(x: np.ndarray, y: np.ndarray, buckets: int) -> tuple[np.ndarray, t
         picked.append(count * size + np.array([tail.argmin(), tail.argmax()]))
         # a short last bucket is as noisy as it is short; it counts for the mean only from half a bucket on
         if 2 * rest >= size or count == 0:
-            mean_x, mean_y = np.append(mean_x, x[count * size :].mean()), np.append(mean_y, tail.mean())
+            mean_x, mean_y = (
+                np.append(mean_x, x[count * size :].mean()),
+                np.append(mean_y, tail.mean()),
+            )
     return np.unique(np.concatenate(picked)), (mean_x, mean_y)

@@ -99,7 +99,16 @@ def read_new(path: Path, place: Place, limit: int | None = None) -> Iterator[tup
             end = len(whole)
         if end:
             lines, rest, offset = whole[:end], whole[end:], offset + end
-            yield lines, Place(inode, offset, hashlib.sha256(lines[-MARK_BYTES:]).hexdigest() if end >= MARK_BYTES else mark(path, offset))
+            yield (
+                lines,
+                Place(
+                    inode,
+                    offset,
+                    hashlib.sha256(lines[-MARK_BYTES:]).hexdigest()
+                    if end >= MARK_BYTES
+                    else mark(path, offset),
+                ),
+            )
         else:
             rest = whole
 

@@ -62,7 +62,12 @@ class IndexState:
 
 def cache_folder(path: Path) -> Path:
     """Where the index of a metrics.jsonl is cached."""
-    return cache_home() / "headway" / "board" / hashlib.sha256(str(path.absolute()).encode(errors="surrogateescape")).hexdigest()[:32]
+    return (
+        cache_home()
+        / "headway"
+        / "board"
+        / hashlib.sha256(str(path.absolute()).encode(errors="surrogateescape")).hexdigest()[:32]
+    )
 
 
 def load_state(path: Path, folder: Path) -> IndexState:
@@ -87,10 +92,18 @@ def load_state(path: Path, folder: Path) -> IndexState:
 
 def save_state(folder: Path, state: IndexState) -> None:
     """Write index.json and remove segments that it no longer names."""
-    write_sealed(folder / "index.json", json.dumps({"version": VERSION, **asdict(state)}).encode(), durable=False)
+    write_sealed(
+        folder / "index.json",
+        json.dumps({"version": VERSION, **asdict(state)}).encode(),
+        durable=False,
+    )
     named = {one.name for one in state.segments}
     for found in folder.iterdir():
-        if found.name != "index.json" and not found.name.startswith(".") and found.name.rpartition("-")[0] not in named:
+        if (
+            found.name != "index.json"
+            and not found.name.startswith(".")
+            and found.name.rpartition("-")[0] not in named
+        ):
             found.unlink(missing_ok=True)
 
 
@@ -148,7 +161,10 @@ class _ColumnCache:
             raise ValueError(f"{path} is missing or has another size")
         values = np.frombuffer(content, dtype=np.float64, count=count)
         found = np.frombuffer(content, dtype=np.uint32, offset=8 * count) if not is_dense else None
-        column = (np.arange(first_row, first_row + rows, dtype=np.uint32) if found is None else found, values)
+        column = (
+            np.arange(first_row, first_row + rows, dtype=np.uint32) if found is None else found,
+            values,
+        )
         with self._lock:
             if path not in self._known:
                 self._known[path] = column
@@ -214,7 +230,14 @@ class MetricIndex:
             segment = seal_segment(self.folder, self.tail)
             latest = self.state.latest | self.tail.newest()
             damaged = self.state.damaged + self.tail.damaged
-            state = IndexState(str(self.path), self.place, self.tail.rows, damaged, [*self.state.segments, segment], latest)
+            state = IndexState(
+                str(self.path),
+                self.place,
+                self.tail.rows,
+                damaged,
+                [*self.state.segments, segment],
+                latest,
+            )
             save_state(self.folder, state)
         except OSError as problem:  # a full disk: they stay in memory
             log.debug("%s: the index is not cached: %s", self.folder, problem)
@@ -247,7 +270,13 @@ class MetricIndex:
                     if name in segment.columns:
                         number, count, is_dense = segment.columns[name]
                         parts.append(
-                            COLUMNS.get(self.folder / f"{segment.name}-{number}", segment.first_row, segment.rows, count, bool(is_dense))
+                            COLUMNS.get(
+                                self.folder / f"{segment.name}-{number}",
+                                segment.first_row,
+                                segment.rows,
+                                count,
+                                bool(is_dense),
+                            )
                         )
             except (OSError, ValueError) as problem:
                 log.debug("%s: the cached index is built again: %s", self.folder, problem)
@@ -262,4 +291,6 @@ class MetricIndex:
             return parts[0]
         if not parts:
             return ColumnBuffer().arrays()
-        return np.concatenate([rows for rows, _ in parts]), np.concatenate([values for _, values in parts])
+        return np.concatenate([rows for rows, _ in parts]), np.concatenate(
+            [values for _, values in parts]
+        )

@@ -81,7 +81,13 @@ class MirrorSource:
 
     def __init__(self, label: str, remote: RemoteFiles) -> None:
         self.label, self.remote, self.problem = label, remote, "connecting"
-        self.root = cache_home() / "headway" / "board" / "mirror" / hashlib.sha256(label.encode()).hexdigest()[:32]
+        self.root = (
+            cache_home()
+            / "headway"
+            / "board"
+            / "mirror"
+            / hashlib.sha256(label.encode()).hexdigest()[:32]
+        )
         self.runs: dict[str, RemoteRun] = {}
         self._ahead = 0.0
         """Seconds by which the clock there is ahead."""
@@ -94,7 +100,9 @@ class MirrorSource:
 
     def folders(self) -> list[tuple[str, Path]]:
         """Names and copies of the runs."""
-        return [(run or PurePosixPath(self.label).name, self.folder(run)) for run in sorted(self.runs)]
+        return [
+            (run or PurePosixPath(self.label).name, self.folder(run)) for run in sorted(self.runs)
+        ]
 
     def folder(self, run: str) -> Path:
         """The copy of a run. Its name there is never part of a path here."""
@@ -139,7 +147,9 @@ class MirrorSource:
         folder = self.folder(run)
         is_wanted = folder in self._wanted
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        gone = {path for path in self._copied if path.is_relative_to(folder)} - {folder / path for path in found.files}
+        gone = {path for path in self._copied if path.is_relative_to(folder)} - {
+            folder / path for path in found.files
+        }
         for path in gone:  # a heartbeat that ended, say
             path.unlink(missing_ok=True)
             del self._copied[path]
@@ -151,8 +161,12 @@ class MirrorSource:
         if is_wanted:
             _write(folder / CHECKPOINTS, json.dumps(found.checkpoints).encode())
 
-    def _copy_file(self, run: str, path: str, about: RemoteFile, target: Path, *, is_wanted: bool) -> None:
-        if self._copied.get(target) == about and (path != METRICS or target in self._whole or not is_wanted):
+    def _copy_file(
+        self, run: str, path: str, about: RemoteFile, target: Path, *, is_wanted: bool
+    ) -> None:
+        if self._copied.get(target) == about and (
+            path != METRICS or target in self._whole or not is_wanted
+        ):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         if path in GROWING:
@@ -164,8 +178,12 @@ class MirrorSource:
         os.utime(target, ns=(about.changed_ns, about.changed_ns))
         self._copied[target] = about
 
-    def _copy_growing(self, run: str, path: str, about: RemoteFile, target: Path, *, is_wanted: bool) -> None:
-        is_whole = target in self._whole or (target.with_name(f".{target.name}-whole").exists() and target.exists())
+    def _copy_growing(
+        self, run: str, path: str, about: RemoteFile, target: Path, *, is_wanted: bool
+    ) -> None:
+        is_whole = target in self._whole or (
+            target.with_name(f".{target.name}-whole").exists() and target.exists()
+        )
         if not is_whole and not is_wanted and about.size > SMALL_BYTES:
             begin = max(0, about.size - TAIL_BYTES)
             content = self._read(run, path, begin, about.size - begin)
@@ -173,7 +191,11 @@ class MirrorSource:
             return
         have = target.stat().st_size if is_whole else 0
         before = max(0, have - OVERLAP_BYTES)
-        if have > about.size or (have and self._read(run, path, before, have - before) != _bytes_at(target, before, have - before)):
+        if have > about.size or (
+            have
+            and self._read(run, path, before, have - before)
+            != _bytes_at(target, before, have - before)
+        ):
             have = 0  # cut off or replaced there
         if have == 0:
             temporary = temporary_name(target)
@@ -207,12 +229,20 @@ class MirrorSource:
 def _is_plain(path: str) -> bool:
     """Whether a path from the other machine stays inside the folder it is put in."""
     pure = PurePosixPath(path)
-    return not pure.is_absolute() and ".." not in pure.parts and "\0" not in path and 0 < len(path) < 1000 and not path.startswith(".")
+    return (
+        not pure.is_absolute()
+        and ".." not in pure.parts
+        and "\0" not in path
+        and 0 < len(path) < 1000
+        and not path.startswith(".")
+    )
 
 
 def _is_extra(path: str) -> bool:
     """Reports, pictures and tables: copied for runs somebody looks at."""
-    return ("/" in path and not path.startswith("logs/")) or path.endswith((".png", ".jpg", ".jpeg", ".webp", ".tsv", ".md"))
+    return ("/" in path and not path.startswith("logs/")) or path.endswith(
+        (".png", ".jpg", ".jpeg", ".webp", ".tsv", ".md")
+    )
 
 
 def _bytes_at(path: Path, offset: int, size: int) -> bytes:
@@ -229,4 +259,7 @@ def _write(path: Path, content: bytes) -> None:
 
 def is_run(names: set[str]) -> bool:
     """Whether a folder with these files, relative to it, is a run: it has metrics, or a recipe and events or checkpoints."""
-    return METRICS in names or (RECIPE in names and ("events.jsonl" in names or any(name.startswith("step-") for name in names)))
+    return METRICS in names or (
+        RECIPE in names
+        and ("events.jsonl" in names or any(name.startswith("step-") for name in names))
+    )

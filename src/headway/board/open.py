@@ -41,8 +41,14 @@ def _source(text: str, ssh_config: str | None, *, is_default: bool) -> Source:
         return MirrorSource(text, S3Runs(location))
     path = Path(text).expanduser()
     if not path.is_dir():
-        remedy = "Give the folder that holds your runs." if is_default else "Give a folder, ssh://host/path or s3://bucket/prefix."
-        raise ConfigError(f"{text}: {'is not a folder' if path.exists() else 'does not exist'}. {remedy}")
+        remedy = (
+            "Give the folder that holds your runs."
+            if is_default
+            else "Give a folder, ssh://host/path or s3://bucket/prefix."
+        )
+        raise ConfigError(
+            f"{text}: {'is not a folder' if path.exists() else 'does not exist'}. {remedy}"
+        )
     return LocalSource(path)
 
 
@@ -60,18 +66,33 @@ def list_runs(sources: Sequence[Source]) -> list[dict[str, Any]]:
         board.close()
 
 
-def serve(sources: Sequence[Source], host: str, port: int, names: Sequence[str], started: Callable[[dict[str, Any]], None]) -> None:
+def serve(
+    sources: Sequence[Source],
+    host: str,
+    port: int,
+    names: Sequence[str],
+    started: Callable[[dict[str, Any]], None],
+) -> None:
     """Serve a board until Ctrl-C or SIGTERM."""
     token = choose_token(host)
     with Board(sources) as board:
         server = BoardServer((host, port), board, Access(host, token, names))
         try:
-            started({"url": _url(host, server.port, token), "host": host, "port": server.port, "runs": len(board.runs)})
+            started(
+                {
+                    "url": _url(host, server.port, token),
+                    "host": host,
+                    "port": server.port,
+                    "runs": len(board.runs),
+                }
+            )
             server.serve_forever(poll_interval=0.5)
         finally:
             server.server_close()
 
 
 def _url(host: str, port: int, token: str | None) -> str:
-    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    shown = (
+        socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    )
     return f"http://{shown}:{port}/" + (f"?token={token}" if token is not None else "")

@@ -83,7 +83,9 @@ class RecordBlock:
                             adder[0](row)
                             adder[1](below)
                 elif key != "non_finite":
-                    for name, number in _nested(value, key, f"{key}/", f"{key}/", _non_finite(record)):
+                    for name, number in _nested(
+                        value, key, f"{key}/", f"{key}/", _non_finite(record)
+                    ):
                         self._append(name, number)
             else:
                 self._add_other(key, value, "", record)
@@ -102,7 +104,9 @@ class RecordBlock:
             if non_finite is not None and where + name in non_finite:
                 self._append(name, _special(non_finite[where + name]))
         elif kind is dict:
-            for below, number in _nested(value, name, f"{name}/", f"{where}{name}/", _non_finite(record)):
+            for below, number in _nested(
+                value, name, f"{name}/", f"{where}{name}/", _non_finite(record)
+            ):
                 self._append(below, number)
 
     def _append(self, name: str, value: float) -> None:
@@ -135,7 +139,12 @@ def _non_finite(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _nested(
-    values: Mapping[str, Any], key: str, prefix: str, where: str, non_finite: Mapping[str, Any] | None, depth: int = 0
+    values: Mapping[str, Any],
+    key: str,
+    prefix: str,
+    where: str,
+    non_finite: Mapping[str, Any] | None,
+    depth: int = 0,
 ) -> Iterable[tuple[str, float]]:
     if depth > 8:
         return
@@ -146,7 +155,14 @@ def _nested(
         if kind is float or kind is int or kind is bool:
             yield prefix + name, _number(value)
         elif kind is dict:
-            yield from _nested(value, name, f"{prefix}{'' if name == 'time' else name + '/'}", f"{where}{name}/", non_finite, depth + 1)
+            yield from _nested(
+                value,
+                name,
+                f"{prefix}{'' if name == 'time' else name + '/'}",
+                f"{where}{name}/",
+                non_finite,
+                depth + 1,
+            )
         elif value is None and non_finite is not None and where + name in non_finite:
             yield prefix + name, _special(non_finite[where + name])
 

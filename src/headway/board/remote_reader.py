@@ -12,7 +12,18 @@ import sys
 import time
 import zlib
 
-SKIPPED = {"checkpoints", "final", "logs", "tensorboard", "tokenizer", "node_modules", "wandb", "mlruns", "code", "__pycache__"}
+SKIPPED = {
+    "checkpoints",
+    "final",
+    "logs",
+    "tensorboard",
+    "tokenizer",
+    "node_modules",
+    "wandb",
+    "mlruns",
+    "code",
+    "__pycache__",
+}
 TOP = (
     "recipe.yaml",
     "metrics.jsonl",
@@ -32,7 +43,12 @@ LARGEST_READ = 8 << 20
 def is_kind(path):
     """Whether a path below a run folder may be read."""
     name = path.rsplit("/", 1)[-1]
-    return path in TOP or name in ("report.md", "results.json") or name.endswith(SHOWN) or path.startswith("logs/heartbeat/rank-")
+    return (
+        path in TOP
+        or name in ("report.md", "results.json")
+        or name.endswith(SHOWN)
+        or path.startswith("logs/heartbeat/rank-")
+    )
 
 
 def entries(folder):
@@ -60,7 +76,9 @@ def find(root):
             found.append(here)
         if depth < MAX_DEPTH:
             queue += [
-                (os.path.join(here, name), depth + 1) for name in folders if name[0] != "." and name not in SKIPPED and not STEP.match(name)
+                (os.path.join(here, name), depth + 1)
+                for name in folders
+                if name[0] != "." and name not in SKIPPED and not STEP.match(name)
             ]
     return found
 
@@ -71,10 +89,16 @@ def shown(folder):
     while queue and len(found) < MAX_FILES:
         here, depth = queue.pop(0)
         files, folders = entries(os.path.join(folder, here))
-        found += [os.path.join(here, name) for name in files if name in ("report.md", "results.json") or name.endswith(SHOWN)]
+        found += [
+            os.path.join(here, name)
+            for name in files
+            if name in ("report.md", "results.json") or name.endswith(SHOWN)
+        ]
         if depth < 3:
             queue += [
-                (os.path.join(here, name), depth + 1) for name in folders if name[0] != "." and name not in SKIPPED and name != "stages"
+                (os.path.join(here, name), depth + 1)
+                for name in folders
+                if name[0] != "." and name not in SKIPPED and name != "stages"
             ]
     return found[:MAX_FILES]
 
@@ -93,12 +117,21 @@ def checkpoints(folder):
         if entry.is_symlink() or not STEP.match(entry.name):
             continue
         try:
-            parts = [(one.name, one.stat(follow_symlinks=False).st_size) for one in os.scandir(entry.path)]
+            parts = [
+                (one.name, one.stat(follow_symlinks=False).st_size)
+                for one in os.scandir(entry.path)
+            ]
             when = entry.stat().st_mtime
         except OSError:
             continue
         found.append(
-            [entry.name, sum(size for _, size in parts), when, any(name == "manifest.json" for name, _ in parts), links.get(entry.name, [])]
+            [
+                entry.name,
+                sum(size for _, size in parts),
+                when,
+                any(name == "manifest.json" for name, _ in parts),
+                links.get(entry.name, []),
+            ]
         )
     return found
 
@@ -116,7 +149,10 @@ class RunReader:
             return {"error": "is not a folder there"}, b""
         if time.time() - self.found_at > 5:
             self.runs, self.found_at = find(root), time.time()
-            self.extra = {run: (shown(os.path.join(root, run)), checkpoints(os.path.join(root, run))) for run in self.runs}
+            self.extra = {
+                run: (shown(os.path.join(root, run)), checkpoints(os.path.join(root, run)))
+                for run in self.runs
+            }
         answer = {}
         for run in self.runs:
             folder = os.path.join(root, run)
@@ -156,7 +192,9 @@ def main():
     for line in sys.stdin.buffer:
         request = json.loads(line.decode())
         try:
-            head, content = reader.list(request) if request["do"] == "list" else reader.read(request)
+            head, content = (
+                reader.list(request) if request["do"] == "list" else reader.read(request)
+            )
         except OSError as problem:
             head, content = {"error": problem.strerror or str(problem)}, b""
         packed = zlib.compress(content, 1)

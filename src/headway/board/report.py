@@ -33,7 +33,9 @@ PICTURES_BYTES = 64 << 20
 def write_html_report(sources: Sequence[Source], out: Path) -> dict[str, Any]:
     """Write the report; returns what it holds."""
     if out.is_dir():
-        raise ConfigError(f"--out is {str(out)!r}, which is a folder. Give the name of a file, such as {out / 'report.html'}.")
+        raise ConfigError(
+            f"--out is {str(out)!r}, which is a folder. Give the name of a file, such as {out / 'report.html'}."
+        )
     board = Board(sources)
     try:
         runs = _complete_runs(board)
@@ -41,7 +43,9 @@ def write_html_report(sources: Sequence[Source], out: Path) -> dict[str, Any]:
             given = ", ".join(source.label for source in sources)
             raise DataError(f"{given}: no runs there. Give a run folder, such as {DEFAULT}/my-run.")
         if len(runs) > MAX_RUNS:
-            raise ConfigError(f"{len(runs)} runs are given; a report holds at most {MAX_RUNS}. Name the run folders one by one.")
+            raise ConfigError(
+                f"{len(runs)} runs are given; a report holds at most {MAX_RUNS}. Name the run folders one by one."
+            )
         page = _page(_content(runs))
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, page)
@@ -60,7 +64,9 @@ def _complete_runs(board: Board) -> list[WatchedRun]:
     found: list[WatchedRun] = []
     for source in board.sources:
         runs = [run for run in board.runs.values() if run.source is source]
-        itself = [run for run in runs if source.is_here and run.folder == Path(source.label).expanduser()]
+        itself = [
+            run for run in runs if source.is_here and run.folder == Path(source.label).expanduser()
+        ]
         found += itself or sorted(runs, key=lambda run: run.name)
     for run in found:
         run.source.want(run.folder)
@@ -78,7 +84,15 @@ def _complete_runs(board: Board) -> list[WatchedRun]:
 
 def _content(runs: Sequence[WatchedRun]) -> dict[str, Any]:
     room = PICTURES_BYTES
-    content: dict[str, Any] = {"now": time.time(), "runs": [], "metrics": {}, "curves": {}, "details": {}, "logs": {}, "pictures": {}}
+    content: dict[str, Any] = {
+        "now": time.time(),
+        "runs": [],
+        "metrics": {},
+        "curves": {},
+        "details": {},
+        "logs": {},
+        "pictures": {},
+    }
     for run in runs:
         details = read_details(run.folder)
         content["runs"].append({**run.row(), "version": 1, "partial": False})
@@ -87,7 +101,10 @@ def _content(runs: Sequence[WatchedRun]) -> dict[str, Any]:
         content["details"][run.id] = details
         content["logs"][run.id] = read_log(run.folder)[-LOG_CHARACTERS:]
         pictures = content["pictures"][run.id] = {}
-        for path in [*details["pictures"], *(path for one in details["reports"] for path in one["pictures"])]:
+        for path in [
+            *details["pictures"],
+            *(path for one in details["reports"] for path in one["pictures"]),
+        ]:
             found = read_picture(run.folder, path)
             if found is not None and len(found[0]) <= room:
                 room -= len(found[0])
@@ -99,15 +116,23 @@ def _curves(run: WatchedRun, axis: Any) -> str:
     """All curves of a run over one axis, packed as the server packs them."""
     names = [name for name in run.curves.names() if name != "step"]
     views = [run.curves.view(name, Window(axis, POINTS[axis])) for name in names]
-    heads = [{"metric": name, "partial": False, **curve_head(view)} for name, view in zip(names, views, strict=True)]
-    return base64.b64encode(pack({"series": heads}, [array for view in views for array in curve_arrays(view)])).decode()
+    heads = [
+        {"metric": name, "partial": False, **curve_head(view)}
+        for name, view in zip(names, views, strict=True)
+    ]
+    return base64.b64encode(
+        pack({"series": heads}, [array for view in views for array in curve_arrays(view)])
+    ).decode()
 
 
 def _page(content: dict[str, Any]) -> str:
     """board.html with its files and its data inside."""
     page = files("headway.board").joinpath("page")
     html = page.joinpath("board.html").read_text(encoding="utf-8")
-    scripts = [page.joinpath(name).read_text(encoding="utf-8") for name in re.findall(r'<script src="/([^"]+)" defer></script>', html)]
+    scripts = [
+        page.joinpath(name).read_text(encoding="utf-8")
+        for name in re.findall(r'<script src="/([^"]+)" defer></script>', html)
+    ]
     style = page.joinpath("board.css").read_text(encoding="utf-8")
     script = "\n".join(scripts)
     policy = (
@@ -115,10 +140,18 @@ def _page(content: dict[str, Any]) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     # < cannot end the element that holds the data, whatever a run is called
-    data = as_json(content).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    data = (
+        as_json(content)
+        .decode()
+        .replace("<", "\\u003c")
+        .replace("\u2028", "\\u2028")
+        .replace("\u2029", "\\u2029")
+    )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
     html = re.sub(r'<script src="/[^"]+" defer></script>\n|<link rel="icon"[^>]*>\n', "", html)
-    html = html.replace('<link rel="stylesheet" href="/board.css">', head).replace("headway board", "headway report")
+    html = html.replace('<link rel="stylesheet" href="/board.css">', head).replace(
+        "headway board", "headway report"
+    )
     tail = f'<script type="application/json" id="embedded">{data}</script>\n<script>{script}</script>\n</body>'
     return html.replace("</body>", tail)
 

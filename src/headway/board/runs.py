@@ -35,7 +35,18 @@ MAX_DEPTH = 6
 MAX_RUNS = 2000
 MAX_FOLDERS = 50_000
 """A look below a root ends there: a home folder is no place for runs."""
-SKIPPED = {"checkpoints", "final", "logs", "tensorboard", "tokenizer", "node_modules", "wandb", "mlruns", "code", "__pycache__"}
+SKIPPED = {
+    "checkpoints",
+    "final",
+    "logs",
+    "tensorboard",
+    "tokenizer",
+    "node_modules",
+    "wandb",
+    "mlruns",
+    "code",
+    "__pycache__",
+}
 STALL_SECONDS = 120.0
 STALL_STEPS = 20
 FRESH_SECONDS = 60.0
@@ -70,7 +81,11 @@ def _entries(folder: Path) -> tuple[set[str], list[str]]:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    if not entry.name.startswith(".") and entry.name not in SKIPPED and not re.match(r"(step|snapshot)-\d+", entry.name):
+                    if (
+                        not entry.name.startswith(".")
+                        and entry.name not in SKIPPED
+                        and not re.match(r"(step|snapshot)-\d+", entry.name)
+                    ):
                         folders.append(entry.name)
                 else:
                     files.add(entry.name)
@@ -158,20 +173,36 @@ class StatusReader:
         return is_alive(beat) if self.is_here else now - beat.at < 15.0
 
     def _state(
-        self, events: Sequence[dict[str, Any]], beats: Sequence[Beat], alive: Sequence[Beat], newest: dict[str, Any], now: float
+        self,
+        events: Sequence[dict[str, Any]],
+        beats: Sequence[Beat],
+        alive: Sequence[Beat],
+        newest: dict[str, Any],
+        now: float,
     ) -> State:
         is_over = (self.folder / SUMMARY).is_file()
         if is_over and self.home != self.folder:
             return "done"
         if alive:
             seconds = newest.get("step_seconds")
-            patience = max(STALL_SECONDS, STALL_STEPS * seconds if isinstance(seconds, float) else 0.0)
+            patience = max(
+                STALL_SECONDS, STALL_STEPS * seconds if isinstance(seconds, float) else 0.0
+            )
             return "stalled" if now - max(beat.progress_at for beat in alive) > patience else "live"
         if self.is_here and is_supervised(self.home):
             return "live"
-        if not self.is_here and not beats and not is_over and now - file_mark(self.folder / METRICS)[0] / 1e9 < FRESH_SECONDS:
+        if (
+            not self.is_here
+            and not beats
+            and not is_over
+            and now - file_mark(self.folder / METRICS)[0] / 1e9 < FRESH_SECONDS
+        ):
             return "live"
-        kinds = [one.get("event") for one in events if one.get("event") in ("start", "finish", "crash", "hang")]
+        kinds = [
+            one.get("event")
+            for one in events
+            if one.get("event") in ("start", "finish", "crash", "hang")
+        ]
         if is_over and (not kinds or kinds[-1] == "finish"):
             return "done"
         if kinds and kinds[-1] == "finish":
@@ -242,13 +273,21 @@ def planned_steps(recipe: dict[str, Any]) -> int | None:
     """The steps of all stages together; None where the recipe leaves them to the data."""
     stages = recipe.get("stages")
     given = [one for one in stages if isinstance(one, dict)] if isinstance(stages, list) else []
-    parts: list[Any] = [one.get("steps", recipe.get("steps")) for one in given] or [recipe.get("steps")]
+    parts: list[Any] = [one.get("steps", recipe.get("steps")) for one in given] or [
+        recipe.get("steps")
+    ]
     return sum(parts) if all(type(part) is int for part in parts) else None
 
 
 def _estimated_steps(newest: dict[str, Any]) -> int | None:
     step, eta, seconds = (newest.get(name) for name in ("step", "eta_seconds", "step_seconds"))
-    if isinstance(step, float) and isinstance(eta, float) and isinstance(seconds, float) and seconds > 0 and 0 <= eta < 1e12:
+    if (
+        isinstance(step, float)
+        and isinstance(eta, float)
+        and isinstance(seconds, float)
+        and seconds > 0
+        and 0 <= eta < 1e12
+    ):
         return int(step + eta / seconds)
     return None
 

@@ -39,7 +39,14 @@ class S3Runs:
         runs: dict[str, RemoteRun] = {run: RemoteRun({}) for run in names}
         saved: dict[str, dict[str, list[object]]] = {run: {} for run in names}
         for key, (size, changed) in objects.items():
-            run = next((str(parent) if str(parent) != "." else "" for parent in PurePosixPath(key).parents if _name(parent) in runs), None)
+            run = next(
+                (
+                    str(parent) if str(parent) != "." else ""
+                    for parent in PurePosixPath(key).parents
+                    if _name(parent) in runs
+                ),
+                None,
+            )
             if run is None:
                 continue
             path = key[len(run) :].lstrip("/")
@@ -58,7 +65,9 @@ class S3Runs:
     def read(self, run: str, path: str, offset: int, size: int) -> bytes:
         """A range of an object."""
         try:
-            return self.store.read_range(self.location / run / path if run else self.location / path, offset, size)
+            return self.store.read_range(
+                self.location / run / path if run else self.location / path, offset, size
+            )
         except HeadwayError as problem:
             raise RemoteError(str(problem)) from None
 

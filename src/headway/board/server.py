@@ -31,7 +31,11 @@ from headway.board.watch import Board
 from headway.errors import LaunchError
 from headway.runtime.web_access import ConnectionTable
 
-TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
+TYPES = {
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -161,7 +165,9 @@ class BoardRequest(BaseHTTPRequestHandler):
             return
         parts = urlsplit(self.path)
         try:
-            query = parse_qs(parts.query, keep_blank_values=True, max_num_fields=2000, errors="replace")
+            query = parse_qs(
+                parts.query, keep_blank_values=True, max_num_fields=2000, errors="replace"
+            )
         except ValueError:
             self._send_text(400, "Too many fields in the address.")
             return
@@ -171,7 +177,15 @@ class BoardRequest(BaseHTTPRequestHandler):
         if refusal is not None:
             self._refuse(refusal)
         elif parts.path == "/" and given is not None and self.server.access.token is not None:
-            self._send(303, b"", "text/plain", {"Location": "/", "Set-Cookie": f"{COOKIE}={given}; HttpOnly; SameSite=Strict; Path=/"})
+            self._send(
+                303,
+                b"",
+                "text/plain",
+                {
+                    "Location": "/",
+                    "Set-Cookie": f"{COOKIE}={given}; HttpOnly; SameSite=Strict; Path=/",
+                },
+            )
         elif page is not None:
             self._send(200, page[0], page[1], {"Cache-Control": "no-cache"})
         elif parts.path.startswith("/api/"):
@@ -197,13 +211,19 @@ class BoardRequest(BaseHTTPRequestHandler):
     def _send_text(self, status: int, text: str) -> None:
         self._send(status, json.dumps({"error": text}).encode(), "application/json")
 
-    def _send(self, status: int, content: bytes, kind: str, more: dict[str, str] | None = None) -> None:
+    def _send(
+        self, status: int, content: bytes, kind: str, more: dict[str, str] | None = None
+    ) -> None:
         headers = {
             "Content-Type": kind, "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
             "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
             **(more or {}),
         }  # fmt: skip
-        accepts = "gzip" in self.headers.get("Accept-Encoding", "") if getattr(self, "headers", None) is not None else False
+        accepts = (
+            "gzip" in self.headers.get("Accept-Encoding", "")
+            if getattr(self, "headers", None) is not None
+            else False
+        )
         if accepts and len(content) >= GZIP_FROM and kind.startswith(("text/", "application/json")):
             content = gzip.compress(content, 1)
             headers["Content-Encoding"] = "gzip"

@@ -46,7 +46,9 @@ class SshAddress:
         except ValueError:
             raise ConfigError(f"{text}: not an address. {form}") from None
         if parts.password is not None:
-            raise ConfigError(f"ssh://{parts.hostname}: holds a password. Only keys are used; remove it from the address.")
+            raise ConfigError(
+                f"ssh://{parts.hostname}: holds a password. Only keys are used; remove it from the address."
+            )
         host, user, path = parts.hostname or "", parts.username, unquote(parts.path)
         if not NAME.fullmatch(host) or (user is not None and not USER.fullmatch(user)):
             raise ConfigError(f"{text}: not the name of a host and user. {form}")
@@ -57,7 +59,9 @@ class SshAddress:
 
     def command(self, config: str | None = None) -> list[str]:
         """The words that start ssh."""
-        return ssh_words(Host(self.host, self.user, self.port), SshOptions(COMMAND[0], config), COMMAND)
+        return ssh_words(
+            Host(self.host, self.user, self.port), SshOptions(COMMAND[0], config), COMMAND
+        )
 
 
 class SshRuns:
@@ -83,7 +87,16 @@ class SshRuns:
 
     def read(self, run: str, path: str, offset: int, size: int) -> bytes:
         """Bytes of a file of a run."""
-        return self._ask({"do": "read", "root": self.address.path, "run": run, "path": path, "offset": offset, "size": size})[1]
+        return self._ask(
+            {
+                "do": "read",
+                "root": self.address.path,
+                "run": run,
+                "path": path,
+                "offset": offset,
+                "size": size,
+            }
+        )[1]
 
     def close(self) -> None:
         """End the connection."""
@@ -110,7 +123,9 @@ class SshRuns:
                 start_new_session=True,
             )
         except OSError as problem:
-            raise RemoteError(f"ssh cannot be started: {problem.strerror}. Install an ssh client.") from None
+            raise RemoteError(
+                f"ssh cannot be started: {problem.strerror}. Install an ssh client."
+            ) from None
         assert process.stdin is not None
         program = files("headway.board").joinpath("remote_reader.py").read_bytes()
         process.stdin.write(base64.b64encode(program) + b"\n")
@@ -130,7 +145,10 @@ class SshRuns:
                 process.stdin.flush()
                 line = process.stdout.readline(1 << 16)
                 head: Any = json.loads(line) if line else None
-                if not isinstance(head, dict) or not 0 <= int(head.get("size", -1)) <= LARGEST_ANSWER:
+                if (
+                    not isinstance(head, dict)
+                    or not 0 <= int(head.get("size", -1)) <= LARGEST_ANSWER
+                ):
                     raise RemoteError(self._why())
                 packed = process.stdout.read(int(head["size"]))
                 unpacker = zlib.decompressobj()

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 COLORS = ("bright_blue", "yellow", "green", "red", "magenta", "cyan")
-STATE_STYLES = {"live": "bold green", "stalled": "bold yellow", "done": "blue", "stopped": "default", "failed": "bold red"}
+STATE_STYLES = {
+    "live": "bold green",
+    "stalled": "bold yellow",
+    "done": "blue",
+    "stopped": "default",
+    "failed": "bold red",
+}
 MOST_CURVES = 6
 MOST_CAUSES = 3
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -37,12 +43,20 @@ def _duration(value: Any) -> str:
         return ""
     minutes, seconds = divmod(int(value), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours // 24}d {hours % 24}h" if hours >= 24 else f"{hours}h {minutes:02}m" if hours else f"{minutes}m {seconds:02}s"
+    return (
+        f"{hours // 24}d {hours % 24}h"
+        if hours >= 24
+        else f"{hours}h {minutes:02}m"
+        if hours
+        else f"{minutes}m {seconds:02}s"
+    )
 
 
 def _steps(row: dict[str, Any]) -> str:
     step, total = row["step"], row["total_steps"]
-    return "" if step is None else f"{step}/{total} {100 * step / total:.0f}%" if total else str(step)
+    return (
+        "" if step is None else f"{step}/{total} {100 * step / total:.0f}%" if total else str(step)
+    )
 
 
 def _share(value: Any) -> str:
@@ -59,14 +73,21 @@ COLUMNS: tuple[tuple[str, int, int, Callable[[dict[str, Any]], str]], ...] = (
     ("lr", 4, 8, lambda row: "" if row["lr"] is None else f"{row['lr']:.2g}"),
     ("grad", 5, 7, lambda row: _short(row["grad_norm"])),
     ("MFU", 6, 6, lambda row: _share(row["mfu_full"])),
-    ("memory", 7, 8, lambda row: "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.1f}GB"),
+    (
+        "memory",
+        7,
+        8,
+        lambda row: "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.1f}GB",
+    ),
     ("tokens", 8, 8, lambda row: _short(row["num_consumed_tokens"])),
     ("alerts", 9, 6, lambda row: str(row["alerts"] or "")),
 )
 """Heading, how soon it is left out on a narrow screen (0: never), width, and text."""
 
 
-def braille_plot(curves: Sequence[tuple[np.ndarray, np.ndarray]], width: int, height: int) -> list[list[tuple[str, int]]]:
+def braille_plot(
+    curves: Sequence[tuple[np.ndarray, np.ndarray]], width: int, height: int
+) -> list[list[tuple[str, int]]]:
     """Curves as rows of (character, number of the curve drawn last there); -1 where there is none."""
     dots = np.zeros((height, width), dtype=np.int64)
     owner = np.full((height, width), -1)
@@ -79,12 +100,19 @@ def braille_plot(curves: Sequence[tuple[np.ndarray, np.ndarray]], width: int, he
                 continue
             across = np.linspace(x[0], x[-1], max(2, 2 * width))
             at = np.interp(across, x, y)
-            columns = np.clip((across - x0) / ((x1 - x0) or 1.0) * (2 * width - 1), 0, 2 * width - 1).astype(int)
-            rows = np.clip((high - at) / ((high - low) or 1.0) * (4 * height - 1), 0, 4 * height - 1).astype(int)
+            columns = np.clip(
+                (across - x0) / ((x1 - x0) or 1.0) * (2 * width - 1), 0, 2 * width - 1
+            ).astype(int)
+            rows = np.clip(
+                (high - at) / ((high - low) or 1.0) * (4 * height - 1), 0, 4 * height - 1
+            ).astype(int)
             for column, row in zip(columns, rows, strict=True):
                 dots[row // 4, column // 2] |= DOTS[row % 4][column % 2]
                 owner[row // 4, column // 2] = number
-    return [[(chr(0x2800 + dots[r, c]) if dots[r, c] else " ", int(owner[r, c])) for c in range(width)] for r in range(height)]
+    return [
+        [(chr(0x2800 + dots[r, c]) if dots[r, c] else " ", int(owner[r, c])) for c in range(width)]
+        for r in range(height)
+    ]
 
 
 def screen(board: Board, width: int, height: int) -> RenderableType:
@@ -92,7 +120,10 @@ def screen(board: Board, width: int, height: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    rows = sorted(board.rows()["runs"], key=lambda row: (row["state"] not in ("live", "stalled"), -row["updated"], row["name"]))
+    rows = sorted(
+        board.rows()["runs"],
+        key=lambda row: (row["state"] not in ("live", "stalled"), -row["updated"], row["name"]),
+    )
     if not rows:
         problems = "; ".join(f"{one.label}: {one.problem}" for one in board.sources if one.problem)
         return Text(problems or "no runs yet")
@@ -104,7 +135,9 @@ def screen(board: Board, width: int, height: int) -> RenderableType:
     parts += _plot(shown, rows, width)
     failed = [row for row in rows[:most] if row["cause"]]
     for row in failed[:MOST_CAUSES]:
-        parts.append(Text(f"{_printable(row['name'])} failed: {_printable(row['cause'])}", style="red"))
+        parts.append(
+            Text(f"{_printable(row['name'])} failed: {_printable(row['cause'])}", style="red")
+        )
     for source in board.sources:
         if source.problem:
             parts.append(Text(f"{source.label}: {source.problem}", style="yellow"))
@@ -117,7 +150,9 @@ def _table(rows: Sequence[dict[str, Any]], width: int) -> RenderableType:
 
     names = max(12, min(40, max(len(row["name"]) for row in rows)))
     columns = list(COLUMNS)
-    while sum(one[2] + 2 for one in columns) + min(names, 24) + 2 > width and any(one[1] for one in columns):
+    while sum(one[2] + 2 for one in columns) + min(names, 24) + 2 > width and any(
+        one[1] for one in columns
+    ):
         columns.remove(max(columns, key=lambda one: one[1]))
     table = Table(box=None, pad_edge=False, header_style="bold", width=width)
     table.add_column("run", overflow="ellipsis", no_wrap=True, ratio=1)
@@ -125,12 +160,17 @@ def _table(rows: Sequence[dict[str, Any]], width: int) -> RenderableType:
         table.add_column(heading, no_wrap=True, justify="left" if heading == "state" else "right")
     for number, row in enumerate(rows):
         style = COLORS[number] if number < MOST_CURVES else "default"
-        cells = [Text(text(row), style=STATE_STYLES[row["state"]] if heading == "state" else "") for heading, _, _, text in columns]
+        cells = [
+            Text(text(row), style=STATE_STYLES[row["state"]] if heading == "state" else "")
+            for heading, _, _, text in columns
+        ]
         table.add_row(Text(_printable(row["name"]), style=style), *cells)
     return table
 
 
-def _plot(runs: Sequence[WatchedRun], rows: Sequence[dict[str, Any]], width: int) -> list[RenderableType]:
+def _plot(
+    runs: Sequence[WatchedRun], rows: Sequence[dict[str, Any]], width: int
+) -> list[RenderableType]:
     from rich.text import Text
 
     board_width, height = max(10, width - 10), 8
@@ -174,5 +214,7 @@ def watch_in_terminal(board: Board, console: Console, every_seconds: float) -> N
 def show_once(board: Board, console: Console, wait_seconds: float) -> None:
     """Print the board once, when every run was read or after some seconds."""
     board.want(list(board.runs))
-    board.wait_until(lambda: not any(run.is_indexing for run in list(board.runs.values())), wait_seconds)
+    board.wait_until(
+        lambda: not any(run.is_indexing for run in list(board.runs.values())), wait_seconds
+    )
     console.print(screen(board, console.width, 0))

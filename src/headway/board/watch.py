@@ -83,7 +83,10 @@ class LocalSource:
         """Named by their path below the root; the root itself by its own name."""
         found = find_runs(self.root)
         self.problem = "" if found else "no runs here yet"
-        return [(str(path.relative_to(self.root)) if path != self.root else path.absolute().name, path) for path in found]
+        return [
+            (str(path.relative_to(self.root)) if path != self.root else path.absolute().name, path)
+            for path in found
+        ]
 
     def refresh(self) -> None:
         """Nothing to copy."""
@@ -162,7 +165,9 @@ class Board:
         for source in self.sources:
             if source.is_here:
                 self.look(source)
-            thread = threading.Thread(target=self._watch, args=(source,), name=f"board {source.label}", daemon=True)
+            thread = threading.Thread(
+                target=self._watch, args=(source,), name=f"board {source.label}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
         return self
@@ -231,7 +236,9 @@ class Board:
             for new in found.keys() - known:
                 name, folder = found[new]
                 curves = RunCurves(folder / METRICS)
-                self.runs[new] = WatchedRun(new, name, folder, source, curves, StatusReader(folder, is_here=source.is_here))
+                self.runs[new] = WatchedRun(
+                    new, name, folder, source, curves, StatusReader(folder, is_here=source.is_here)
+                )
                 self._mark_changed(self.runs[new])
 
     def _look_at(self, run: WatchedRun, now: float) -> None:
@@ -255,7 +262,11 @@ class Board:
                 changed = True
             else:
                 changed |= run.curves.update()
-        newest = run.curves.newest() if run.is_wanted and not run.curves.is_partial else last_record(run.folder / METRICS).newest()
+        newest = (
+            run.curves.newest()
+            if run.is_wanted and not run.curves.is_partial
+            else last_record(run.folder / METRICS).newest()
+        )
         status = run.reader.read(newest, run.source.clock())
         if changed or is_new or status != run.status or newest.keys() != run.newest.keys():
             with self.lock:
@@ -272,7 +283,9 @@ class Board:
             if self._over.is_set() or run.building is not None:
                 return
             if self._pool is None:
-                self._pool = self._stack.enter_context(worker_pool(min(BUILDERS, os.cpu_count() or 1), _lower_priority))
+                self._pool = self._stack.enter_context(
+                    worker_pool(min(BUILDERS, os.cpu_count() or 1), _lower_priority)
+                )
             run.building = self._pool.submit(build_index, run.curves.path, run.curves.index.folder)
 
     def want(self, ids: Iterable[str]) -> list[WatchedRun]:

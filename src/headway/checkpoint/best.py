@@ -31,7 +31,10 @@ class ManifestCache:
 
     def of(self, paths: Sequence[Path]) -> list[ManifestSummary | None]:
         """The summaries of checkpoints, newest last; None for one that is incomplete. Tensor bytes are not read."""
-        found = [self._summary(path, thorough=index >= len(paths) - VERIFIED_FULLY) for index, path in enumerate(paths)]
+        found = [
+            self._summary(path, thorough=index >= len(paths) - VERIFIED_FULLY)
+            for index, path in enumerate(paths)
+        ]
         known = self._known
         self._known = {path: known[path] for path in paths if path in known}
         return found
@@ -63,8 +66,14 @@ class RankedCheckpoint:
 def metric_value(valid: Mapping[str, Any] | None, metric: str) -> float | None:
     """The value of a metric in a validation; None where it is missing or not finite."""
     values = list(_values(valid, metric)) if valid else []
-    found = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
-    return sum(found) / len(found) if found and len(found) == sum(value is not None for value in values) else None
+    found = [
+        float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)
+    ]
+    return (
+        sum(found) / len(found)
+        if found and len(found) == sum(value is not None for value in values)
+        else None
+    )
 
 
 def require_metric(valid: Mapping[str, Any], metric: str) -> None:
@@ -81,11 +90,17 @@ def _values(valid: Mapping[str, Any], metric: str) -> Iterator[Any]:
     if any(metric in numbers for numbers in valid.values()):
         yield from (numbers.get(metric) for numbers in valid.values())
     else:
-        yield from (numbers.get(metric[len(name) + 1 :]) for name, numbers in valid.items() if metric.startswith(f"{name}/"))
+        yield from (
+            numbers.get(metric[len(name) + 1 :])
+            for name, numbers in valid.items()
+            if metric.startswith(f"{name}/")
+        )
 
 
 def best_checkpoints(
-    checkpoints: Path, config: CheckpointConfig | None = None, manifests: ManifestCache | None = None
+    checkpoints: Path,
+    config: CheckpointConfig | None = None,
+    manifests: ManifestCache | None = None,
 ) -> list[RankedCheckpoint]:
     """The complete checkpoints of a folder that have a value, best first, the earlier of equals first. Snapshots do not count."""
     config = config or CheckpointConfig()
@@ -96,15 +111,24 @@ def best_checkpoints(
         value = metric_value(valid, config.metric)
         if summary is not None and value is not None:
             found.append(RankedCheckpoint(path, summary.step, value))
-    return sorted(found, key=lambda one: (-one.value if config.higher_is_better else one.value, one.step))
+    return sorted(
+        found, key=lambda one: (-one.value if config.higher_is_better else one.value, one.step)
+    )
 
 
-def best_checkpoint(checkpoints: Path, config: CheckpointConfig | None = None) -> RankedCheckpoint | None:
+def best_checkpoint(
+    checkpoints: Path, config: CheckpointConfig | None = None
+) -> RankedCheckpoint | None:
     """The best checkpoint of a folder, its step and its value; None where none was validated."""
     return next(iter(best_checkpoints(checkpoints, config)), None)
 
 
-def is_among_best(value: float | None, checkpoints: Path, config: CheckpointConfig, manifests: ManifestCache | None = None) -> bool:
+def is_among_best(
+    value: float | None,
+    checkpoints: Path,
+    config: CheckpointConfig,
+    manifests: ManifestCache | None = None,
+) -> bool:
     """Whether a checkpoint with this value would be one of the `keep_best`."""
     if value is None or not config.keep_best:
         return False

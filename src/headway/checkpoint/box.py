@@ -22,7 +22,10 @@ class Box:
 
     def slices(self, origin: Ints) -> tuple[slice, ...]:
         """The slices of this box in a tensor whose first element is at `origin`."""
-        return tuple(slice(start - base, start - base + size) for start, size, base in zip(self.offset, self.shape, origin, strict=True))
+        return tuple(
+            slice(start - base, start - base + size)
+            for start, size, base in zip(self.offset, self.shape, origin, strict=True)
+        )
 
     def intersect(self, other: "Box") -> "Box | None":
         """The elements in both boxes, or None if there are none."""
@@ -42,7 +45,12 @@ class Box:
             after = offset[dim] + shape[dim] - common.end(dim)
             for start, size in ((offset[dim], before), (common.end(dim), after)):
                 if size > 0:
-                    pieces.append(Box((*offset[:dim], start, *offset[dim + 1 :]), (*shape[:dim], size, *shape[dim + 1 :])))
+                    pieces.append(
+                        Box(
+                            (*offset[:dim], start, *offset[dim + 1 :]),
+                            (*shape[:dim], size, *shape[dim + 1 :]),
+                        )
+                    )
             offset[dim], shape[dim] = common.offset[dim], common.shape[dim]
         return pieces
 

@@ -20,19 +20,30 @@ class CheckpointConfig(Section):
     """When to save, what to keep."""
 
     every: int | None = setting(500, "Steps between checkpoints; null = only at the end.", gt=0)
-    on_best: bool = setting(False, "Also save when a validation result is among the keep_best best.")
+    on_best: bool = setting(
+        False, "Also save when a validation result is among the keep_best best."
+    )
     keep_last: int = setting(2, "How many of the newest checkpoints to keep.", gt=0)
-    keep_best: int = setting(2, "How many of the best checkpoints to keep, linked as best-1, best-2, ...; 0 = none.", ge=0)
-    keep_every: int | None = setting(None, "Keep checkpoints of steps divisible by this forever; null = none.", gt=0)
+    keep_best: int = setting(
+        2,
+        "How many of the best checkpoints to keep, linked as best-1, best-2, ...; 0 = none.",
+        ge=0,
+    )
+    keep_every: int | None = setting(
+        None, "Keep checkpoints of steps divisible by this forever; null = none.", gt=0
+    )
     metric: str = setting(
         "loss",
         "The validation metric that decides which checkpoint is best: METRIC (mean over sets), or SET/METRIC for one set.",
         min_length=1,
     )
     goal: Literal["auto", "min", "max"] = setting(
-        "auto", "Whether a lower or a higher metric is better; auto = higher for accuracies and rewards, lower otherwise."
+        "auto",
+        "Whether a lower or a higher metric is better; auto = higher for accuracies and rewards, lower otherwise.",
     )
-    snapshot_every: int | None = setting(None, "Steps between snapshots, of which the newest two are kept; null = none.", gt=0)
+    snapshot_every: int | None = setting(
+        None, "Steps between snapshots, of which the newest two are kept; null = none.", gt=0
+    )
     asynchronous: Literal["auto"] | bool = setting(
         "auto",
         "Save asynchronously from a copy in host memory; auto = if the copy fits into half of the free memory.",
@@ -43,13 +54,20 @@ class CheckpointConfig(Section):
         "Where checkpoints go: s3://bucket/prefix or a folder, in a subfolder named after the run; null = the run folder.",
         min_length=1,
     )
-    retry_seconds: float = setting(120.0, "How long to retry a failing S3 call before the save fails.", ge=0)
-    at_end: bool = setting(True, "Save a checkpoint and final/ (a Hugging Face folder) at the end. Benchmarks turn it off.")
+    retry_seconds: float = setting(
+        120.0, "How long to retry a failing S3 call before the save fails.", ge=0
+    )
+    at_end: bool = setting(
+        True,
+        "Save a checkpoint and final/ (a Hugging Face folder) at the end. Benchmarks turn it off.",
+    )
 
     @property
     def higher_is_better(self) -> bool:
         """Whether a higher metric is better."""
-        return self.goal == "max" or (self.goal == "auto" and self.metric.rsplit("/", 1)[-1] in HIGHER_IS_BETTER)
+        return self.goal == "max" or (
+            self.goal == "auto" and self.metric.rsplit("/", 1)[-1] in HIGHER_IS_BETTER
+        )
 
     @field_validator("to")
     @classmethod
@@ -63,7 +81,9 @@ class CheckpointConfig(Section):
         if self.to is None:
             return run_folder / CHECKPOINTS, None
         where = parse_path(self.to)
-        for part in run_folder.parts[-3:] if run_folder.parent.name == STAGES else [run_folder.name]:
+        for part in (
+            run_folder.parts[-3:] if run_folder.parent.name == STAGES else [run_folder.name]
+        ):
             where = where / part
         return (run_folder / CHECKPOINTS, where) if isinstance(where, S3Path) else (where, None)
 

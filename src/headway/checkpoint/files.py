@@ -138,7 +138,9 @@ class S3Files:
         if self._sizes is None:
             self._sizes = self.store.sizes(self.location)
         if name not in self._sizes:
-            raise CheckpointError(f"{self.location / name}: cannot be read: there is no such object. {REMEDY}")
+            raise CheckpointError(
+                f"{self.location / name}: cannot be read: there is no such object. {REMEDY}"
+            )
         return self._sizes[name]
 
     def sha256(self, name: str) -> str:
@@ -148,7 +150,9 @@ class S3Files:
     def header(self, name: str, limit: int) -> bytes:
         """The header of an object."""
         length = self.store.read_range(self.location / name, 0, min(8, self.size(name)))
-        return length + self.store.read_range(self.location / name, 8, min(int.from_bytes(length, "little"), limit - 8))
+        return length + self.store.read_range(
+            self.location / name, 8, min(int.from_bytes(length, "little"), limit - 8)
+        )
 
     def tensor(self, name: str, key: str, header: bytes) -> torch.Tensor:
         """One range of an object."""
@@ -162,8 +166,14 @@ class S3Files:
         if entry is None:
             raise CheckpointError(f"{self.location / name}: holds no {key}. {REMEDY}")
         start, end = entry["data_offsets"]
-        content = bytearray(self.store.read_range(self.location / name, len(header) + start, end - start))
-        flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        content = bytearray(
+            self.store.read_range(self.location / name, len(header) + start, end - start)
+        )
+        flat = (
+            torch.frombuffer(content, dtype=torch.uint8)
+            if content
+            else torch.empty(0, dtype=torch.uint8)
+        )
         tensor = flat.view(getattr(torch, TORCH_DTYPES[entry["dtype"]])).view(entry["shape"])
         self._last = ((name, key), tensor)
         return tensor

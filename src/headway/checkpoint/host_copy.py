@@ -50,7 +50,15 @@ class HostCopy:
                     target.copy_(source, non_blocking=True)
             stream.synchronize()
         copies = iter(targets)
-        return [TensorRecord(one.name, one.role, one.global_shape, [(offset, next(copies)) for offset, _ in one.boxes]) for one in records]
+        return [
+            TensorRecord(
+                one.name,
+                one.role,
+                one.global_shape,
+                [(offset, next(copies)) for offset, _ in one.boxes],
+            )
+            for one in records
+        ]
 
     def _allocate(self, sources: Sequence[torch.Tensor], *, pinned: bool) -> list[torch.Tensor]:
         """A slice of a slab for each tensor. Missing slabs are allocated."""
@@ -65,7 +73,13 @@ class HostCopy:
             if slab < len(self._slabs) and source.nbytes > self._slabs[slab].nbytes:
                 del self._slabs[slab:]  # the layout has changed: allocate again from here
             if slab == len(self._slabs):
-                self._slabs.append(torch.empty(max(min(SLAB_BYTES, left), source.nbytes), dtype=torch.uint8, pin_memory=pinned))
+                self._slabs.append(
+                    torch.empty(
+                        max(min(SLAB_BYTES, left), source.nbytes),
+                        dtype=torch.uint8,
+                        pin_memory=pinned,
+                    )
+                )
             piece = self._slabs[slab][at : at + source.nbytes]
             found.append(piece.view(source.dtype).view(source.shape))
             taken = -(-source.nbytes // ALIGN_BYTES) * ALIGN_BYTES

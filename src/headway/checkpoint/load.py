@@ -16,8 +16,21 @@ from typing import TYPE_CHECKING
 
 from headway.checkpoint.box import Box, Ints, subtract_all, uncovered
 from headway.checkpoint.files import REMEDY, open_files
-from headway.checkpoint.manifest import MANIFEST, Json, StoredBox, StoredFile, parse_manifest, tensor_key
-from headway.checkpoint.save import REPLACED_PREFIX, STEP_FOLDER, TOKENIZER, dtype_name, tensor_bytes
+from headway.checkpoint.manifest import (
+    MANIFEST,
+    Json,
+    StoredBox,
+    StoredFile,
+    parse_manifest,
+    tensor_key,
+)
+from headway.checkpoint.save import (
+    REPLACED_PREFIX,
+    STEP_FOLDER,
+    TOKENIZER,
+    dtype_name,
+    tensor_bytes,
+)
 from headway.errors import CheckpointError, ConfigError
 from headway.runtime.paths import AnyPath, S3Path, parse_path
 from headway.runtime.s3 import S3, StoreDown
@@ -40,7 +53,11 @@ class Reader:
             self._boxes[tensor_key(box.role, box.name)].append(box)
         self._files = {file.path: file for file in self._manifest.files}
         self._headers: dict[str, bytes] = {}
-        self._unverified = {(box.file, box.key) for box in self._manifest.boxes} if verify else set[tuple[str, str]]()
+        self._unverified = (
+            {(box.file, box.key) for box in self._manifest.boxes}
+            if verify
+            else set[tuple[str, str]]()
+        )
         self._check_sizes()
 
     @property
@@ -93,7 +110,10 @@ class Reader:
     def shape(self, name: str, role: str | None = None) -> Ints:
         """The global shape of a tensor in a role (default: its weights, else its first role)."""
         roles = self.roles(name)
-        first = next((weight for weight in ("master", "param") if weight in roles), roles[0] if roles else "param")
+        first = next(
+            (weight for weight in ("master", "param") if weight in roles),
+            roles[0] if roles else "param",
+        )
         return self._manifest.shapes[self._known(name, role or first)]
 
     def dtype(self, name: str, role: str) -> torch.dtype:
@@ -102,11 +122,15 @@ class Reader:
 
         return getattr(torch, self._dtype(self._known(name, role)))
 
-    def weight(self, name: str, offset: Ints | None = None, shape: Ints | None = None) -> torch.Tensor:
+    def weight(
+        self, name: str, offset: Ints | None = None, shape: Ints | None = None
+    ) -> torch.Tensor:
         """The weights of a parameter: the fp32 master copy if there is one."""
         return self.read(name, "master" if "master" in self.roles(name) else "param", offset, shape)
 
-    def read(self, name: str, role: str, offset: Ints | None = None, shape: Ints | None = None) -> torch.Tensor:
+    def read(
+        self, name: str, role: str, offset: Ints | None = None, shape: Ints | None = None
+    ) -> torch.Tensor:
         """A tensor, or its part at `offset` of `shape`, on the host in its stored dtype. Missing elements are an error."""
         import torch
 
@@ -114,7 +138,9 @@ class Reader:
         whole = self._manifest.shapes[key]
         region = Box(offset or (0,) * len(whole), tuple(whole) if shape is None else tuple(shape))
         if len(region.offset) != len(whole) or len(region.shape) != len(whole):
-            raise ValueError(f"{key} has {len(whole)} dims; offset {region.offset} and shape {region.shape} do not fit")
+            raise ValueError(
+                f"{key} has {len(whole)} dims; offset {region.offset} and shape {region.shape} do not fit"
+            )
         result = torch.empty(region.shape, dtype=getattr(torch, self._dtype(key)))
         left = [] if region.is_empty else [region]
         for box in self._boxes[key]:
@@ -125,7 +151,9 @@ class Reader:
                 result[part.slices(region.offset)] = self._load(box)[part.slices(box.offset)]
                 left = remaining
         if left:
-            raise CheckpointError(f"{self.path}: {key} lacks elements {list(left[0].offset)} + {list(left[0].shape)}. {REMEDY}")
+            raise CheckpointError(
+                f"{self.path}: {key} lacks elements {list(left[0].offset)} + {list(left[0].shape)}. {REMEDY}"
+            )
         return result
 
     def verify(self, deep: bool = True) -> None:
@@ -136,7 +164,9 @@ class Reader:
             self._dtype(key)
             left = uncovered(Box((0,) * len(shape), shape), (box.span for box in boxes))
             if left:
-                raise CheckpointError(f"{self.path}: {key} lacks elements {list(left[0].offset)} + {list(left[0].shape)}. {REMEDY}")
+                raise CheckpointError(
+                    f"{self.path}: {key} lacks elements {list(left[0].offset)} + {list(left[0].shape)}. {REMEDY}"
+                )
         if not deep:
             return
         for file in self._files.values():
@@ -159,7 +189,9 @@ class Reader:
         key = tensor_key(role, name)
         if key not in self._boxes:
             has = ", ".join(self.roles(name)) or "nothing"
-            raise CheckpointError(f"{self.path}: holds no {role} of {name} (it holds {has}). {REMEDY}")
+            raise CheckpointError(
+                f"{self.path}: holds no {role} of {name} (it holds {has}). {REMEDY}"
+            )
         return key
 
     def _dtype(self, key: str) -> str:
@@ -177,18 +209,24 @@ class Reader:
     def _check_size(self, file: StoredFile) -> None:
         size = self._source.size(file.path)
         if size != file.size:
-            raise CheckpointError(f"{self.path / file.path}: has {size} bytes; {file.size} were written. {REMEDY}")
+            raise CheckpointError(
+                f"{self.path / file.path}: has {size} bytes; {file.size} were written. {REMEDY}"
+            )
 
     def _check_whole(self, file: StoredFile) -> None:
         if file.sha256 is not None and self._source.sha256(file.path) != file.sha256:
-            raise CheckpointError(f"{self.path / file.path}: damaged: its checksum does not match. {REMEDY}")
+            raise CheckpointError(
+                f"{self.path / file.path}: damaged: its checksum does not match. {REMEDY}"
+            )
 
     def _header(self, name: str) -> bytes:
         """The header of a file, verified before it is parsed."""
         if name not in self._headers:
             header = self._source.header(name, self._files[name].size)
             if hashlib.sha256(header).hexdigest() != self._files[name].sha256_header:
-                raise CheckpointError(f"{self.path / name}: damaged: its header's checksum does not match. {REMEDY}")
+                raise CheckpointError(
+                    f"{self.path / name}: damaged: its header's checksum does not match. {REMEDY}"
+                )
             self._headers[name] = header
         return self._headers[name]
 
@@ -196,10 +234,14 @@ class Reader:
         path = self.path / box.file
         tensor = self._source.tensor(box.file, box.key, self._header(box.file))
         if tuple(tensor.shape) != box.shape or dtype_name(tensor) != box.dtype:
-            raise CheckpointError(f"{path}: {box.key} differs in shape or dtype from the manifest. {REMEDY}")
+            raise CheckpointError(
+                f"{path}: {box.key} differs in shape or dtype from the manifest. {REMEDY}"
+            )
         if (box.file, box.key) in self._unverified:
             if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != box.sha256:
-                raise CheckpointError(f"{path}: damaged: the checksum of {box.key} does not match. {REMEDY}")
+                raise CheckpointError(
+                    f"{path}: damaged: the checksum of {box.key} does not match. {REMEDY}"
+                )
             self._unverified.discard((box.file, box.key))
         return tensor
 
@@ -226,7 +268,11 @@ def newest_good(checkpoints: AnyPath, run: str = "") -> FoundCheckpoint:
     """
     rejected: list[tuple[AnyPath, str]] = []
     is_remote = isinstance(checkpoints, S3Path)
-    for path in reversed(remote_folders(checkpoints) if isinstance(checkpoints, S3Path) else step_folders(checkpoints)):
+    for path in reversed(
+        remote_folders(checkpoints)
+        if isinstance(checkpoints, S3Path)
+        else step_folders(checkpoints)
+    ):
         try:
             reader = open_checkpoint(path)
             if run and reader.run not in ("", run):
@@ -244,9 +290,15 @@ def newest_good(checkpoints: AnyPath, run: str = "") -> FoundCheckpoint:
 def remote_folders(checkpoints: S3Path) -> list[S3Path]:
     """The checkpoints and snapshots below an S3 path that have a manifest, oldest first."""
     names = {
-        name.split("/")[0] for name in S3(checkpoints.endpoint).sizes(checkpoints) if name.count("/") == 1 and name.endswith("/" + MANIFEST)
+        name.split("/")[0]
+        for name in S3(checkpoints.endpoint).sizes(checkpoints)
+        if name.count("/") == 1 and name.endswith("/" + MANIFEST)
     }
-    found = {int(match.group(2)): name for name in sorted(names) if (match := STEP_FOLDER.fullmatch(name))}
+    found = {
+        int(match.group(2)): name
+        for name in sorted(names)
+        if (match := STEP_FOLDER.fullmatch(name))
+    }
     return [checkpoints / found[step] for step in sorted(found)]
 
 
@@ -255,7 +307,9 @@ def step_folders(checkpoints: Path, *, snapshots: bool = True) -> list[Path]:
     if not checkpoints.is_dir():
         return []
     found: dict[int, Path] = {}
-    for path in sorted(checkpoints.iterdir()):  # `.replaced-step-N` and `snapshot-N` sort before `step-N`, which wins
+    for path in sorted(
+        checkpoints.iterdir()
+    ):  # `.replaced-step-N` and `snapshot-N` sort before `step-N`, which wins
         match = STEP_FOLDER.fullmatch(path.name.removeprefix(REPLACED_PREFIX))
         if match and path.is_dir() and (snapshots or match.group(1) == "step"):
             found[int(match.group(2))] = path
@@ -276,7 +330,11 @@ def locate(path: AnyPath | str) -> AnyPath:
         return location
     folder = location
     if isinstance(location, S3Path):
-        if STEP_FOLDER.fullmatch(link := (open_files(location.parent).read(location.name) or b"")[:64].decode(errors="replace")):
+        if STEP_FOLDER.fullmatch(
+            link := (open_files(location.parent).read(location.name) or b"")[:64].decode(
+                errors="replace"
+            )
+        ):
             return location.parent / link
     elif (location / "checkpoints").is_dir():
         folder = location / "checkpoints"

@@ -82,7 +82,10 @@ class CheckpointManifest:
             "world": self.world,
             **({"run": self.run} if self.run else {}),
             "scalars": plain_json(self.scalars),
-            "files": [{key: value for key, value in asdict(file).items() if value is not None} for file in self.files],
+            "files": [
+                {key: value for key, value in asdict(file).items() if value is not None}
+                for file in self.files
+            ],
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
             "boxes": [asdict(box) for box in self.boxes],
         }
@@ -115,7 +118,12 @@ def read_summary(folder: Path) -> ManifestSummary:
         body: Any = json.loads(b"{" + content[begin:end].rstrip().rstrip(b",") + b"}")
         if body["version"] != VERSION:
             return _summary(parse_manifest(folder, content))
-        return ManifestSummary(body["step"], body.get("run", ""), body["scalars"], tuple(StoredFile(**file) for file in body["files"]))
+        return ManifestSummary(
+            body["step"],
+            body.get("run", ""),
+            body["scalars"],
+            tuple(StoredFile(**file) for file in body["files"]),
+        )
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise CheckpointError(f"{path}: damaged: {problem}. Use another checkpoint.") from None
 
@@ -129,7 +137,9 @@ def _content(folder: Path) -> bytes | None:
     try:
         return path.read_bytes() if path.exists() else None
     except OSError as problem:
-        raise CheckpointError(f"{path}: cannot be read: {problem.strerror}. Use another checkpoint.") from None
+        raise CheckpointError(
+            f"{path}: cannot be read: {problem.strerror}. Use another checkpoint."
+        ) from None
 
 
 def _matches_checksum(content: bytes) -> bool:
@@ -141,20 +151,27 @@ def parse_manifest(folder: AnyPath, content: bytes | None) -> CheckpointManifest
     """Verify and parse a manifest.json; None = there is no such file."""
     path = folder / MANIFEST
     if content is None:
-        raise CheckpointError(f"{path}: no such file, so this checkpoint is not complete. Use another one.")
+        raise CheckpointError(
+            f"{path}: no such file, so this checkpoint is not complete. Use another one."
+        )
     try:
         if not _matches_checksum(content):
             raise ValueError("its checksum does not match")
         body: Any = json.loads(content)
         if body["version"] != VERSION:
-            raise CheckpointError(f"{path}: format version {body['version']}; this headway reads {VERSION}. Use the headway that wrote it.")
+            raise CheckpointError(
+                f"{path}: format version {body['version']}; this headway reads {VERSION}. Use the headway that wrote it."
+            )
         return _parse(body)
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise CheckpointError(f"{path}: damaged: {problem}. Use another checkpoint.") from None
 
 
 def _parse(body: dict[str, Any]) -> CheckpointManifest:
-    boxes = [StoredBox(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for box in body["boxes"]]
+    boxes = [
+        StoredBox(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])})
+        for box in body["boxes"]
+    ]
     files = [StoredFile(**file) for file in body["files"]]
     for file in files:
         parts = PurePosixPath(file.path).parts
@@ -164,11 +181,27 @@ def _parse(body: dict[str, Any]) -> CheckpointManifest:
     shapes = {name: tuple(shape) for name, shape in body["shapes"].items()}
     for box in boxes:
         whole = shapes.get(tensor_key(box.role, box.name))
-        if whole is None or len(whole) != len(box.shape) or len(whole) != len(box.offset) or box.file not in known:
+        if (
+            whole is None
+            or len(whole) != len(box.shape)
+            or len(whole) != len(box.offset)
+            or box.file not in known
+        ):
             raise ValueError(f"box {box.key!r} matches no tensor or file")
-        if any(start < 0 or size < 0 or start + size > limit for start, size, limit in zip(box.offset, box.shape, whole, strict=True)):
+        if any(
+            start < 0 or size < 0 or start + size > limit
+            for start, size, limit in zip(box.offset, box.shape, whole, strict=True)
+        ):
             raise ValueError(f"box {box.key!r} reaches outside its tensor of shape {list(whole)}")
-    return CheckpointManifest(body["step"], body["world"], tuple(files), shapes, tuple(boxes), body["scalars"], str(body.get("run", "")))
+    return CheckpointManifest(
+        body["step"],
+        body["world"],
+        tuple(files),
+        shapes,
+        tuple(boxes),
+        body["scalars"],
+        str(body.get("run", "")),
+    )
 
 
 def tensor_key(role: str, name: str) -> str:

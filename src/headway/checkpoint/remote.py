@@ -42,11 +42,19 @@ class RemoteCheckpoints:
 
     def names(self) -> list[str]:
         """Names of the complete checkpoints and snapshots."""
-        return [name.split("/")[0] for name in self.store.sizes(self.location) if name.endswith("/" + MANIFEST) and name.count("/") == 1]
+        return [
+            name.split("/")[0]
+            for name in self.store.sizes(self.location)
+            if name.endswith("/" + MANIFEST) and name.count("/") == 1
+        ]
 
     def set_aside_later(self, step: int) -> list[S3Path]:
         """Rename the manifest of every checkpoint after `step`, so that it no longer counts as a checkpoint."""
-        later = [self.location / name for name in self.names() if STEP_FOLDER.fullmatch(name) and step_of(self.location / name) > step]
+        later = [
+            self.location / name
+            for name in self.names()
+            if STEP_FOLDER.fullmatch(name) and step_of(self.location / name) > step
+        ]
         for folder in later:
             self.store.write(folder / SET_ASIDE, self.store.read(folder / MANIFEST) or b"")
             self.store.remove(folder, [MANIFEST])
@@ -55,11 +63,18 @@ class RemoteCheckpoints:
     def publish(self, folder: Path, writers: Writers) -> None:
         """Upload a complete local checkpoint. All ranks call it; each file is sent by a rank that has it on disk."""
         target, is_first = self.location / folder.name, writers.rank == 0
-        manifests = writers.share(target, lambda: (folder / MANIFEST).read_bytes() if is_first else None)
+        manifests = writers.share(
+            target, lambda: (folder / MANIFEST).read_bytes() if is_first else None
+        )
         if is_first:
             self._readers.pop(folder.name, None)
         writers.share(
-            target, lambda: self.store.remove(target, [MANIFEST]) if is_first and self.store.size(target / MANIFEST) is not None else None
+            target,
+            lambda: (
+                self.store.remove(target, [MANIFEST])
+                if is_first and self.store.size(target / MANIFEST) is not None
+                else None
+            ),
         )
         writers.share(target, lambda: self._send_local_files(folder, target, writers))
 
@@ -67,7 +82,9 @@ class RemoteCheckpoints:
             sizes = self.store.sizes(target)
             for file in read_manifest(folder).files:
                 if sizes.get(file.path) != file.size:
-                    raise CheckpointError(f"{target / file.path}: has {sizes.get(file.path)} bytes in the store; {file.size} were written.")
+                    raise CheckpointError(
+                        f"{target / file.path}: has {sizes.get(file.path)} bytes in the store; {file.size} were written."
+                    )
             self.store.write(target / MANIFEST, manifests[0])
             self.store.write(self.location / LATEST, folder.name.encode())
 
@@ -91,16 +108,32 @@ class RemoteCheckpoints:
     def retain(self, own: RunScope = RunScope()) -> list[str]:
         """Write best-1, best-2, ... as objects that hold a name, delete what is not kept, and return what was deleted."""
         sizes = self.store.sizes(self.location)
-        complete = {name.split("/")[0] for name in sizes if name.endswith("/" + MANIFEST) and name.count("/") == 1}
+        complete = {
+            name.split("/")[0]
+            for name in sizes
+            if name.endswith("/" + MANIFEST) and name.count("/") == 1
+        }
         names = [name for name in complete if STEP_FOLDER.fullmatch(name)]
-        best, doomed = choose([Entry.of(name, self._reader(name), self.config.metric) for name in names], self.config, own)
+        best, doomed = choose(
+            [Entry.of(name, self._reader(name), self.config.metric) for name in names],
+            self.config,
+            own,
+        )
         wanted = {f"best-{number}": name for number, name in enumerate(best, 1)}
         for link, name in wanted.items():
             self.store.write(self.location / link, name.encode())
-        self.store.remove(self.location, [name for name in sizes if name.startswith("best-") and name not in wanted])
+        self.store.remove(
+            self.location,
+            [name for name in sizes if name.startswith("best-") and name not in wanted],
+        )
         for name in doomed:
-            objects = sorted((one for one in sizes if one.startswith(name + "/")), key=lambda one: not one.endswith(MANIFEST))
-            self.store.remove(self.location, objects)  # the manifest first, so that no reader opens a half-deleted checkpoint
+            objects = sorted(
+                (one for one in sizes if one.startswith(name + "/")),
+                key=lambda one: not one.endswith(MANIFEST),
+            )
+            self.store.remove(
+                self.location, objects
+            )  # the manifest first, so that no reader opens a half-deleted checkpoint
             self._readers.pop(name, None)
         self.store.abort_uploads(self.location)
         return doomed

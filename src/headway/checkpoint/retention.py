@@ -66,13 +66,19 @@ class RunScope:
         return same and (self.step is None or entry.step <= self.step)
 
 
-def choose(entries: Sequence[Entry], config: CheckpointConfig, own: RunScope = RunScope()) -> tuple[list[str], list[str]]:
+def choose(
+    entries: Sequence[Entry], config: CheckpointConfig, own: RunScope = RunScope()
+) -> tuple[list[str], list[str]]:
     """The names of the best, best first, and of those to delete."""
     entries = [one for one in entries if own.has(one)]
     full = sorted((one for one in entries if not one.is_snapshot), key=lambda one: one.step)
     snapshots = sorted((one for one in entries if one.is_snapshot), key=lambda one: one.step)
     sign = -1.0 if config.higher_is_better else 1.0
-    ranked = sorted((sign * one.value, one.step, one.name) for one in full if one.is_whole and one.value is not None)
+    ranked = sorted(
+        (sign * one.value, one.step, one.name)
+        for one in full
+        if one.is_whole and one.value is not None
+    )
     best = [name for _, _, name in ranked[: config.keep_best]]
     older = [one for one in _older_than(full, config.keep_last) if one.name not in best]
     if config.keep_every:
@@ -98,10 +104,21 @@ def retain(
     """Link best-1, best-2, ... to the best, delete what is not kept, and return what was deleted. `needed` names stay."""
     folders = _all_folders(checkpoints)
     found = (manifests or ManifestCache()).of(folders)
-    best, unneeded = choose([Entry.of(path.name, head, config.metric) for path, head in zip(folders, found, strict=True)], config, own)
+    best, unneeded = choose(
+        [
+            Entry.of(path.name, head, config.metric)
+            for path, head in zip(folders, found, strict=True)
+        ],
+        config,
+        own,
+    )
     _link_best(checkpoints, best)
     linked = {path.resolve() for path in checkpoints.iterdir() if path.is_symlink()}
-    doomed = [path for name in unneeded if name not in needed and (path := checkpoints / name).resolve() not in linked]
+    doomed = [
+        path
+        for name in unneeded
+        if name not in needed and (path := checkpoints / name).resolve() not in linked
+    ]
     for path in doomed:
         with writing(path, error=CheckpointError):
             remove_folder(path)
@@ -111,7 +128,13 @@ def retain(
 def _all_folders(checkpoints: Path) -> list[Path]:
     """Checkpoints and snapshots, oldest first."""
     full = step_folders(checkpoints, snapshots=False)
-    return sorted([*full, *(path for path in checkpoints.glob("snapshot-*") if STEP_FOLDER.fullmatch(path.name))], key=step_of)
+    return sorted(
+        [
+            *full,
+            *(path for path in checkpoints.glob("snapshot-*") if STEP_FOLDER.fullmatch(path.name)),
+        ],
+        key=step_of,
+    )
 
 
 def _link_best(checkpoints: Path, best: list[str]) -> None:

@@ -82,7 +82,9 @@ class Writers:
                 result = work()
         except Exception as problem:  # raised below, after the other ranks know
             failure = problem
-        answers = self.gather({"result": result, "error": None if failure is None else str(failure)})
+        answers = self.gather(
+            {"result": result, "error": None if failure is None else str(failure)}
+        )
         if failure is not None:
             raise failure
         for rank, answer in enumerate(answers):
@@ -122,11 +124,23 @@ def save_checkpoint(
     is_first = writers.rank == 0
     try:
         writers.share(final, lambda: _prepare(checkpoints, temporary) if is_first else None)
-        parts = writers.share(final, lambda: _write_rank(temporary, records, writers.rank, read_back=not snapshot, needed=needed))
+        parts = writers.share(
+            final,
+            lambda: _write_rank(
+                temporary, records, writers.rank, read_back=not snapshot, needed=needed
+            ),
+        )
         writers.share(
             final,
             lambda: (
-                _finish(temporary, final, replace(_manifest(step, writers.world, parts, scalars), run=run), tokenizer) if is_first else None
+                _finish(
+                    temporary,
+                    final,
+                    replace(_manifest(step, writers.world, parts, scalars), run=run),
+                    tokenizer,
+                )
+                if is_first
+                else None
             ),
         )
     except CheckpointError:
@@ -170,7 +184,12 @@ def _remove_unshared(checkpoints: Path, name: str, needed: Collection[str]) -> N
 
 
 def _write_rank(
-    folder: Path, records: Iterable[TensorRecord], rank: int, *, read_back: bool, needed: Collection[str] = ()
+    folder: Path,
+    records: Iterable[TensorRecord],
+    rank: int,
+    *,
+    read_back: bool,
+    needed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Write this rank's safetensors file. Each box is hashed while it is written; at most one is copied to the host at a time."""
     path = folder / f"rank-{rank:05}.safetensors"
@@ -183,25 +202,50 @@ def _write_rank(
         for offset, tensor in record.boxes
         if tensor.numel() or 0 in record.global_shape
     ]
-    pieces.sort(key=lambda piece: -piece[2].element_size())  # every box begins at a multiple of its element size
-    header = _header([(box_key(record.role, record.name, offset), tensor) for record, offset, tensor in pieces])
+    pieces.sort(
+        key=lambda piece: -piece[2].element_size()
+    )  # every box begins at a multiple of its element size
+    header = _header(
+        [(box_key(record.role, record.name, offset), tensor) for record, offset, tensor in pieces]
+    )
     size = len(header) + sum(tensor.nbytes for _, _, tensor in pieces)
     require_space(folder, size, CheckpointError)
     boxes: list[StoredBox] = []
-    with writing(path, size, CheckpointError), open(path, "xb") as file, ThreadPoolExecutor(1) as hasher:
+    with (
+        writing(path, size, CheckpointError),
+        open(path, "xb") as file,
+        ThreadPoolExecutor(1) as hasher,
+    ):
         file.write(header)
         for record, offset, tensor in pieces:
             content = tensor_bytes(tensor)
             digest = hasher.submit(hashlib.sha256, content)
             file.write(content)
             checksum = digest.result().hexdigest()
-            boxes.append(StoredBox(record.name, record.role, offset, tuple(tensor.shape), dtype_name(tensor), path.name, checksum))
+            boxes.append(
+                StoredBox(
+                    record.name,
+                    record.role,
+                    offset,
+                    tuple(tensor.shape),
+                    dtype_name(tensor),
+                    path.name,
+                    checksum,
+                )
+            )
         file.flush()
         fsync_file(file.fileno())
         if read_back:
             drop_cached(file.fileno())
     if read_back:
-        _read_back(path, header, [(tensor.nbytes, box.sha256) for (_, _, tensor), box in zip(pieces, boxes, strict=True)])
+        _read_back(
+            path,
+            header,
+            [
+                (tensor.nbytes, box.sha256)
+                for (_, _, tensor), box in zip(pieces, boxes, strict=True)
+            ],
+        )
     stored = StoredFile(path.name, size, sha256_header=hashlib.sha256(header).hexdigest())
     shapes = {tensor_key(record.role, record.name): list(record.global_shape) for record in records}
     return {"file": asdict(stored), "shapes": shapes, "boxes": [asdict(box) for box in boxes]}
@@ -218,7 +262,9 @@ def _read_back(path: Path, header: bytes, pieces: Sequence[tuple[int, str]]) -> 
                 left -= len(chunk)
             same = same and digest.hexdigest() == checksum
     if not same:
-        raise CheckpointError(f"{path}: the disk returns other bytes than were written. Check the disk, or use another one.")
+        raise CheckpointError(
+            f"{path}: the disk returns other bytes than were written. Check the disk, or use another one."
+        )
 
 
 def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
@@ -239,20 +285,39 @@ def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _manifest(step: int, world: int, parts: Sequence[Any], scalars: Mapping[str, Json]) -> CheckpointManifest:
+def _manifest(
+    step: int, world: int, parts: Sequence[Any], scalars: Mapping[str, Json]
+) -> CheckpointManifest:
     shapes: dict[str, Ints] = {}
     for part in parts:
         for key, shape in part["shapes"].items():
             if shapes.setdefault(key, tuple(shape)) != tuple(shape):
-                raise ValueError(f"ranks disagree on the shape of {key}: {shapes[key]} and {tuple(shape)}")
-    boxes = [StoredBox(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for part in parts for box in part["boxes"]]
-    return CheckpointManifest(step, world, tuple(StoredFile(**part["file"]) for part in parts), shapes, tuple(boxes), scalars)
+                raise ValueError(
+                    f"ranks disagree on the shape of {key}: {shapes[key]} and {tuple(shape)}"
+                )
+    boxes = [
+        StoredBox(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])})
+        for part in parts
+        for box in part["boxes"]
+    ]
+    return CheckpointManifest(
+        step,
+        world,
+        tuple(StoredFile(**part["file"]) for part in parts),
+        shapes,
+        tuple(boxes),
+        scalars,
+    )
 
 
-def _finish(temporary: Path, final: Path, manifest: CheckpointManifest, tokenizer: Path | None) -> None:
+def _finish(
+    temporary: Path, final: Path, manifest: CheckpointManifest, tokenizer: Path | None
+) -> None:
     for file in manifest.files:
         if not (temporary / file.path).exists():
-            raise CheckpointError(f"{final}: {file.path} was written elsewhere. Put run.dir on a file system that all nodes share.")
+            raise CheckpointError(
+                f"{final}: {file.path} was written elsewhere. Put run.dir on a file system that all nodes share."
+            )
     copied = _copy_tokenizer(tokenizer, temporary / TOKENIZER) if tokenizer is not None else []
     whole = replace(manifest, files=(*manifest.files, *copied))
     _write_file(temporary / MANIFEST, whole.to_bytes())
@@ -271,13 +336,21 @@ def _copy_tokenizer(source: Path, target: Path) -> list[StoredFile]:
     files = (
         [source]
         if source.is_file()
-        else [path for path in sorted(source.iterdir()) if path.suffix in TOKENIZER_SUFFIXES and path.is_file()]
+        else [
+            path
+            for path in sorted(source.iterdir())
+            if path.suffix in TOKENIZER_SUFFIXES and path.is_file()
+        ]
     )
     target.mkdir()
     stored: list[StoredFile] = []
     for path in files:
         _write_file(target / path.name, path.read_bytes())
-        stored.append(StoredFile(f"{TOKENIZER}/{path.name}", path.stat().st_size, sha256_file(target / path.name)))
+        stored.append(
+            StoredFile(
+                f"{TOKENIZER}/{path.name}", path.stat().st_size, sha256_file(target / path.name)
+            )
+        )
     fsync_folder(target)
     return stored
 

@@ -58,8 +58,19 @@ class SaveJob:
 class Saver:
     """Saves the state of a run, asynchronously where memory allows. All ranks call the same methods in the same order."""
 
-    def __init__(self, checkpoints: Path, config: CheckpointConfig, writers: Writers = ALONE, tokenizer: Path | None = None) -> None:
-        self.checkpoints, self.config, self.writers, self.tokenizer = checkpoints, config, writers, tokenizer
+    def __init__(
+        self,
+        checkpoints: Path,
+        config: CheckpointConfig,
+        writers: Writers = ALONE,
+        tokenizer: Path | None = None,
+    ) -> None:
+        self.checkpoints, self.config, self.writers, self.tokenizer = (
+            checkpoints,
+            config,
+            writers,
+            tokenizer,
+        )
         self.saved_step = 0
         """Step of the newest complete checkpoint."""
         self.started_step = 0
@@ -116,7 +127,9 @@ class Saver:
         records = list(records)
         if self._is_asynchronous(records):
             copied = self._host.take(records)
-            self._thread = threading.Thread(target=self._work, args=(job, copied), name="headway-save", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, args=(job, copied), name="headway-save", daemon=True
+            )
             self._thread.start()
         else:
             self._work(job, records)
@@ -149,7 +162,10 @@ class Saver:
         if not all(self.writers.gather(is_sent)):
             self.uploads.leave()
             if self.writers.rank == 0:
-                log.warning("the checkpoint of step %d is on disk but not uploaded; the next start uploads it", self.saved_step)
+                log.warning(
+                    "the checkpoint of step %d is on disk but not uploaded; the next start uploads it",
+                    self.saved_step,
+                )
         self._raise_bug()
 
     def require(self) -> None:
@@ -177,13 +193,19 @@ class Saver:
         """Whether saves use a copy in host memory. All ranks decide together at the first save."""
         wanted = self.config.asynchronous
         if self._copies is None and wanted == "auto":
-            needed = sum(tensor.nbytes for record in records for _, tensor in record.boxes) * self.ranks_here
+            needed = (
+                sum(tensor.nbytes for record in records for _, tensor in record.boxes)
+                * self.ranks_here
+            )
             free = ram_bytes()[1]
             fits = free is None or needed <= MEMORY_SHARE * free
             answers = self.writers.gather(fits)
             self._copies = all(answers)
             if not self._copies and self.writers.rank == 0:
-                log.warning("saves block training: a copy needs %.1f GB, more than half of the free host memory", needed / 1e9)
+                log.warning(
+                    "saves block training: a copy needs %.1f GB, more than half of the free host memory",
+                    needed / 1e9,
+                )
         return wanted is True or self._copies is True
 
     def _work(self, job: SaveJob, records: list[TensorRecord]) -> None:
@@ -198,7 +220,9 @@ class Saver:
                 self.saved_step = job.step
             if self.writers.rank == 0:
                 log.info("saved %s in %.1f s", path, time.perf_counter() - begun)
-            self._best_effort(lambda: self.on_saved(job.step), "the record of saved steps", "written")
+            self._best_effort(
+                lambda: self.on_saved(job.step), "the record of saved steps", "written"
+            )
             if self.remote is not None:
                 self.uploads.put(path.name)
             self._retain(job.step)
@@ -214,11 +238,18 @@ class Saver:
         begun, path, remote = time.perf_counter(), self.checkpoints / name, self.remote
         remote.publish(path, self.uploads.writers)
         if self.writers.rank == 0:
-            log.info("uploaded %s to %s in %.1f s", name, remote.location, time.perf_counter() - begun)
+            log.info(
+                "uploaded %s to %s in %.1f s", name, remote.location, time.perf_counter() - begun
+            )
         own = RunScope(self.run, step_of(path))
         self._best_effort(lambda: remote.retain(own), "older checkpoints in the object store")
-        here = self.config.model_copy(update={"keep_last": 1, "keep_best": min(1, self.config.keep_best), "keep_every": None})
-        self._best_effort(lambda: retain(self.checkpoints, here, own, self.manifests, self.uploads.names), "older local checkpoints")
+        here = self.config.model_copy(
+            update={"keep_last": 1, "keep_best": min(1, self.config.keep_best), "keep_every": None}
+        )
+        self._best_effort(
+            lambda: retain(self.checkpoints, here, own, self.manifests, self.uploads.names),
+            "older local checkpoints",
+        )
 
     def _report_failed_upload(self, name: str, problem: CheckpointError, in_a_row: int) -> None:
         if self.writers.rank == 0:
@@ -248,14 +279,19 @@ class Saver:
         self._failures += 1
         if self.writers.rank == 0:
             times = "" if self._failures == 1 else f" ({self._failures} saves in a row)"
-            text = f"{job.name} was not saved{times}: {problem} Training continues; {self._newest()}."
+            text = (
+                f"{job.name} was not saved{times}: {problem} Training continues; {self._newest()}."
+            )
             log.error("%s", text)
             self.report(text)
 
     def _retain(self, step: int) -> None:
         """Delete checkpoints that retention does not keep. If this fails, the new checkpoint is complete all the same."""
         own, names = RunScope(self.run, step), self.uploads.names
-        self._best_effort(lambda: retain(self.checkpoints, self.config, own, self.manifests, names), "older checkpoints")
+        self._best_effort(
+            lambda: retain(self.checkpoints, self.config, own, self.manifests, names),
+            "older checkpoints",
+        )
 
     def _best_effort(self, work: Callable[[], object], what: str, verb: str = "removed") -> None:
         """Do `work` on rank 0; a failure is reported and fails nothing else."""
@@ -269,4 +305,8 @@ class Saver:
                 self.report(text)
 
     def _newest(self) -> str:
-        return f"the newest checkpoint on disk is of step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"
+        return (
+            f"the newest checkpoint on disk is of step {self.saved_step}"
+            if self.saved_step
+            else "there is no checkpoint yet"
+        )

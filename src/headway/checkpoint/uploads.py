@@ -23,7 +23,12 @@ log = logging.getLogger("headway")
 class Uploads:
     """Sends checkpoints by name."""
 
-    def __init__(self, send: Callable[[str], None], report: Callable[[str, CheckpointError, int], None], writers: Writers = ALONE) -> None:
+    def __init__(
+        self,
+        send: Callable[[str], None],
+        report: Callable[[str, CheckpointError, int], None],
+        writers: Writers = ALONE,
+    ) -> None:
         self._send, self._report, self.writers = send, report, writers
         self.hurry: Callable[[bool], None] = lambda on: None
         """Called with whether a newer checkpoint waits; then calls to a store that is down are not retried for long."""

@@ -39,7 +39,16 @@ GROUPS = {
     "tokenizer": "Train and inspect tokenizers.",
     "verify": "Prove that a run resumes exactly, that a checkpoint is complete, that files are what was written.",
 }
-USERS_PATH = (errno.ENAMETOOLONG, errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+USERS_PATH = (
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.EINVAL,
+    errno.ENXIO,
+)
 """The given path is wrong, not the machine."""
 DISKS_STATE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -60,9 +69,16 @@ def build_app() -> typer.Typer:
 
 
 def _add_verbs(app: typer.Typer) -> None:
-    groups = {name: typer.Typer(cls=VerbGroup, help=text, rich_markup_mode=None) for name, text in GROUPS.items()}
+    groups = {
+        name: typer.Typer(cls=VerbGroup, help=text, rich_markup_mode=None)
+        for name, text in GROUPS.items()
+    }
     modules = [one.name for one in pkgutil.iter_modules(__path__) if not one.name.startswith("_")]
-    verbs = {words: verb for name in modules for words, verb in importlib.import_module(f"{__name__}.{name}").VERBS.items()}
+    verbs = {
+        words: verb
+        for name in modules
+        for words, verb in importlib.import_module(f"{__name__}.{name}").VERBS.items()
+    }
     for words in sorted(verbs):
         group, _, name = words.rpartition(" ")
         if words in groups:  # a verb that has others below it
@@ -81,8 +97,16 @@ def _print_version(is_given: bool) -> None:
 
 def _global_options(
     context: typer.Context,
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log more; LOG_LEVEL=DEBUG does the same."),
-    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True, callback=_print_version),
+    verbose: bool = typer.Option(
+        False, "--verbose", "-v", help="Log more; LOG_LEVEL=DEBUG does the same."
+    ),
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Print the version and exit.",
+        is_eager=True,
+        callback=_print_version,
+    ),
 ) -> None:
     """One LLM training system, from raw text to an evaluated and exported model."""
     level = "DEBUG" if verbose else os.environ.get("LOG_LEVEL", "INFO").upper()
@@ -126,7 +150,11 @@ def _main(arguments: Sequence[str] | None) -> int:
     interrupt = _Interrupt()
     try:
         # without standalone mode the code of `typer.Exit` comes back as the result
-        code = build_app()(args=list(arguments) if arguments is not None else None, prog_name="headway", standalone_mode=False)
+        code = build_app()(
+            args=list(arguments) if arguments is not None else None,
+            prog_name="headway",
+            standalone_mode=False,
+        )
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except ReaderGone as gone:
@@ -150,7 +178,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         if interrupt.received:
             print("stopped", file=sys.stderr)  # noqa: T201
             return 130
-        if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
+        if type(error).__module__.startswith(("click", "typer")) and hasattr(
+            error, "format_message"
+        ):
             words = sys.argv[1:] if arguments is None else list(arguments)
             explained = explain_option(error, words)
             if explained is not None:

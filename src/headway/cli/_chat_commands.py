@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 HELP = (
     ("/system TEXT", "set the system message (no text: remove it) and forget the conversation"),
-    ("/set NAME VALUE", "temperature, top_k, top_p, max_new_tokens, seed, stop; `off` removes a limit. /set alone shows them"),
+    (
+        "/set NAME VALUE",
+        "temperature, top_k, top_p, max_new_tokens, seed, stop; `off` removes a limit. /set alone shows them",
+    ),
     ("/regenerate", "answer the last question again"),
     ("/edit TEXT", "replace the last question and answer it (no text: edit it in place)"),
     ("/image FILE", "a picture for the next question; /audio FILE: a sound"),
@@ -77,10 +80,18 @@ class Chat:
             if answer.was_cut:
                 # Beside the answer, so that a pipe gets the model's words alone.
                 limit = session.options.max_new_tokens
-                reason = f"--max-new-tokens is {limit}" if answer.stats.new_tokens >= limit else "the context is full"
+                reason = (
+                    f"--max-new-tokens is {limit}"
+                    if answer.stats.new_tokens >= limit
+                    else "the context is full"
+                )
                 typer.echo(f"[cut after {answer.stats.new_tokens} tokens: {reason}]", err=True)
             if answer.left_out > before:
-                what = "oldest turn is" if answer.left_out == 1 else f"{answer.left_out} oldest turns are"
+                what = (
+                    "oldest turn is"
+                    if answer.left_out == 1
+                    else f"{answer.left_out} oldest turns are"
+                )
                 typer.echo(f"The context is full: the {what} no longer sent.", err=True)
 
     def respond(self, line: str) -> bool:
@@ -95,7 +106,9 @@ class Chat:
             return False
         found = COMMANDS.get(command)
         if found is None:
-            raise ConfigError(f"{command} is not a command; there are {NAMES}. A space before / makes it a text.")
+            raise ConfigError(
+                f"{command} is not a command; there are {NAMES}. A space before / makes it a text."
+            )
         found(self, rest.strip())
         return True
 
@@ -117,11 +130,15 @@ def completions(line: str) -> list[str]:
         return []
     folder, slash, begun = rest.rpartition("/")
     try:
-        inside = sorted(one for one in _path(f"{folder}{slash}" or ".").iterdir() if one.name.startswith(begun))
+        inside = sorted(
+            one for one in _path(f"{folder}{slash}" or ".").iterdir() if one.name.startswith(begun)
+        )
     except (OSError, ValueError, RuntimeError):  # no such folder, no such user
         return []
     return [
-        f"{command} {folder}{slash}{one.name}{'/' if one.is_dir() else ''}" for one in inside[:200] if begun or not one.name.startswith(".")
+        f"{command} {folder}{slash}{one.name}{'/' if one.is_dir() else ''}"
+        for one in inside[:200]
+        if begun or not one.name.startswith(".")
     ]
 
 
@@ -153,12 +170,17 @@ def _load(chat: Chat, rest: str) -> None:
         raise ConfigError("/load needs the name of a .json file.")
     found = read_chats(_path(rest))
     if len(found) not in (1, len(chat.sessions)):
-        raise ConfigError(f"{rest}: holds {len(found)} conversations; {len(chat.sessions)} are open here.")
+        raise ConfigError(
+            f"{rest}: holds {len(found)} conversations; {len(chat.sessions)} are open here."
+        )
     for number, session in enumerate(chat.sessions):
         session.load(*found[number if len(found) > 1 else 0])
     turns = len(chat.sessions[0].turns)
     is_open = bool(turns) and chat.sessions[0].turns[-1].role == "user"
-    typer.echo(f"read {rest}: {turns} messages{'; /regenerate answers the last one' if is_open else ''}", err=True)
+    typer.echo(
+        f"read {rest}: {turns} messages{'; /regenerate answers the last one' if is_open else ''}",
+        err=True,
+    )
 
 
 def _show(chat: Chat, rest: str) -> None:
@@ -187,9 +209,13 @@ def _media(kind: Modality) -> Callable[[Chat, str], None]:
 
         if not rest:
             raise ConfigError(f"/{kind} needs the name of a file.")
-        lacks = next((one.responder.name for one in chat.sessions if kind not in one.responder.takes), None)
+        lacks = next(
+            (one.responder.name for one in chat.sessions if kind not in one.responder.takes), None
+        )
         if lacks is not None:
-            raise ConfigError(f"{lacks} does not take {kind}s; a model trained with `multimodal` does.")
+            raise ConfigError(
+                f"{lacks} does not take {kind}s; a model trained with `multimodal` does."
+            )
         ref = MediaRef(kind, _path(rest))
         size = ref.size()  # refuses what is no file
         chat.waiting.append(ref)
@@ -206,16 +232,25 @@ def _set(chat: Chat, rest: str) -> None:
     )  # fmt: skip
     shown: dict[str, Any] = dict(zip(SETTINGS, values, strict=True))
     if not rest:
-        typer.echo("\n".join(f"{name:<15}{'off' if value is None else value}" for name, value in shown.items()), err=True)
+        typer.echo(
+            "\n".join(
+                f"{name:<15}{'off' if value is None else value}" for name, value in shown.items()
+            ),
+            err=True,
+        )
         return
     name, _, given = rest.partition(" ")
     name, given = name.replace("-", "_"), given.strip()
     if name == "max_tokens":
         name = "max_new_tokens"
     if name not in shown:
-        raise ConfigError(f"/set {name[:40]}: there is no such setting; there are {', '.join(shown)}.")
+        raise ConfigError(
+            f"/set {name[:40]}: there is no such setting; there are {', '.join(shown)}."
+        )
     if not given:
-        raise ConfigError(f"/set {name} needs a value; it is {'off' if shown[name] is None else shown[name]} now.")
+        raise ConfigError(
+            f"/set {name} needs a value; it is {'off' if shown[name] is None else shown[name]} now."
+        )
     value = _value(name, given)
     for session in chat.sessions:
         sampling = session.options.sampling
@@ -234,7 +269,9 @@ def _value(name: str, given: str) -> Any:
     try:
         return kind(given)
     except ValueError:
-        raise ConfigError(f"/set {name} is {given[:40]!r}; it must be a {'number' if kind is float else 'whole number'}.") from None
+        raise ConfigError(
+            f"/set {name} is {given[:40]!r}; it must be a {'number' if kind is float else 'whole number'}."
+        ) from None
 
 
 def _model(chat: Chat, rest: str) -> None:
@@ -252,9 +289,14 @@ def _model(chat: Chat, rest: str) -> None:
     first = chat.sessions[0]
     made = [ChatSession(one, None, first.options) for one in chat.open_models(names)]
     for session in made:
-        unknown = next((ref.modality for ref in first.media if ref.modality not in session.responder.takes), None)
+        unknown = next(
+            (ref.modality for ref in first.media if ref.modality not in session.responder.takes),
+            None,
+        )
         if unknown is not None:
-            raise ConfigError(f"{session.responder.name} does not take {unknown}s, and the conversation has some. /reset forgets it.")
+            raise ConfigError(
+                f"{session.responder.name} does not take {unknown}s, and the conversation has some. /reset forgets it."
+            )
         session.copy_turns(first)
     chat.sessions = made
 
@@ -276,10 +318,16 @@ def _stats(chat: Chat, rest: str) -> None:
             context = facts.get("context")
             lines.append(
                 f"  prompt: {used.prompt_tokens} tokens, {used.cached_tokens} of them from the cache"
-                + (f"; context {used.prompt_tokens + used.new_tokens} of {context}" if context else "")
+                + (
+                    f"; context {used.prompt_tokens + used.new_tokens} of {context}"
+                    if context
+                    else ""
+                )
             )
         if "cache_bytes" in facts:
-            lines.append(f"  cache: {_bytes(facts['cache_bytes'])} of {_bytes(facts['cache_budget_bytes'])}")
+            lines.append(
+                f"  cache: {_bytes(facts['cache_bytes'])} of {_bytes(facts['cache_budget_bytes'])}"
+            )
         typer.echo("\n".join(lines), err=True)
 
 

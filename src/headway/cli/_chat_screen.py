@@ -80,7 +80,13 @@ class MarkdownAnswer(QuietAnswer):
         from rich.text import Text
 
         if name is not None:
-            self._console.print(Rule(Text(harmless(name), overflow="ellipsis", no_wrap=True), align="left", style="dim"))
+            self._console.print(
+                Rule(
+                    Text(harmless(name), overflow="ellipsis", no_wrap=True),
+                    align="left",
+                    style="dim",
+                )
+            )
         self._tail, self._is_first = "", True
 
     def say(self, piece: str) -> None:
@@ -109,7 +115,12 @@ class MarkdownAnswer(QuietAnswer):
         self._drawn = time.monotonic()
         live = self._live
         if live is None:
-            live = self._live = Live(console=self._console, transient=True, auto_refresh=False, vertical_overflow="ellipsis")
+            live = self._live = Live(
+                console=self._console,
+                transient=True,
+                auto_refresh=False,
+                vertical_overflow="ellipsis",
+            )
             live.start()
         live.update(_markdown(self._tail), refresh=True)
 
@@ -142,7 +153,12 @@ def _markdown(text: str) -> Markdown:
     from rich.markdown import Markdown
 
     made = Markdown(text, hyperlinks=False)
-    made.parsed = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable("strikethrough").enable("table").parse(text)
+    made.parsed = (
+        MarkdownIt("commonmark", {"html": False, "breaks": True})
+        .enable("strikethrough")
+        .enable("table")
+        .parse(text)
+    )
     return made
 
 
@@ -151,4 +167,6 @@ def open_screen(*, is_quiet: bool, draws_markdown: bool) -> QuietAnswer:
     if is_quiet:
         return QuietAnswer()
     is_terminal = sys.stdout.isatty()
-    return MarkdownAnswer() if is_terminal and draws_markdown else PlainAnswer(is_terminal=is_terminal)
+    return (
+        MarkdownAnswer() if is_terminal and draws_markdown else PlainAnswer(is_terminal=is_terminal)
+    )

@@ -17,11 +17,20 @@ def complete_recipe(incomplete: str) -> list[str]:
     key, equals, value = incomplete.partition("=")
     if equals:
         return [f"{key}={one}" for one in _values(key) if one.startswith(value)]
-    names = {one for name in recipe_names() for one in (name, name.rpartition("/")[2]) if one.startswith(incomplete)}
+    names = {
+        one
+        for name in recipe_names()
+        for one in (name, name.rpartition("/")[2])
+        if one.startswith(incomplete)
+    }
     found = [
         *names,
         *_files(incomplete),
-        *(name for name in _settings() if name.startswith(incomplete) and name.count(".") <= key.count(".") + 1),
+        *(
+            name
+            for name in _settings()
+            if name.startswith(incomplete) and name.count(".") <= key.count(".") + 1
+        ),
     ]
     return sorted(set(found))
 
@@ -96,5 +105,7 @@ def _choices(annotation: Any) -> list[str]:
     if annotation is bool:
         return ["true", "false"]
     if get_origin(annotation) is Literal:
-        return [str(one).lower() if isinstance(one, bool) else str(one) for one in get_args(annotation)]
+        return [
+            str(one).lower() if isinstance(one, bool) else str(one) for one in get_args(annotation)
+        ]
     return [value for one in get_args(annotation) for value in _choices(one)]

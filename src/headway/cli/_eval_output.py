@@ -32,7 +32,12 @@ def write(evaluations: Sequence[Evaluation], out: Path | None, tensorboard: Path
         write_report(out, evaluations)
     if tensorboard is not None:
         for one in evaluations:
-            _write_scalars(tensorboard / one.model.strip("/").replace("/", "_") if len(evaluations) > 1 else tensorboard, one)
+            _write_scalars(
+                tensorboard / one.model.strip("/").replace("/", "_")
+                if len(evaluations) > 1
+                else tensorboard,
+                one,
+            )
 
 
 def _write_scalars(folder: Path, evaluation: Evaluation) -> None:
@@ -40,7 +45,10 @@ def _write_scalars(folder: Path, evaluation: Evaluation) -> None:
 
     checkpoint = re.fullmatch(r"step-(\d+)", Path(evaluation.path).name)
     tracker = TensorBoard(folder)
-    tracker.log(int(checkpoint[1]) if checkpoint else 0, {"eval": {name: one.scalars() for name, one in evaluation.datasets.items()}})
+    tracker.log(
+        int(checkpoint[1]) if checkpoint else 0,
+        {"eval": {name: one.scalars() for name, one in evaluation.datasets.items()}},
+    )
     tracker.close()
 
 
@@ -52,8 +60,22 @@ def print_one(result: Evaluation, json: bool, out: Path | None) -> None:
     elif len(result.datasets) == 1:
         # With one dataset its numbers are at the top level, as a script reads them.
         plain = result.to_json()
-        shared = ("masks", "rope_theta", "no_rope_layers", "begin", "samples", "template", "training")
-        print_json({"model": plain["model"], **next(iter(plain["datasets"].values())), **{key: plain[key] for key in shared}})
+        shared = (
+            "masks",
+            "rope_theta",
+            "no_rope_layers",
+            "begin",
+            "samples",
+            "template",
+            "training",
+        )
+        print_json(
+            {
+                "model": plain["model"],
+                **next(iter(plain["datasets"].values())),
+                **{key: plain[key] for key in shared},
+            }
+        )
     else:
         print_json(result.to_json())
 
@@ -63,7 +85,12 @@ def print_all(results: Sequence[Evaluation], json: bool, out: Path | None) -> No
     from headway.eval.evaluate import share_a_tokenizer
 
     if json:
-        print_json({"same_tokenizer": share_a_tokenizer(results), "models": [result.to_json() for result in results]})
+        print_json(
+            {
+                "same_tokenizer": share_a_tokenizer(results),
+                "models": [result.to_json() for result in results],
+            }
+        )
     else:
         _print_tables(results)
         print_report_path(out)
@@ -99,7 +126,15 @@ def _print_tables(evaluations: Sequence[Evaluation]) -> None:
 
 def _print_scores(evaluations: Sequence[Evaluation]) -> None:
     from headway.eval.evaluate import share_a_tokenizer
-    from headway.eval.report import MODELS, NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, model_cells, part_cells, score_cells
+    from headway.eval.report import (
+        MODELS,
+        NUMBERS,
+        OTHER_TOKENIZERS,
+        PART_NUMBERS,
+        model_cells,
+        part_cells,
+        score_cells,
+    )
 
     several = len(evaluations) > 1
     # With several models the last columns, the counts, make room for the models' names; reports and --json have them.
@@ -107,10 +142,16 @@ def _print_scores(evaluations: Sequence[Evaluation]) -> None:
     rows: list[Sequence[str]] = []
     for name in evaluations[0].datasets:
         for one in evaluations:
-            rows.append([name, *([one.model] if several else []), *score_cells(one.datasets[name])[:shown]])
+            rows.append(
+                [name, *([one.model] if several else []), *score_cells(one.datasets[name])[:shown]]
+            )
     print_table(["dataset", *(["model"] if several else []), *NUMBERS[:shown]], rows)
     for name in evaluations[0].datasets:
-        parts = [(part.name, one.model, *part_cells(part)) for one in evaluations for part in one.datasets[name].parts]
+        parts = [
+            (part.name, one.model, *part_cells(part))
+            for one in evaluations
+            for part in one.datasets[name].parts
+        ]
         if parts:
             typer.echo(f"\n{name} by part")
             shown_parts = [row if several else (row[0], *row[2:]) for row in parts]

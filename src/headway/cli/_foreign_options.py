@@ -24,7 +24,9 @@ def explain_option(error: Any, words: Sequence[str]) -> str | None:
         return None
     name = option.removeprefix("--")
     value = _value_of(option, words)
-    parameters = {flag: parameter for parameter in context.command.params for flag in parameter.opts}
+    parameters = {
+        flag: parameter for parameter in context.command.params for flag in parameter.opts
+    }
     head = f"{context.command_path} has no option {option}"
     if "arguments" in parameters:
         return _as_setting(head, name, value, context.command_path)

@@ -63,16 +63,30 @@ class VerbGroup(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The verbs under their headings, each with its whole first sentence, wrapped to the terminal."""
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        visible = {name: command for name, command in commands.items() if command is not None and not command.hidden}
+        visible = {
+            name: command
+            for name, command in commands.items()
+            if command is not None and not command.hidden
+        }
         widest = max(map(len, visible), default=0)
         for heading, names in _sections(list(visible), is_root=ctx.parent is None).items():
             with formatter.section(heading):
                 # Names are padded to one width, so that all sections share their columns.
-                formatter.write_dl([(name.ljust(widest), first_sentence(visible[name].help or "")) for name in names])
+                formatter.write_dl(
+                    [
+                        (name.ljust(widest), first_sentence(visible[name].help or ""))
+                        for name in names
+                    ]
+                )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb; an unknown one is a ConfigError that names the nearest."""
-        if args and args[0] not in self.commands and not args[0].startswith("-") and not ctx.resilient_parsing:
+        if (
+            args
+            and args[0] not in self.commands
+            and not args[0].startswith("-")
+            and not ctx.resilient_parsing
+        ):
             near = suggestions(args[0], self, ctx.find_root().command)
             said = " or ".join(f"`{line}`" for line in near)
             hint = f"Did you mean {said}?" if near else f"`{ctx.command_path} --help` lists them."
@@ -90,7 +104,9 @@ def _sections(names: list[str], *, is_root: bool) -> dict[str, list[str]]:
     """The verbs of a help page by heading; a group's own verbs are few and stand under one."""
     if not is_root:
         return {"Commands": names}
-    sections = {heading: [verb for verb in verbs if verb in names] for heading, verbs in SECTIONS.items()}
+    sections = {
+        heading: [verb for verb in verbs if verb in names] for heading, verbs in SECTIONS.items()
+    }
     listed = {verb for verbs in SECTIONS.values() for verb in verbs}
     sections[OTHER_SECTION] = [name for name in names if name not in listed]
     return {heading: verbs for heading, verbs in sections.items() if verbs}
@@ -99,7 +115,11 @@ def _sections(names: list[str], *, is_root: bool) -> dict[str, list[str]]:
 def suggestions(word: str, group: Any, root: Any) -> list[str]:
     """Up to two command lines the user may have meant: the verb in another group, another tool's word for it, or a near spelling."""
     word = word.lower()
-    verbs = {f"{name} {below}": below for name, command in root.commands.items() for below in getattr(command, "commands", ())}
+    verbs = {
+        f"{name} {below}": below
+        for name, command in root.commands.items()
+        for below in getattr(command, "commands", ())
+    }
     verbs |= {name: name for name in root.commands}
     same = [f"headway {words}" for words, last in verbs.items() if last == word]
     if same:

@@ -21,8 +21,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
-JOB = typer.Argument(..., metavar="RECIPE [section.key=value]...", help="A recipe and overrides.", autocompletion=complete_recipe)
-DETACH = typer.Option(False, "--detach", help="Return when the job has started; follow it with `headway launch logs RUN --follow`.")
+JOB = typer.Argument(
+    ...,
+    metavar="RECIPE [section.key=value]...",
+    help="A recipe and overrides.",
+    autocompletion=complete_recipe,
+)
+DETACH = typer.Option(
+    False,
+    "--detach",
+    help="Return when the job has started; follow it with `headway launch logs RUN --follow`.",
+)
 NPROC = typer.Option(None, help="Ranks on each node; default: one per GPU, else one.")
 
 
@@ -30,9 +39,19 @@ NPROC = typer.Option(None, help="Ranks on each node; default: one per GPU, else 
 class JobOptions:
     """What every target takes in addition to the recipe."""
 
-    gpus: str | None = typer.Option(None, help="GPUs of each node: ids, UUIDs, a type, auto or none; default: run.gpus.")
-    resume: str = typer.Option("auto", help="auto: resume from the run folder's newest checkpoint; or a checkpoint to begin with.")
-    env: list[str] = typer.Option([], "--env", metavar="NAME[=VALUE]", help="A variable for every rank; without a value, this shell's.")
+    gpus: str | None = typer.Option(
+        None, help="GPUs of each node: ids, UUIDs, a type, auto or none; default: run.gpus."
+    )
+    resume: str = typer.Option(
+        "auto",
+        help="auto: resume from the run folder's newest checkpoint; or a checkpoint to begin with.",
+    )
+    env: list[str] = typer.Option(
+        [],
+        "--env",
+        metavar="NAME[=VALUE]",
+        help="A variable for every rank; without a value, this shell's.",
+    )
 
     def environment(self) -> dict[str, str]:
         """The variables of --env."""
@@ -45,14 +64,20 @@ class JobOptions:
         for text in texts:
             name, equals, value = text.partition("=")
             if not (name.isidentifier() and name.isascii()):
-                raise ConfigError(f"{where} is {text[:80]!r}; it must be NAME or NAME=VALUE, e.g. NCCL_DEBUG=INFO.")
+                raise ConfigError(
+                    f"{where} is {text[:80]!r}; it must be NAME or NAME=VALUE, e.g. NCCL_DEBUG=INFO."
+                )
             if not equals and name not in os.environ:
-                raise ConfigError(f"{where} names {name}, which is not set in this shell. Set it, or give --env {name}=VALUE.")
+                raise ConfigError(
+                    f"{where} names {name}, which is not set in this shell. Set it, or give --env {name}=VALUE."
+                )
             found[name] = value if equals else os.environ[name]
         return found
 
 
-def read_job(arguments: Sequence[str], options: JobOptions, nproc: int | None = None, nodes: int = 1) -> tuple[Job, Recipe]:
+def read_job(
+    arguments: Sequence[str], options: JobOptions, nproc: int | None = None, nodes: int = 1
+) -> tuple[Job, Recipe]:
     """The job of a command line and its recipe; every mistake in them is found here, before anything starts."""
     from headway.config.load import load
     from headway.config.shipped import find_recipe
@@ -68,7 +93,16 @@ def read_job(arguments: Sequence[str], options: JobOptions, nproc: int | None = 
     if options.resume == "auto":
         recipe = with_name(recipe, file, overrides, log.info)
         overrides = [*overrides, name_override(recipe)]
-    job = Job(file, recipe.run.folder, tuple(overrides), nodes, nproc, options.gpus, options.resume, options.environment())
+    job = Job(
+        file,
+        recipe.run.folder,
+        tuple(overrides),
+        nodes,
+        nproc,
+        options.gpus,
+        options.resume,
+        options.environment(),
+    )
     return job, recipe
 
 
@@ -87,9 +121,16 @@ def follow_job(target: Target, handle: JobHandle, *, detach: bool, json: bool) -
         print_json(describe_job(handle, status))
     if status.state == "unknown":
         raise LaunchError(status.message)
-    exit_with(status.exit_code if status.exit_code is not None else 1 if status.state == "failed" else 0)
+    exit_with(
+        status.exit_code if status.exit_code is not None else 1 if status.state == "failed" else 0
+    )
 
 
 def describe_job(handle: JobHandle, status: JobStatus) -> dict[str, Any]:
     """A job for --json."""
-    return {"run": str(handle.run_dir), "target": handle.kind, "ids": dict(handle.ids), **asdict(status)}
+    return {
+        "run": str(handle.run_dir),
+        "target": handle.kind,
+        "ids": dict(handle.ids),
+        **asdict(status),
+    }

@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
-JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output, everything else on standard error.")
+JSON = typer.Option(
+    False,
+    "--json",
+    help="Print the result as JSON on standard output, everything else on standard error.",
+)
 RECIPE = typer.Argument(
     None,
     metavar="[RECIPE] [section.key=value]...",
@@ -56,21 +60,33 @@ MODEL_HELP = "A run folder, a checkpoint folder, a Hugging Face folder, a GGUF f
 MODEL = model_option(..., help=MODEL_HELP)
 MODEL_ARGUMENT = "model_argument"
 """Name of the parameter that `flatten` adds for a `ModelOption`."""
-REVISION = typer.Option(None, help="With a hub id: a branch, tag or commit of the model; default: main.")
-MORE_INPUTS = typer.Argument(None, metavar="[FILE]...", help="More input files, as the shell expands `--input *.jsonl`.")
+REVISION = typer.Option(
+    None, help="With a hub id: a branch, tag or commit of the model; default: main."
+)
+MORE_INPUTS = typer.Argument(
+    None, metavar="[FILE]...", help="More input files, as the shell expands `--input *.jsonl`."
+)
 INPUTS = typer.Option(..., "--input", help="Raw files, folders or globs; may be repeated.")
 TEMPLATE_FLAGS = ("--chat-template", "--template")
 """One option: every verb that takes a chat template accepts both spellings."""
 CHAT_TEMPLATE = typer.Option(
-    None, *TEMPLATE_FLAGS, help="Treat prompts as questions in this chat template: a name, tokenizer (the model's own) or a .jinja file."
+    None,
+    *TEMPLATE_FLAGS,
+    help="Treat prompts as questions in this chat template: a name, tokenizer (the model's own) or a .jinja file.",
 )
 RECORD_KEYS = typer.Option(
-    None, metavar="NAME=KEY,...", help="Chat, preference: names of the record's keys, e.g. prompt=question,response=answer."
+    None,
+    metavar="NAME=KEY,...",
+    help="Chat, preference: names of the record's keys, e.g. prompt=question,response=answer.",
 )
 TEXT_KEY = typer.Option("text", help="Key that holds the text of a record.")
-TEXT_TEMPLATE = typer.Option(None, help="Build the text from several keys, e.g. '{title}\\n{content}'.")
+TEXT_TEMPLATE = typer.Option(
+    None, help="Build the text from several keys, e.g. '{title}\\n{content}'."
+)
 STORE_KIND = typer.Option(
-    None, "--from", help="Format of the input if it cannot be detected: internlm, zero2all, zero2all-sft, mds, megatron."
+    None,
+    "--from",
+    help="Format of the input if it cannot be detected: internlm, zero2all, zero2all-sft, mds, megatron.",
 )
 TASKS_AT_A_TIME = typer.Option(
     None,
@@ -79,7 +95,11 @@ TASKS_AT_A_TIME = typer.Option(
     help="With --on: tasks at a time; default: one per core, of the cluster with ray; with slurm 16 array elements.",
 )
 COMPRESSION = typer.Option(None, help="To mds: zstd or zstd:LEVEL.")
-EQUAL_PER_LAYER = typer.Option(False, "--equal-per-layer", help="Keep the same number of full heads in every layer, the best of each.")
+EQUAL_PER_LAYER = typer.Option(
+    False,
+    "--equal-per-layer",
+    help="Keep the same number of full heads in every layer, the best of each.",
+)
 GROUP: Any = None
 """Default of a parameter that is a group of options."""
 
@@ -90,7 +110,9 @@ class TextOptions:
 
     text_key: str = TEXT_KEY
     template: str | None = TEXT_TEMPLATE
-    split: str = typer.Option("file", help="A .txt file is one document (file), or each of its lines is one (line).")
+    split: str = typer.Option(
+        "file", help="A .txt file is one document (file), or each of its lines is one (line)."
+    )
 
     def arguments(self) -> dict[str, Any]:
         """As keyword arguments of `read_documents`."""
@@ -110,7 +132,8 @@ class ManyMachines:
         "slurm[:partition=P,mem=8G,...] (array jobs). The output is the same; run again after a stop, the command continues.",
     )
     work_dir: Path | None = typer.Option(
-        None, help="With --on: a folder that all machines share, for results of tasks; default: OUT.work next to the output."
+        None,
+        help="With --on: a folder that all machines share, for results of tasks; default: OUT.work next to the output.",
     )
     task_size: str = typer.Option("32MB", help="With --on: input bytes of one task.")
 
@@ -120,9 +143,17 @@ class ManyMachines:
         from headway.text.sample import parse_bytes
 
         if self.on is None:
-            refuse_flags("a run without --on", {"--work-dir": self.work_dir, "--task-size": None if self.task_size == "32MB" else ""})
+            refuse_flags(
+                "a run without --on",
+                {
+                    "--work-dir": self.work_dir,
+                    "--task-size": None if self.task_size == "32MB" else "",
+                },
+            )
             return None
-        return Placement(self.on, workers, self.work_dir, parse_bytes(self.task_size, "--task-size"))
+        return Placement(
+            self.on, workers, self.work_dir, parse_bytes(self.task_size, "--task-size")
+        )
 
 
 @dataclass(frozen=True)
@@ -136,8 +167,12 @@ class MaskOptions:
         "none; or a file (masks.tsv, or DuoAttention's file or folder).",
     )
     equal_per_layer: bool = EQUAL_PER_LAYER
-    stream_window: int | None = typer.Option(None, help="Newest tokens a streaming head keeps; default: from the masks, else 1024.")
-    stream_sinks: int | None = typer.Option(None, help="First tokens a streaming head keeps; default: from the masks, else 128.")
+    stream_window: int | None = typer.Option(
+        None, help="Newest tokens a streaming head keeps; default: from the masks, else 1024."
+    )
+    stream_sinks: int | None = typer.Option(
+        None, help="First tokens a streaming head keeps; default: from the masks, else 128."
+    )
 
     def choice(self) -> MaskChoice:
         """The masks, checked."""
@@ -151,7 +186,9 @@ class ComputeOptions:
     """Where a model computes, and in which precision."""
 
     device: str = typer.Option("auto", help="auto, cpu, cuda or mps.")
-    precision: str = typer.Option("auto", help="auto (bf16 on a GPU that has it, else fp32), fp32 or bf16.")
+    precision: str = typer.Option(
+        "auto", help="auto (bf16 on a GPU that has it, else fp32), fp32 or bf16."
+    )
 
     def check(self) -> None:
         """Refuse an unknown device or precision."""
@@ -160,7 +197,9 @@ class ComputeOptions:
             ("precision", self.precision, ("auto", "fp32", "bf16")),
         ):
             if value not in known:
-                raise ConfigError(f"--{name} is {value!r}; it must be {', '.join(known[:-1])} or {known[-1]}.")
+                raise ConfigError(
+                    f"--{name} is {value!r}; it must be {', '.join(known[:-1])} or {known[-1]}."
+                )
 
     def load(self, model: Path, *, scores: bool = False) -> LoadedModel:
         """A model on this rank's device, without masks; with `scores` a reward model."""
@@ -182,14 +221,18 @@ class SpeculateOptions:
         help="Guess tokens and check several at a time; the text stays the same. ngram: what followed the last tokens earlier; "
         "or a small model with the same tokenizer.",
     )
-    speculate_tokens: int | None = typer.Option(None, help="With --speculate: most tokens that are guessed at a time; default: 4.")
+    speculate_tokens: int | None = typer.Option(
+        None, help="With --speculate: most tokens that are guessed at a time; default: 4."
+    )
 
     def speculation(self) -> Speculation | None:
         """The options as one value; None without --speculate."""
         from headway.infer.engine.request import Speculation
 
         if self.speculate is None:
-            refuse_flags("decoding without --speculate", {"--speculate-tokens": self.speculate_tokens})
+            refuse_flags(
+                "decoding without --speculate", {"--speculate-tokens": self.speculate_tokens}
+            )
             return None
         tokens = {} if self.speculate_tokens is None else {"tokens": self.speculate_tokens}
         return Speculation(None if self.speculate == "ngram" else self.speculate, **tokens)
@@ -199,8 +242,14 @@ class SpeculateOptions:
 class RankOptions:
     """How many ranks of this machine share the work."""
 
-    nproc: int | None = typer.Option(None, help="Ranks that share the work on this machine; default: one per chosen GPU, else one.")
-    gpus: str | None = typer.Option(None, help="GPUs: ids as in nvidia-smi (0,1), UUIDs, a type (A800), auto (all free ones) or none.")
+    nproc: int | None = typer.Option(
+        None,
+        help="Ranks that share the work on this machine; default: one per chosen GPU, else one.",
+    )
+    gpus: str | None = typer.Option(
+        None,
+        help="GPUs: ids as in nvidia-smi (0,1), UUIDs, a type (A800), auto (all free ones) or none.",
+    )
 
 
 def with_masks(loaded: LoadedModel, choice: MaskChoice, *, is_first: bool = True) -> LoadedModel:
@@ -214,7 +263,9 @@ def with_masks(loaded: LoadedModel, choice: MaskChoice, *, is_first: bool = True
     return chosen
 
 
-def read_recipe(arguments: Sequence[str] | None, *, makes_tokenizer: bool = False, makes_name: bool = False) -> Recipe:
+def read_recipe(
+    arguments: Sequence[str] | None, *, makes_tokenizer: bool = False, makes_name: bool = False
+) -> Recipe:
     """The recipe that command-line arguments describe; without one, raw data in `data.train` chooses it.
 
     `makes_tokenizer`: train the tokenizer that such a choice may need. `makes_name`: choose the folder of a run without a name.
@@ -260,7 +311,9 @@ def split_recipe(arguments: Sequence[str] | None) -> tuple[Path | None, list[str
     given = list(arguments or ())
     files = [argument for argument in given if "=" not in argument]
     if len(files) > 1:
-        raise ConfigError(f"two recipes were given, {files[0]} and {files[1]}; give one. Overrides have the form section.key=value.")
+        raise ConfigError(
+            f"two recipes were given, {files[0]} and {files[1]}; give one. Overrides have the form section.key=value."
+        )
     return Path(files[0]) if files else None, [argument for argument in given if "=" in argument]
 
 
@@ -270,11 +323,20 @@ def refuse_flags(context: str, flags: dict[str, Any]) -> None:
         raise ConfigError(f"{given[0]} has no meaning with {context}. Leave it out.")
 
 
-def on_ranks(context: typer.Context, compute: ComputeOptions, ranks: RankOptions, work: Callable[[RankGroup], None]) -> None:
+def on_ranks(
+    context: typer.Context,
+    compute: ComputeOptions,
+    ranks: RankOptions,
+    work: Callable[[RankGroup], None],
+) -> None:
     """Run `work` on the ranks that the options request; each is started with the command line of this verb."""
     from headway.launch.launcher import LaunchOptions, run_on_ranks
 
-    exit_with(run_on_ranks(compute.device, LaunchOptions(ranks.nproc, ranks.gpus), command_line(context), work))
+    exit_with(
+        run_on_ranks(
+            compute.device, LaunchOptions(ranks.nproc, ranks.gpus), command_line(context), work
+        )
+    )
 
 
 def command_line(context: typer.Context) -> list[str]:
@@ -314,12 +376,26 @@ def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
     def add(name: str, default: Any, annotation: Any) -> None:
         if isinstance(default, ModelOption):
             model_options.append(default)
-            argument = typer.Argument(None, metavar=default.metavar or "MODEL", help="The same as --model.", show_default=False)
-            parameters.append(Parameter(MODEL_ARGUMENT, Parameter.KEYWORD_ONLY, default=argument, annotation=_or_none(annotation)))
+            argument = typer.Argument(
+                None,
+                metavar=default.metavar or "MODEL",
+                help="The same as --model.",
+                show_default=False,
+            )
+            parameters.append(
+                Parameter(
+                    MODEL_ARGUMENT,
+                    Parameter.KEYWORD_ONLY,
+                    default=argument,
+                    annotation=_or_none(annotation),
+                )
+            )
             default = copy(default)
             default.default = None
             annotation = _or_none(annotation)
-        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+        parameters.append(
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
 
     for parameter in signature(function).parameters.values():
         kind = hints[parameter.name]
@@ -336,10 +412,15 @@ def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def command(**given: Any) -> None:
         if model_options:
-            given["model"] = chosen_model(given["model"], given.pop(MODEL_ARGUMENT), model_options[0])
+            given["model"] = chosen_model(
+                given["model"], given.pop(MODEL_ARGUMENT), model_options[0]
+            )
         if has_revision:
             given["model"] = at_revision(given["model"], given.pop("revision"))
-        grouped = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        grouped = {
+            name: kind(**{f.name: given.pop(f.name) for f in fields(kind)})
+            for name, kind in groups.items()
+        }
         try:
             function(**given, **grouped)
         except Terminated as stopped:  # Ctrl-C too: Interrupted is one
@@ -361,10 +442,17 @@ def _or_none(annotation: Any) -> Any:
 def chosen_model(option: Any, argument: Any, declared: ModelOption) -> Any:
     """The model, given as --model or as an argument. Lists stay lists."""
     if option and argument:
-        words = [", ".join(map(str, one)) if isinstance(one, list) else str(one) for one in (argument, option)]
-        raise ConfigError(f"the model is given twice: {words[0]}, and --model {words[1]}. Leave one of them out.")
+        words = [
+            ", ".join(map(str, one)) if isinstance(one, list) else str(one)
+            for one in (argument, option)
+        ]
+        raise ConfigError(
+            f"the model is given twice: {words[0]}, and --model {words[1]}. Leave one of them out."
+        )
     if declared.default is ... and not option and not argument:
-        raise ConfigError(f"no model is given. Name it after the verb or with --model. {declared.help}")
+        raise ConfigError(
+            f"no model is given. Name it after the verb or with --model. {declared.help}"
+        )
     return argument or option
 
 
@@ -375,8 +463,12 @@ def at_revision(model: Path, revision: str | None) -> Path:
     from headway.text.hub import is_hub_id, split_revision
 
     if model.exists() or not is_hub_id(str(model)):
-        raise ConfigError(f"--revision is {revision!r}, and --model {model} is no hub id (ORGANISATION/NAME). Leave --revision out.")
+        raise ConfigError(
+            f"--revision is {revision!r}, and --model {model} is no hub id (ORGANISATION/NAME). Leave --revision out."
+        )
     name, own = split_revision(str(model))
     if own not in (None, revision):
-        raise ConfigError(f"--model {model} names a revision, and --revision is {revision!r}. Give one of them.")
+        raise ConfigError(
+            f"--model {model} names a revision, and --revision is {revision!r}. Give one of them."
+        )
     return Path(f"{name}@{revision}")

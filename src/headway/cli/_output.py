@@ -17,7 +17,9 @@ def print_json(result: Any) -> None:
     typer.echo(json.dumps(result, ensure_ascii=False, indent=2, default=str))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None
+) -> None:
     """A table that fits the terminal: long cells are folded, numbers are not. Nothing is folded if the output is no terminal."""
     from rich.cells import cell_len
     from rich.console import Console
@@ -27,7 +29,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     widths = [max((cell_len(row[at]) for row in cells), default=0) for at in range(len(columns))]
     console = Console(highlight=False, markup=False, emoji=False)  # cells such as [model] are text
     gaps = 2 * (len(columns) - 1)
-    natural = gaps + sum(max(width, cell_len(name)) for width, name in zip(widths, columns, strict=True))
+    natural = gaps + sum(
+        max(width, cell_len(name)) for width, name in zip(widths, columns, strict=True)
+    )
     whole = natural <= console.width or (not console.is_terminal and "COLUMNS" not in os.environ)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     least = gaps

@@ -31,11 +31,19 @@ class RootGroup(VerbGroup):
             self._plugins = {}
             for entry in _entry_points():
                 if entry.name in self.commands:
-                    log.warning("the verb %s of %s is left out: headway has a verb of this name", entry.name, _package(entry))
+                    log.warning(
+                        "the verb %s of %s is left out: headway has a verb of this name",
+                        entry.name,
+                        _package(entry),
+                    )
                 elif entry.name.replace("-", "_").isidentifier():
                     self._plugins[entry.name] = PluginCommand(entry)
                 else:
-                    log.warning("the verb %r of %s is left out: a verb is one word of letters and dashes", entry.name, _package(entry))
+                    log.warning(
+                        "the verb %r of %s is left out: a verb is one word of letters and dashes",
+                        entry.name,
+                        _package(entry),
+                    )
         return self._plugins
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -48,7 +56,11 @@ class RootGroup(VerbGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb; one of another package if headway has none of this name."""
-        if args and args[0] not in self.commands and (found := self.plugins().get(args[0])) is not None:
+        if (
+            args
+            and args[0] not in self.commands
+            and (found := self.plugins().get(args[0])) is not None
+        ):
             return args[0], found, args[1:]
         return super().resolve_command(ctx, args)
 
@@ -57,8 +69,17 @@ class PluginCommand(TyperCommand):
     """A verb of another package, imported when it is called."""
 
     def __init__(self, entry: Any) -> None:
-        settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-        super().__init__(entry.name, help=f"{entry.value} of {_package(entry)}.", context_settings=settings, add_help_option=False)
+        settings = {
+            "ignore_unknown_options": True,
+            "allow_extra_args": True,
+            "help_option_names": [],
+        }
+        super().__init__(
+            entry.name,
+            help=f"{entry.value} of {_package(entry)}.",
+            context_settings=settings,
+            add_help_option=False,
+        )
         self.entry = entry
 
     def invoke(self, ctx: Any) -> Any:
@@ -75,7 +96,9 @@ def _as_command(entry: Any) -> Any:
     except HeadwayError:
         raise
     except Exception as error:  # a plug-in's import may raise anything
-        raise ConfigError(f"{place} cannot be imported: {type(error).__name__}: {first_line(error)}. Reinstall or remove it.") from error
+        raise ConfigError(
+            f"{place} cannot be imported: {type(error).__name__}: {first_line(error)}. Reinstall or remove it."
+        ) from error
     if not callable(function):
         raise ConfigError(f"{place} is no function. Ask its authors.")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

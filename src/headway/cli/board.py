@@ -11,17 +11,26 @@ from headway.cli._output import print_json, print_table
 
 PLACES = "folders with runs, ssh://[user@]host[:port]/path or s3://bucket/prefix"
 RUNS = typer.Argument(None, metavar="[RUNS]...", help=f"{PLACES.capitalize()}; default: runs.")
-SSH_CONFIG = typer.Option(None, help="A configuration file for ssh (ssh -F); default: the user's own.")
+SSH_CONFIG = typer.Option(
+    None, help="A configuration file for ssh (ssh -F); default: the user's own."
+)
 READ_SECONDS = 60.0
 
 
 def board(
     runs: list[str] = RUNS,
-    host: str = typer.Option("127.0.0.1", help="Address to listen on. Any other than loopback needs a token, which is printed."),
+    host: str = typer.Option(
+        "127.0.0.1",
+        help="Address to listen on. Any other than loopback needs a token, which is printed.",
+    ),
     port: int = typer.Option(6080, help="Port to listen on; 0: any free one.", min=0, max=65535),
-    allow_host: list[str] = typer.Option([], help="Another name under which browsers reach this machine; may be repeated."),
+    allow_host: list[str] = typer.Option(
+        [], help="Another name under which browsers reach this machine; may be repeated."
+    ),
     ssh_config: Path | None = SSH_CONFIG,
-    list_only: bool = typer.Option(False, "--list", help="Print the runs and their state, and exit."),
+    list_only: bool = typer.Option(
+        False, "--list", help="Print the runs and their state, and exit."
+    ),
     json: bool = JSON,
 ) -> None:
     """Show all runs on a web page: live curves, settings, logs, alerts, checkpoints, reports and samples."""
@@ -34,7 +43,10 @@ def board(
             print_json(rows)
         else:
             keys = ("step", "loss", "tokens_per_second")
-            cells = [[row["name"], row["state"], *(_cell(row[key]) for key in keys), row["source"]] for row in rows]
+            cells = [
+                [row["name"], row["state"], *(_cell(row[key]) for key in keys), row["source"]]
+                for row in rows
+            ]
             print_table(("run", "state", "step", "loss", "tokens/s", "source"), cells)
         return
 
@@ -50,7 +62,9 @@ def board(
 
 def top(
     runs: list[str] = RUNS,
-    once: bool = typer.Option(False, "--once", help="Print once and exit; the default if the output is no terminal."),
+    once: bool = typer.Option(
+        False, "--once", help="Print once and exit; the default if the output is no terminal."
+    ),
     every: float = typer.Option(1.0, help="Seconds between two looks.", min=0.2, max=3600),
     ssh_config: Path | None = SSH_CONFIG,
     json: bool = JSON,
@@ -70,7 +84,9 @@ def top(
     with Board(sources) as opened:
         for source in sources:
             if not source.is_here:
-                opened.wait_until(lambda source=source: source.problem != "connecting", READ_SECONDS)
+                opened.wait_until(
+                    lambda source=source: source.problem != "connecting", READ_SECONDS
+                )
                 opened.look(source)
         if once or not console.is_terminal:
             show_once(opened, console, READ_SECONDS)
@@ -92,7 +108,9 @@ def report(
     if json:
         print_json(written)
     else:
-        typer.echo(f"report: {written['report']}  ({len(written['runs'])} runs, {written['bytes'] / 1e6:.1f} MB)")
+        typer.echo(
+            f"report: {written['report']}  ({len(written['runs'])} runs, {written['bytes'] / 1e6:.1f} MB)"
+        )
 
 
 def _cell(value: object) -> str:

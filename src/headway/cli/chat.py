@@ -63,7 +63,11 @@ class ChatModels:
     def opener(self, masks: MaskOptions) -> Callable[[Sequence[str]], list[Responder]]:
         """What opens models by their names."""
         if self.url is not None:
-            used = {"--masks": masks.masks, "--stream-window": masks.stream_window, "--stream-sinks": masks.stream_sinks}
+            used = {
+                "--masks": masks.masks,
+                "--stream-window": masks.stream_window,
+                "--stream-sinks": masks.stream_sinks,
+            }
             used |= {"--chat-template": self.chat_template, "--revision": self.revision}
             refuse_flags("--url: the server has loaded its models", used)
             return self._from_server
@@ -78,7 +82,9 @@ class ChatModels:
             if name not in opened:
                 compute = choose_compute(self.device, "auto")
                 path = at_revision(Path(name), self.revision)
-                loaded = with_masks(load_model(path, device=compute.device, dtype=compute.dtype), choice)
+                loaded = with_masks(
+                    load_model(path, device=compute.device, dtype=compute.dtype), choice
+                )
                 opened[name] = EngineResponder(loaded, self.chat_template, name)
             return opened[name]
 
@@ -106,24 +112,34 @@ class ChatModels:
     def names(self) -> list[str]:
         """The models, checked."""
         if not self.model and self.url is None:
-            raise ConfigError(f"no model is given. Name it after the verb or with --model, or give --url. {MODEL_HELP}")
+            raise ConfigError(
+                f"no model is given. Name it after the verb or with --model, or give --url. {MODEL_HELP}"
+            )
         if len(self.model) > MOST_MODELS:
-            raise ConfigError(f"{len(self.model)} models are given; one model, or two side by side, can be talked to.")
+            raise ConfigError(
+                f"{len(self.model)} models are given; one model, or two side by side, can be talked to."
+            )
         return [str(one) for one in self.model]
 
 
 def chat(
     models: ChatModels = GROUP,
-    system: str | None = typer.Option(None, metavar="TEXT", help="A system message before the conversation."),
+    system: str | None = typer.Option(
+        None, metavar="TEXT", help="A system message before the conversation."
+    ),
     max_new_tokens: int = typer.Option(1024, help=MAX_NEW_TOKENS_HELP),
-    temperature: float = typer.Option(0.7, help="0 takes the most likely token each time; above 0 samples."),
+    temperature: float = typer.Option(
+        0.7, help="0 takes the most likely token each time; above 0 samples."
+    ),
     top_k: int | None = TOP_K,
     top_p: float | None = TOP_P,
     stop: list[str] = STOP,
     seed: int = SEED,
     masks: MaskOptions = GROUP,
     guess: SpeculateOptions = GROUP,
-    markdown: bool = typer.Option(True, "--markdown/--no-markdown", help="On a terminal, draw Markdown instead of its signs."),
+    markdown: bool = typer.Option(
+        True, "--markdown/--no-markdown", help="On a terminal, draw Markdown instead of its signs."
+    ),
     json: bool = JSON,
 ) -> None:
     """Talk to a model in the terminal; lines of standard input are the questions. With --json the conversation is printed at the end."""
@@ -136,7 +152,11 @@ def chat(
     names, open_models = models.names(), models.opener(masks)
     sampling = Sampling(temperature, top_k, top_p, seed)
     options: GenerateOptions = GenerateOptions(
-        max_new_tokens, tuple(stop), sampling=sampling, chunk_tokens=models.chunk_tokens, speculation=guess.speculation()
+        max_new_tokens,
+        tuple(stop),
+        sampling=sampling,
+        chunk_tokens=models.chunk_tokens,
+        speculation=guess.speculation(),
     )
     sessions = [ChatSession(one, None, options, system) for one in open_models(names)]
     is_person = sys.stdin is not None and sys.stdin.isatty()
@@ -145,7 +165,12 @@ def chat(
     if is_person:
         named = " and ".join(session.responder.name for session in sessions)
         hint = f"{named}: say something. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."
-        typer.echo(textwrap.fill(hint, max(20, shutil.get_terminal_size().columns - 1), break_long_words=False), err=True)
+        typer.echo(
+            textwrap.fill(
+                hint, max(20, shutil.get_terminal_size().columns - 1), break_long_words=False
+            ),
+            err=True,
+        )
     for line in _lines(is_person):
         try:
             if not talk.respond(line):
@@ -156,7 +181,10 @@ def chat(
             typer.echo(f"error: {error}", err=True)
     if json:
         records = [session.record() for session in talk.sessions]
-        named = [{"model": session.responder.name, **record} for session, record in zip(talk.sessions, records, strict=True)]
+        named = [
+            {"model": session.responder.name, **record}
+            for session, record in zip(talk.sessions, records, strict=True)
+        ]
         print_json(records[0] if len(records) == 1 else {"conversations": named})
 
 
@@ -185,7 +213,9 @@ def _complete_lines() -> None:
         return
     readline.set_completer_delims("")
     readline.set_completer(lambda text, state: dict(enumerate(completions(text))).get(state))
-    readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
+    readline.parse_and_bind(
+        "bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete"
+    )
 
 
 def _text(line: str) -> str:

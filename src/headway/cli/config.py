@@ -22,7 +22,9 @@ def show(arguments: list[str] = RECIPE, json: bool = JSON) -> None:
 
 
 def diff(
-    first: Path = typer.Argument(..., metavar="A", help="A recipe (a file or a name) or a run folder."),
+    first: Path = typer.Argument(
+        ..., metavar="A", help="A recipe (a file or a name) or a run folder."
+    ),
     second: Path = typer.Argument(..., metavar="B", help="Another one."),
     json: bool = JSON,
 ) -> None:
@@ -34,9 +36,18 @@ def diff(
 
     differences = compare_recipes(first, second)
     if json:
-        print_json({"differences": [{"setting": one.key, "a": one.first, "b": one.second} for one in differences]})
+        print_json(
+            {
+                "differences": [
+                    {"setting": one.key, "a": one.first, "b": one.second} for one in differences
+                ]
+            }
+        )
     elif differences:
-        print_table(("setting", str(first), str(second)), [(one.key, shown(one.first), shown(one.second)) for one in differences])
+        print_table(
+            ("setting", str(first), str(second)),
+            [(one.key, shown(one.first), shown(one.second)) for one in differences],
+        )
     else:
         typer.echo("no setting differs")
 
@@ -52,12 +63,23 @@ def schema() -> None:
     """Print the JSON schema of recipes, for editors: `# yaml-language-server: $schema=recipe.schema.json`."""
     from headway.train.config import Recipe
 
-    print_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema(by_alias=True)})
+    print_json(
+        {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            **Recipe.model_json_schema(by_alias=True),
+        }
+    )
 
 
 def import_verb(
-    source: Path = typer.Argument(..., metavar="FILE", help="A configuration of another system: YAML, JSON, Python or a shell script."),
-    system: str = typer.Option(..., "--from", help="axolotl, flare, internlm, llamafactory, prulong or purrsight."),
+    source: Path = typer.Argument(
+        ...,
+        metavar="FILE",
+        help="A configuration of another system: YAML, JSON, Python or a shell script.",
+    ),
+    system: str = typer.Option(
+        ..., "--from", help="axolotl, flare, internlm, llamafactory, prulong or purrsight."
+    ),
     out: Path | None = typer.Option(None, help="Write the recipe to this file; default: print it."),
     json: bool = JSON,
 ) -> None:

@@ -12,7 +12,11 @@ from headway.cli._output import print_json, print_table
 
 def prepare(
     arguments: list[str] = RECIPE,
-    workers: int = typer.Option(None, min=1, help="Processes that tokenize; default: one per core. The result does not depend on them."),
+    workers: int = typer.Option(
+        None,
+        min=1,
+        help="Processes that tokenize; default: one per core. The result does not depend on them.",
+    ),
     json: bool = JSON,
 ) -> None:
     """Download, tokenize and encode the data of a recipe into its cache, where training finds it; media pass their encoders here, too."""
@@ -24,7 +28,10 @@ def prepare(
     if json:
         print_json({"sources": [asdict(one) for one in found]})
         return
-    print_table(("set", "source", "documents", "tokens"), [(one.set, one.source, one.documents, one.tokens) for one in found])
+    print_table(
+        ("set", "source", "documents", "tokens"),
+        [(one.set, one.source, one.documents, one.tokens) for one in found],
+    )
 
 
 VERBS = {"data prepare": prepare}

@@ -18,20 +18,32 @@ if TYPE_CHECKING:
 
 def teacher_logits(
     sources: list[str] = typer.Argument(
-        ..., metavar="STORE...|RECIPE [section.key=value]...", help="Token stores, or a recipe whose training and validation data is read."
+        ...,
+        metavar="STORE...|RECIPE [section.key=value]...",
+        help="Token stores, or a recipe whose training and validation data is read.",
     ),
-    teacher: Path = typer.Option(..., help="The model to learn from: a run, a checkpoint, a Hugging Face folder, a GGUF file or a hub id."),
+    teacher: Path = typer.Option(
+        ...,
+        help="The model to learn from: a run, a checkpoint, a Hugging Face folder, a GGUF file or a hub id.",
+    ),
     out: Path = typer.Option(
-        None, help="Folder of the logits, for several stores of one folder each; default: beside the store, STORE.logits."
+        None,
+        help="Folder of the logits, for several stores of one folder each; default: beside the store, STORE.logits.",
     ),
     top_k: int = typer.Option(64, min=1, help="Likeliest tokens to keep of every position."),
-    temperature: float = typer.Option(1.0, help="objective.temperature of the training: the other tokens are summed up for it."),
+    temperature: float = typer.Option(
+        1.0, help="objective.temperature of the training: the other tokens are summed up for it."
+    ),
     dtype: str = typer.Option("float16", help="Type of the log-probabilities: float16 or float32."),
     seq_len: int = typer.Option(
-        None, min=1, help="Longer documents are read in pieces of this many tokens; default: what the teacher can read, at most 4096."
+        None,
+        min=1,
+        help="Longer documents are read in pieces of this many tokens; default: what the teacher can read, at most 4096.",
     ),
     batch_tokens: int = typer.Option(8192, min=1, help="Tokens computed at once."),
-    shard: str = typer.Option(None, metavar="I/N", help="Read only part I (from 0) of N of every store, e.g. one per GPU."),
+    shard: str = typer.Option(
+        None, metavar="I/N", help="Read only part I (from 0) of N of every store, e.g. one per GPU."
+    ),
     compute: ComputeOptions = GROUP,
     json: bool = JSON,
 ) -> None:
@@ -51,15 +63,28 @@ def teacher_logits(
     folders = _folders(stores, out, part)
     loaded = compute.load(teacher)
     options = LogitsOptions(top_k, temperature, dtype, seq_len, batch_tokens, part)
-    results = [write_logits(loaded, store, folder, options) for store, folder in zip(stores, folders, strict=True)]
+    results = [
+        write_logits(loaded, store, folder, options)
+        for store, folder in zip(stores, folders, strict=True)
+    ]
     if json:
         print_json({"logits": [asdict(one) for one in results]})
         return
     rows = [
-        (one.store, one.out, one.documents, one.tokens, f"{one.bytes / 1e6:.1f} MB", f"{one.coverage:.2%}", f"{one.seconds:.1f} s")
+        (
+            one.store,
+            one.out,
+            one.documents,
+            one.tokens,
+            f"{one.bytes / 1e6:.1f} MB",
+            f"{one.coverage:.2%}",
+            f"{one.seconds:.1f} s",
+        )
         for one in results
     ]
-    print_table(("store", "logits", "documents", "tokens", "size", "probability kept", "time"), rows)
+    print_table(
+        ("store", "logits", "documents", "tokens", "size", "probability kept", "time"), rows
+    )
 
 
 def _stores(sources: list[str]) -> list[Store]:
@@ -70,20 +95,32 @@ def _stores(sources: list[str]) -> list[Store]:
         return [open_store(path) for path in sources]
     recipe = read_recipe(sources)
     if recipe.stages:
-        raise ConfigError("stages is set; `data teacher-logits` takes recipes of one stage, or token stores.")
+        raise ConfigError(
+            "stages is set; `data teacher-logits` takes recipes of one stage, or token stores."
+        )
     if recipe.data.train is None:
-        raise ConfigError("data.train is null: the data is generated while training. Set data.train, or give token stores.")
+        raise ConfigError(
+            "data.train is null: the data is generated while training. Set data.train, or give token stores."
+        )
     from headway.train.batches import open_run_data
     from headway.train.resolve import resolve
 
-    recipe = recipe.model_copy(update={"objective": type(recipe).model_fields["objective"].get_default(call_default_factory=True)})
+    recipe = recipe.model_copy(
+        update={
+            "objective": type(recipe)
+            .model_fields["objective"]
+            .get_default(call_default_factory=True)
+        }
+    )
     data, found = open_run_data(resolve(recipe)), dict[str, Store]()
     for one in (one for many in (data.train, *data.valid.values()) for one in many):
         source = one.selection.source
         while isinstance(source, SourceView):
             source = source.source
         if not isinstance(source, Store):
-            raise ConfigError(f"{source.name}: not a headway store. Make one with `headway data convert`.")
+            raise ConfigError(
+                f"{source.name}: not a headway store. Make one with `headway data convert`."
+            )
         found[source.manifest.content] = source
     return list(found.values())
 

@@ -10,9 +10,13 @@ from headway.cli._output import print_json, print_table
 
 
 def demo(
-    out: Path | None = typer.Option(None, "--out", help="Folder for everything the demo makes; demo, or demo-multimodal."),
+    out: Path | None = typer.Option(
+        None, "--out", help="Folder for everything the demo makes; demo, or demo-multimodal."
+    ),
     multimodal: bool = typer.Option(
-        False, "--multimodal", help="Pictures and sounds instead: align encoders, then teach a model to answer."
+        False,
+        "--multimodal",
+        help="Pictures and sounds instead: align encoders, then teach a model to answer.",
     ),
     json: bool = JSON,
 ) -> None:
@@ -34,7 +38,9 @@ def demo(
     typer.echo(f"\nThe demo took {summary['seconds']:.0f} s and made:")
     print_table(["what", "result", "where"], _rows(summary, out))
     one = summary["answers"][0]
-    typer.echo(f"\nA sample:\n{summary['sample']}\n\nAn answer, before and after ({summary['report']} has more):\n  {one['question']}")
+    typer.echo(
+        f"\nA sample:\n{summary['sample']}\n\nAn answer, before and after ({summary['report']} has more):\n  {one['question']}"
+    )
     for name in ("pretrain", "sft", "dpo"):
         typer.echo(f"  {name + ':':10}{' '.join(one[name].split())}")
     typer.echo("\nTry next:")
@@ -53,16 +59,26 @@ def _multimodal(out: Path, *, json: bool) -> None:
     if json:
         print_json(summary)
         return
-    typer.echo(f"\nThe demo took {summary['seconds']:.0f} s. Phase 1, recall@1 among {summary['candidates']} held-out samples:")
+    typer.echo(
+        f"\nThe demo took {summary['seconds']:.0f} s. Phase 1, recall@1 among {summary['candidates']} held-out samples:"
+    )
     chance = f"{1 / summary['candidates']:.1%}"
-    print_table(["direction", "recall@1", "chance"], [(name, f"{value:.1%}", chance) for name, value in summary["recall"].items()])
+    print_table(
+        ["direction", "recall@1", "chance"],
+        [(name, f"{value:.1%}", chance) for name, value in summary["recall"].items()],
+    )
     typer.echo("\nPhase 2, right answers about held-out combinations:")
     kinds = ("seen", "blank", "left_out", "chance")
-    rows = [(question, *(f"{one[key]:.1%}" for key in kinds)) for question, one in summary["answers"].items()]
+    rows = [
+        (question, *(f"{one[key]:.1%}" for key in kinds))
+        for question, one in summary["answers"].items()
+    ]
     print_table(["question", "right", "grey and silent", "media left out", "chance"], rows)
     typer.echo(f"\nPictures and sounds beside every answer: {summary['report']}")
     image, prompt = out / "media/images/000000.png", "What colour is the shape?"
-    typer.echo(f"\nTry next:\n  headway generate --model {out / 'runs/tune'} --image {image} --prompt '{prompt}'")
+    typer.echo(
+        f"\nTry next:\n  headway generate --model {out / 'runs/tune'} --image {image} --prompt '{prompt}'"
+    )
 
 
 def _rows(found: dict[str, Any], out: Path) -> list[tuple[str, str, Path]]:
@@ -70,18 +86,42 @@ def _rows(found: dict[str, Any], out: Path) -> list[tuple[str, str, Path]]:
     cache = found["sparse"]["kv"][1][6]
     runs = out / "runs"
     return [
-        ("corpus", f"{found['modules']} modules of the standard library, {found['corpus_bytes'] / 1e6:.1f} MB", out / "corpus"),
+        (
+            "corpus",
+            f"{found['modules']} modules of the standard library, {found['corpus_bytes'] / 1e6:.1f} MB",
+            out / "corpus",
+        ),
         ("tokenizer", f"{found['vocabulary']} tokens, byte-level BPE", out / "tokenizer"),
-        ("token store", f"{found['documents']} documents, {found['tokens']:,} tokens", out / "store"),
-        ("instructions", f"{found['conversations']} questions and answers from docstrings, loss on answers", out / "instructions"),
-        ("run", f"validation loss {found['first_valid_loss']:.3f} -> {found['last_valid_loss']:.3f}", runs / "pretrain"),
-        ("evaluation", f"{found['bits_per_byte']:.3f} bits per byte (bigram {found['bigram_bits_per_byte']:.3f})", out / "summary.json"),
+        (
+            "token store",
+            f"{found['documents']} documents, {found['tokens']:,} tokens",
+            out / "store",
+        ),
+        (
+            "instructions",
+            f"{found['conversations']} questions and answers from docstrings, loss on answers",
+            out / "instructions",
+        ),
+        (
+            "run",
+            f"validation loss {found['first_valid_loss']:.3f} -> {found['last_valid_loss']:.3f}",
+            runs / "pretrain",
+        ),
+        (
+            "evaluation",
+            f"{found['bits_per_byte']:.3f} bits per byte (bigram {found['bigram_bits_per_byte']:.3f})",
+            out / "summary.json",
+        ),
         (
             "fine-tuning",
             f"loss on held-out answers {found['sft_first_valid_loss']:.3f} -> {found['sft_last_valid_loss']:.3f}",
             runs / "sft",
         ),
-        ("preference", f"reward accuracy {found['reward_accuracy']:.2f} on {found['valid_pairs']} held-out pairs", runs / "dpo"),
+        (
+            "preference",
+            f"reward accuracy {found['reward_accuracy']:.2f} on {found['valid_pairs']} held-out pairs",
+            runs / "dpo",
+        ),
         (
             "sparse heads",
             f"cache {cache} smaller at 256 tokens: loss {full:.3f} -> {learned:.3f} (random heads {random:.3f})",

@@ -34,18 +34,33 @@ DATA = typer.Argument(
 class NodeOptions:
     """The machines that take part; each starts the same command with its own rank."""
 
-    nnodes: int = typer.Option(1, help="Machines to check together; start the same command on each with its own --node-rank.")
+    nnodes: int = typer.Option(
+        1,
+        help="Machines to check together; start the same command on each with its own --node-rank.",
+    )
     node_rank: int = typer.Option(0, help="The index of this machine, from 0.")
-    master: str | None = typer.Option(None, metavar="HOST:PORT", help="Where machine 0 listens; the same on all.")
+    master: str | None = typer.Option(
+        None, metavar="HOST:PORT", help="Where machine 0 listens; the same on all."
+    )
     node_timeout: float = typer.Option(300.0, help="Seconds to wait for the other machines.")
 
 
 def doctor(
     context: typer.Context,
-    run_dir: Path | None = typer.Option(None, "--run-dir", help="Folder of future runs; default: the working folder."),
-    cache_dir: Path | None = typer.Option(None, "--cache-dir", help="Folder for cached data; default: headway's cache."),
-    fast: bool = typer.Option(False, "--fast", help="Only the checks that run before a job on several hosts: about a second, no GPU work."),
-    port: int | None = typer.Option(None, help="Also check that this port is free.", min=1, max=65535),
+    run_dir: Path | None = typer.Option(
+        None, "--run-dir", help="Folder of future runs; default: the working folder."
+    ),
+    cache_dir: Path | None = typer.Option(
+        None, "--cache-dir", help="Folder for cached data; default: headway's cache."
+    ),
+    fast: bool = typer.Option(
+        False,
+        "--fast",
+        help="Only the checks that run before a job on several hosts: about a second, no GPU work.",
+    ),
+    port: int | None = typer.Option(
+        None, help="Also check that this port is free.", min=1, max=65535
+    ),
     ranks: RankOptions = GROUP,
     nodes: NodeOptions = GROUP,
     report: Path | None = typer.Option(None, hidden=True),
@@ -67,8 +82,18 @@ def doctor(
     if fast:
         _check_fast(context, plan, json)
         return
-    launching = LaunchOptions(ranks.nproc, ranks.gpus, parse_nodes(nodes.nnodes, nodes.node_rank, nodes.master, nodes.node_timeout))
-    if is_launched(os.environ) or external_launcher(os.environ) or ranks.nproc not in (None, 1) or ranks.gpus or nodes.nnodes > 1:
+    launching = LaunchOptions(
+        ranks.nproc,
+        ranks.gpus,
+        parse_nodes(nodes.nnodes, nodes.node_rank, nodes.master, nodes.node_timeout),
+    )
+    if (
+        is_launched(os.environ)
+        or external_launcher(os.environ)
+        or ranks.nproc not in (None, 1)
+        or ranks.gpus
+        or nodes.nnodes > 1
+    ):
         _check_ranks(context, plan, launching, report, json)
         return
     from headway.diagnose.doctor import examine
@@ -89,12 +114,20 @@ def _check_fast(context: typer.Context, plan: "DoctorPlan", json: bool) -> None:
 
     for name in ("nproc", "gpus", "master", "cache_dir"):
         if context.params[name] is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} has no meaning with --fast, which checks this machine alone. Leave one out.")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no meaning with --fast, which checks this machine alone. Leave one out."
+            )
     facts, checks = host_checks(plan.folder, HostNeeds(port=plan.port), os.environ)
     show_checks(checks, json, {"facts": facts.to_json()})
 
 
-def _check_ranks(context: typer.Context, plan: "DoctorPlan", launching: "LaunchOptions", report: Path | None, json: bool) -> None:
+def _check_ranks(
+    context: typer.Context,
+    plan: "DoctorPlan",
+    launching: "LaunchOptions",
+    report: Path | None,
+    json: bool,
+) -> None:
     """Start ranks, or be one. The first rank of a node leaves its report for the process that started it, which prints it."""
     from headway.diagnose.rank_report import RanksReport
     from headway.launch.launcher import is_launched, run_on_ranks
@@ -150,8 +183,12 @@ def show_ranks(report: "RanksReport", json: bool, *, is_first: bool) -> None:
 
 def data(
     arguments: list[str] = DATA,
-    samples: int = typer.Option(3, help="Documents of each source to show with their loss mask; 0 = none.", min=0, max=1000),
-    document: list[int] = typer.Option([], help="Show this document of the first source; may be repeated."),
+    samples: int = typer.Option(
+        3, help="Documents of each source to show with their loss mask; 0 = none.", min=0, max=1000
+    ),
+    document: list[int] = typer.Option(
+        [], help="Show this document of the first source; may be repeated."
+    ),
     max_tokens: int = typer.Option(400, help="Tokens of a document to show.", min=1),
     json: bool = JSON,
 ) -> None:
@@ -169,12 +206,20 @@ def data(
     if not json:
         for one in found:
             for source in one.samples:
-                typer.echo(f"\n{source.source}:" if one.stage is None else f"\n{one.stage}: {source.source}:")
+                typer.echo(
+                    f"\n{source.source}:"
+                    if one.stage is None
+                    else f"\n{one.stage}: {source.source}:"
+                )
                 for shown in source.documents:
                     print_document(shown, source.masked)
         typer.echo()
     show_checks(
-        [check if one.stage is None else check.on(one.stage) for one in found for check in one.checks],
+        [
+            check if one.stage is None else check.on(one.stage)
+            for one in found
+            for check in one.checks
+        ],
         json,
         {"samples": [_sample_json(one.stage, source) for one in found for source in one.samples]},
     )
@@ -188,21 +233,37 @@ def _as_data(arguments: list[str]) -> list[str]:
     if "=" in first or first in recipe_names() or Path(first).suffix in (".yaml", ".yml"):
         return arguments
     folders = {name.partition("/")[0] for name in recipe_names()}
-    if not Path(first).exists() and (first.partition("/")[0] in folders or not set("/.") & set(first)):
+    if not Path(first).exists() and (
+        first.partition("/")[0] in folders or not set("/.") & set(first)
+    ):
         return arguments  # the name of a recipe, perhaps misspelt
     return [f"data.train={first}", *rest]
 
 
 def _sample_json(stage: str | None, source: "SourceSamples") -> dict[str, Any]:
-    documents = [{**one._asdict(), "runs": [run._asdict() for run in one.runs]} for one in source.documents]
-    return {"stage": stage, "source": source.source, "masked": source.masked, "documents": documents}
+    documents = [
+        {**one._asdict(), "runs": [run._asdict() for run in one.runs]} for one in source.documents
+    ]
+    return {
+        "stage": stage,
+        "source": source.source,
+        "masked": source.masked,
+        "documents": documents,
+    }
 
 
 def recipe(
     arguments: list[str] = RECIPE,
-    gpu: str | None = typer.Option(None, help="GPU it will run on, as in `headway plan`: h200, a100, 4090, ...; default: this machine."),
+    gpu: str | None = typer.Option(
+        None,
+        help="GPU it will run on, as in `headway plan`: h200, a100, 4090, ...; default: this machine.",
+    ),
     world: int | None = typer.Option(None, help="Number of GPUs it will run on.", min=1),
-    step: bool = typer.Option(False, "--step", help="Also build the model here and train one step, as `headway train --dry-run` does."),
+    step: bool = typer.Option(
+        False,
+        "--step",
+        help="Also build the model here and train one step, as `headway train --dry-run` does.",
+    ),
     json: bool = JSON,
 ) -> None:
     """Check a recipe: all that training refuses, memory, and settings that make no sense together; exit code 1 if a check fails."""
@@ -210,7 +271,9 @@ def recipe(
     from headway.workflows.doctor_recipe import RecipeTarget, check_recipe, check_step
 
     if world is not None and gpu is None:
-        raise ConfigError(f"--world is {world} without --gpu. Give the kind of GPU too, such as --gpu h100.")
+        raise ConfigError(
+            f"--world is {world} without --gpu. Give the kind of GPU too, such as --gpu h100."
+        )
     found = read_recipe(arguments, makes_tokenizer=True)
     checks = check_recipe(found, RecipeTarget(None if gpu is None else find_gpu(gpu), world))
     if step and not any(check.state == "fail" for check in checks):
@@ -222,9 +285,14 @@ def show_checks(checks: "Sequence[Check]", json: bool, more: dict[str, Any] | No
     """Print checks as a table or JSON; exit code 1 if one failed."""
     failed = any(check.state == "fail" for check in checks)
     if json:
-        print_json({"ok": not failed, "checks": [check.to_json() for check in checks], **(more or {})})
+        print_json(
+            {"ok": not failed, "checks": [check.to_json() for check in checks], **(more or {})}
+        )
     else:
-        print_table(["state", "check", "found", "remedy"], [(c.state, c.name, c.detail, c.remedy or "") for c in checks])
+        print_table(
+            ["state", "check", "found", "remedy"],
+            [(c.state, c.name, c.detail, c.remedy or "") for c in checks],
+        )
     if failed:
         raise typer.Exit(1)
 

@@ -12,15 +12,30 @@ from headway.cli._output import print_json, print_table
 
 def multimodal(
     model: Path = MODEL,
-    data: str = typer.Option(..., help="Records with pictures and sounds, as training reads them; their last answers are expected."),
+    data: str = typer.Option(
+        ...,
+        help="Records with pictures and sounds, as training reads them; their last answers are expected.",
+    ),
     limit: int = typer.Option(None, min=1, help="Only the first records, this many."),
-    blank: bool = typer.Option(False, "--blank", help="Ask again with grey pictures and silence, to see what the model takes from media."),
-    schema: str = typer.Option(None, help="Answers must follow this JSON schema: a file, or purrsight_v3."),
-    report: Path = typer.Option(None, metavar="FILE.html", help="Write pictures and sounds beside questions and answers."),
+    blank: bool = typer.Option(
+        False,
+        "--blank",
+        help="Ask again with grey pictures and silence, to see what the model takes from media.",
+    ),
+    schema: str = typer.Option(
+        None, help="Answers must follow this JSON schema: a file, or purrsight_v3."
+    ),
+    report: Path = typer.Option(
+        None, metavar="FILE.html", help="Write pictures and sounds beside questions and answers."
+    ),
     chat_template: str = CHAT_TEMPLATE,
     max_new_tokens: int = typer.Option(64, min=1, help="Maximum tokens of an answer."),
     rows: int = typer.Option(16, min=1, help="Questions that are answered at once."),
-    drop_bad: bool = typer.Option(False, "--drop-bad", help="Leave out and count records that cannot be read instead of refusing them."),
+    drop_bad: bool = typer.Option(
+        False,
+        "--drop-bad",
+        help="Leave out and count records that cannot be read instead of refusing them.",
+    ),
     device: str = typer.Option("auto", help="auto, cpu, cuda or mps."),
     json: bool = JSON,
 ) -> None:
@@ -39,9 +54,15 @@ def multimodal(
     compute = choose_compute(device, "auto")
     loaded = load_model(model, device=compute.device, dtype=compute.dtype)
     options = GenerateOptions(max_new_tokens, rows=rows)
-    scores = evaluate_multimodal(loaded, data, MultimodalPlan(template_of(loaded, chat_template), options, checks, blank, limit, drop_bad))
+    scores = evaluate_multimodal(
+        loaded,
+        data,
+        MultimodalPlan(template_of(loaded, chat_template), options, checks, blank, limit, drop_bad),
+    )
     if report is not None:
-        write_picture_report(report, PictureReport(f"{model} on {data}", scores.figures(), scores.rows))
+        write_picture_report(
+            report, PictureReport(f"{model} on {data}", scores.figures(), scores.rows)
+        )
     if json:
         print_json({**as_json(scores), "report": report})
         return
@@ -49,7 +70,13 @@ def multimodal(
         typer.echo(f"{name}: {value:.1%}" if isinstance(value, float) else f"{name}: {value}")
     if scores.questions:
         cells = [
-            (one.question, one.records, f"{one.right:.1%}", "" if one.blank is None else f"{one.blank:.1%}") for one in scores.questions
+            (
+                one.question,
+                one.records,
+                f"{one.right:.1%}",
+                "" if one.blank is None else f"{one.blank:.1%}",
+            )
+            for one in scores.questions
         ]
         print_table(("question", "records", "right", "with blank media"), cells)
     if report is not None:
@@ -60,7 +87,9 @@ def retrieval(
     model: Path = model_option(..., help="A run of phase 1 (recipe multimodal/align)."),
     data: str = typer.Option(..., help="Records with captions, pictures and sounds."),
     limit: int = typer.Option(None, min=2, help="Only the first records, this many."),
-    report: Path = typer.Option(None, metavar="FILE.html", help="Write queries beside what they found, with ranks."),
+    report: Path = typer.Option(
+        None, metavar="FILE.html", help="Write queries beside what they found, with ranks."
+    ),
     json: bool = JSON,
 ) -> None:
     """Rank texts, pictures and sounds by an aligner: recall at 1, 5 and 10, MRR and median rank of every pair."""
@@ -74,12 +103,41 @@ def retrieval(
         figures = {f"{one.pair} recall@1 of {one.candidates}": one.recall_at_1 for one in scores}
         write_picture_report(report, PictureReport(f"{model} on {data}", figures, retrievals=rows))
     if json:
-        print_json({"pairs": [{**vars(one), "chance_at_1": one.chance} for one in scores], "report": report})
+        print_json(
+            {
+                "pairs": [{**vars(one), "chance_at_1": one.chance} for one in scores],
+                "report": report,
+            }
+        )
         return
-    names = ("chance", "ceiling", "recall_at_1", "recall_at_5", "recall_at_10", "mrr", "median_rank", "modality_gap")
-    cells = [(one.pair, one.candidates, *(f"{getattr(one, name):.3f}" for name in names)) for one in scores]
+    names = (
+        "chance",
+        "ceiling",
+        "recall_at_1",
+        "recall_at_5",
+        "recall_at_10",
+        "mrr",
+        "median_rank",
+        "modality_gap",
+    )
+    cells = [
+        (one.pair, one.candidates, *(f"{getattr(one, name):.3f}" for name in names))
+        for one in scores
+    ]
     print_table(
-        ("pair", "candidates", "chance", "ceiling", "recall@1", "recall@5", "recall@10", "MRR", "median rank", "modality gap"), cells
+        (
+            "pair",
+            "candidates",
+            "chance",
+            "ceiling",
+            "recall@1",
+            "recall@5",
+            "recall@10",
+            "MRR",
+            "median rank",
+            "modality gap",
+        ),
+        cells,
     )
 
 

@@ -11,22 +11,33 @@ from headway.runtime.optional import need
 
 GATES_HELP = "A run folder, a checkpoint folder or a Hugging Face folder with head gates."
 GATED_MODEL = model_option(..., help=GATES_HELP)
-ALIGNER_HELP = "A run of recipe multimodal/align, a checkpoint of it, or an aligner.pt or aligner.safetensors."
+ALIGNER_HELP = (
+    "A run of recipe multimodal/align, a checkpoint of it, or an aligner.pt or aligner.safetensors."
+)
 ALIGNER = model_option(..., help=ALIGNER_HELP)
 
 
 def hf(
     model: Path = MODEL,
     out: Path = typer.Option(..., help="The folder to write; an earlier export there is replaced."),
-    dtype: str = typer.Option("float32", help="The dtype of the written weights: float32, bfloat16 or float16 (also fp32, bf16, fp16)."),
+    dtype: str = typer.Option(
+        "float32",
+        help="The dtype of the written weights: float32, bfloat16 or float16 (also fp32, bf16, fp16).",
+    ),
     remote_code: bool = typer.Option(
         False,
         "--remote-code",
         help="Add a model class for a model that transformers does not have (Qwen 3 with no_rope_layers); "
         "it loads only with trust_remote_code=True.",
     ),
-    adapter: bool = typer.Option(False, "--adapter", help="Write only the adapter, as a PEFT folder; by default it is merged."),
-    family: str | None = typer.Option(None, help="Your module that the checkpoint names as its family; it is imported."),
+    adapter: bool = typer.Option(
+        False,
+        "--adapter",
+        help="Write only the adapter, as a PEFT folder; by default it is merged.",
+    ),
+    family: str | None = typer.Option(
+        None, help="Your module that the checkpoint names as its family; it is imported."
+    ),
     json: bool = JSON,
 ) -> None:
     """Write a folder that transformers loads: weights, config and tokenizer."""
@@ -39,12 +50,16 @@ def hf(
         from headway.export.adapter import export_adapter
 
         if remote_code:
-            raise ConfigError("--adapter and --remote-code are both given; an adapter needs no model class. Leave one of them out.")
+            raise ConfigError(
+                "--adapter and --remote-code are both given; an adapter needs no model class. Leave one of them out."
+            )
         export_adapter(model, out, dtype=chosen, family=family)
     else:
         export_model(model, out, dtype=chosen, remote_code=remote_code, family=family)
     if json:
-        print_json({"out": str(out), "dtype": chosen, "remote_code": remote_code, "adapter_only": adapter})
+        print_json(
+            {"out": str(out), "dtype": chosen, "remote_code": remote_code, "adapter_only": adapter}
+        )
     else:
         typer.echo(f"wrote {out}")
 
@@ -52,7 +67,10 @@ def hf(
 def llava(
     model: Path = MODEL,
     out: Path = typer.Option(..., help="The folder to write; it must not exist yet."),
-    dtype: str = typer.Option("float32", help="The dtype of the written weights: float32, bfloat16 or float16 (also fp32, bf16, fp16)."),
+    dtype: str = typer.Option(
+        "float32",
+        help="The dtype of the written weights: float32, bfloat16 or float16 (also fp32, bf16, fp16).",
+    ),
     json: bool = JSON,
 ) -> None:
     """Write a folder that LlavaForConditionalGeneration loads: vision tower, projector, language model. For models of patch tokens."""
@@ -71,10 +89,17 @@ def llava(
 
 def gguf(
     model: Path = MODEL,
-    out: Path = typer.Option(..., help="The file to write, such as model.gguf; a Modelfile for Ollama is written next to it."),
+    out: Path = typer.Option(
+        ...,
+        help="The file to write, such as model.gguf; a Modelfile for Ollama is written next to it.",
+    ),
     kind: str = typer.Option("f16", "--type", help="f32, f16, bf16, q8_0 or q4_k_m."),
-    name: str | None = typer.Option(None, help="The model's name in the file; default: the name of its folder."),
-    family: str | None = typer.Option(None, help="Your module that the checkpoint names as its family; it is imported."),
+    name: str | None = typer.Option(
+        None, help="The model's name in the file; default: the name of its folder."
+    ),
+    family: str | None = typer.Option(
+        None, help="Your module that the checkpoint names as its family; it is imported."
+    ),
     json: bool = JSON,
 ) -> None:
     """Write one GGUF file that llama.cpp and Ollama load: weights, tokenizer, chat template. For llama, mistral, qwen2, qwen3, smollm3."""
@@ -90,15 +115,23 @@ def gguf(
         print_json({**asdict(result), "out": str(result.out), "modelfile": str(result.modelfile)})
     else:
         stored = ", ".join(f"{count} {name}" for name, count in sorted(result.stored.items()))
-        typer.echo(f"wrote {out}: {result.architecture}, {result.bytes / 1e6:.1f} MB, tensors: {stored}")
+        typer.echo(
+            f"wrote {out}: {result.architecture}, {result.bytes / 1e6:.1f} MB, tensors: {stored}"
+        )
         typer.echo(f"wrote {result.modelfile}")
 
 
 def masks_export(
     model: Path = GATED_MODEL,
     out: Path = typer.Option(..., help="The file to write, such as masks.tsv."),
-    sparsity: float | None = typer.Option(None, help="Share of streaming heads; default: the sparsity the gates have reached."),
-    raw: bool = typer.Option(False, "--raw", help="Write log_alpha, E[z], P(z=0) and P(z=1) of every head instead of a decision."),
+    sparsity: float | None = typer.Option(
+        None, help="Share of streaming heads; default: the sparsity the gates have reached."
+    ),
+    raw: bool = typer.Option(
+        False,
+        "--raw",
+        help="Write log_alpha, E[z], P(z=0) and P(z=1) of every head instead of a decision.",
+    ),
     equal_per_layer: bool = EQUAL_PER_LAYER,
     json: bool = JSON,
 ) -> None:
@@ -107,7 +140,9 @@ def masks_export(
     from headway.model.head_masks.file import write_masks
 
     if raw and (sparsity is not None or equal_per_layer):
-        raise ConfigError("--raw writes the gates and makes no decision; leave out --sparsity and --equal-per-layer.")
+        raise ConfigError(
+            "--raw writes the gates and makes no decision; leave out --sparsity and --equal-per-layer."
+        )
     gates = find_model(model).mask_source().trained_gates()
     reach = {"window": gates.config.window, "sinks": gates.config.sinks}
     if raw:
@@ -117,19 +152,30 @@ def masks_export(
         masks = gates.masks(sparsity, equal_per_layer=equal_per_layer)
         write_masks(masks, out)
         heads = masks.num_layers * masks.num_kv_heads
-        result = {"out": str(out), "raw": False, "heads": heads, "full_heads": masks.num_full, "sparsity": masks.sparsity, **reach}
+        result = {
+            "out": str(out),
+            "raw": False,
+            "heads": heads,
+            "full_heads": masks.num_full,
+            "sparsity": masks.sparsity,
+            **reach,
+        }
     if json:
         print_json(result)
     elif raw:
         typer.echo(f"wrote {out}: log_alpha of {result['heads']} heads")
     else:
-        typer.echo(f"wrote {out}: {result['full_heads']} of {result['heads']} heads full, sparsity {result['sparsity']:.4f}")
+        typer.echo(
+            f"wrote {out}: {result['full_heads']} of {result['heads']} heads full, sparsity {result['sparsity']:.4f}"
+        )
 
 
 def masks_show(
     model: Path | None = model_option(None, help=GATES_HELP),
     masks: Path | None = typer.Option(None, help="Or a mask file (DuoAttention's too)."),
-    sparsity: float | None = typer.Option(None, help="Share of streaming heads; default: from the gates or the file."),
+    sparsity: float | None = typer.Option(
+        None, help="Share of streaming heads; default: from the gates or the file."
+    ),
     equal_per_layer: bool = EQUAL_PER_LAYER,
     out: Path | None = typer.Option(None, help="Also draw layers x heads into this PNG file."),
     json: bool = JSON,
@@ -142,7 +188,9 @@ def masks_show(
     if (model is None) == (masks is None):
         raise ConfigError("give either a model or --masks.")
     if out is not None and out.suffix != ".png":
-        raise ConfigError(f"out is {str(out)!r}; the picture is a PNG. Give a name that ends in .png.")
+        raise ConfigError(
+            f"out is {str(out)!r}; the picture is a PNG. Give a name that ends in .png."
+        )
     if out is not None:
         need("matplotlib", f"--out {out}")
     gates = None if model is None else find_model(model).mask_source().trained_gates()
@@ -165,10 +213,17 @@ def masks_show(
         return
     print_table(
         ("layer", "heads (# full, . streaming)", "full"),
-        [(layer, "".join("#" if is_full else "." for is_full in row), sum(row)) for layer, row in enumerate(found.full)],
+        [
+            (layer, "".join("#" if is_full else "." for is_full in row), sum(row))
+            for layer, row in enumerate(found.full)
+        ],
     )
     heads = found.num_layers * found.num_kv_heads
-    reach = "window and sinks unknown" if found.window is None else f"window {found.window}, sinks {found.sinks}"
+    reach = (
+        "window and sinks unknown"
+        if found.window is None
+        else f"window {found.window}, sinks {found.sinks}"
+    )
     typer.echo(f"{found.num_full} of {heads} heads full, sparsity {found.sparsity:.4f}; {reach}")
     if out is not None:
         typer.echo(f"wrote {out}")
@@ -177,7 +232,8 @@ def masks_show(
 def aligner(
     model: Path = ALIGNER,
     out: Path = typer.Option(
-        ..., help="A file ending in .safetensors, or in .pt for PurrSight; or a folder: the heads and the trained encoders."
+        ...,
+        help="A file ending in .safetensors, or in .pt for PurrSight; or a folder: the heads and the trained encoders.",
     ),
     json: bool = JSON,
 ) -> None:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, MODEL, MaskOptions, SpeculateOptions, refuse_flags, with_masks
+from headway.cli._options import (
+    CHAT_TEMPLATE,
+    GROUP,
+    JSON,
+    MODEL,
+    MaskOptions,
+    SpeculateOptions,
+    refuse_flags,
+    with_masks,
+)
 from headway.cli._output import exit_with, print_json
 from headway.errors import ConfigError
 from headway.runtime.optional import need
@@ -23,12 +32,20 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS_HELP = "Stop after this many tokens."
 TOP_K = typer.Option(None, help="Sample from the k most likely tokens.")
-TOP_P = typer.Option(None, help="Sample from the smallest set of tokens with this total probability.")
+TOP_P = typer.Option(
+    None, help="Sample from the smallest set of tokens with this total probability."
+)
 STOP = typer.Option([], help="Stop before this text; may be repeated.")
 SEED = typer.Option(0, help="Seed of the sampling.")
 DEVICE = typer.Option("auto", help="auto, cpu, cuda or mps.")
-TENSOR = typer.Option(1, help="Ranks that share the model's layers: GPUs of this machine, or processes on its CPU.", min=1)
-CHUNK_TOKENS = typer.Option(4096, help="Prefill chunk: tokens of each prompt that go through the model at once.")
+TENSOR = typer.Option(
+    1,
+    help="Ranks that share the model's layers: GPUs of this machine, or processes on its CPU.",
+    min=1,
+)
+CHUNK_TOKENS = typer.Option(
+    4096, help="Prefill chunk: tokens of each prompt that go through the model at once."
+)
 
 
 @dataclass(frozen=True)
@@ -36,16 +53,28 @@ class AskOptions:
     """What the model gets."""
 
     prompt: list[str] = typer.Option([], help="Text to continue; may be repeated.")
-    prompts_file: Path | None = typer.Option(None, help="Prompts, one per line, or a .jsonl file with a key `prompt`.")
-    messages: Path | None = typer.Option(
-        None, metavar="FILE", help="Conversations to answer, .json or .jsonl in OpenAI's shape: {messages: [{role, content}, ...]}."
+    prompts_file: Path | None = typer.Option(
+        None, help="Prompts, one per line, or a .jsonl file with a key `prompt`."
     )
-    system: str | None = typer.Option(None, metavar="TEXT", help="A system message before the questions.")
+    messages: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Conversations to answer, .json or .jsonl in OpenAI's shape: {messages: [{role, content}, ...]}.",
+    )
+    system: str | None = typer.Option(
+        None, metavar="TEXT", help="A system message before the questions."
+    )
     chat_template: str | None = CHAT_TEMPLATE
-    image: list[Path] = typer.Option([], metavar="FILE", help="A picture the prompt is about; may be repeated.")
-    audio: list[Path] = typer.Option([], metavar="FILE", help="A sound the prompt is about; may be repeated.")
+    image: list[Path] = typer.Option(
+        [], metavar="FILE", help="A picture the prompt is about; may be repeated."
+    )
+    audio: list[Path] = typer.Option(
+        [], metavar="FILE", help="A sound the prompt is about; may be repeated."
+    )
     video: list[Path] = typer.Option(
-        [], metavar="FILE", help="A video the prompt is about: four of its pictures and its sound; may be repeated."
+        [],
+        metavar="FILE",
+        help="A video the prompt is about: four of its pictures and its sound; may be repeated.",
     )
     input: Path | None = typer.Option(
         None,
@@ -54,7 +83,9 @@ class AskOptions:
         "sounds: records as training reads them.",
     )
     output: Path | None = typer.Option(
-        None, metavar="FILE", help="Answers to --input: one line of JSON each, in order. The same command continues after a stop."
+        None,
+        metavar="FILE",
+        help="Answers to --input: one line of JSON each, in order. The same command continues after a stop.",
     )
     n: int = typer.Option(1, "--n", min=1, help="With --input: answers to each line.")
     schema: str | None = typer.Option(
@@ -78,22 +109,35 @@ class AskOptions:
         from headway.infer.generate import read_prompts
 
         if (self.input is None) != (self.output is None):
-            raise ConfigError("--input and --output go together: records, and the file for their answers.")
+            raise ConfigError(
+                "--input and --output go together: records, and the file for their answers."
+            )
         if self.input is not None:
             if self.prompt or self.prompts_file or self.messages or self.has_media:
-                raise ConfigError("--input has its own questions and media. Leave --prompt, --messages, --image, --audio and --video out.")
+                raise ConfigError(
+                    "--input has its own questions and media. Leave --prompt, --messages, --image, --audio and --video out."
+                )
             return []
         if self.n != 1:
-            raise ConfigError("--n is given without --input. Repeat --prompt for several samples of a prompt.")
+            raise ConfigError(
+                "--n is given without --input. Repeat --prompt for several samples of a prompt."
+            )
         if self.messages is not None and self.has_media:
-            raise ConfigError("--messages with --image, --audio or --video: put the files into the records and use --input.")
-        found = [*self.prompt, *(read_prompts(self.prompts_file) if self.prompts_file is not None else [])]
+            raise ConfigError(
+                "--messages with --image, --audio or --video: put the files into the records and use --input."
+            )
+        found = [
+            *self.prompt,
+            *(read_prompts(self.prompts_file) if self.prompts_file is not None else []),
+        ]
         if self.messages is not None:
             if found:
                 raise ConfigError("--messages and a prompt are both given. Leave one of them out.")
             return []
         if not found:
-            raise ConfigError("no prompt is given. Use --prompt TEXT, --prompts-file FILE or --messages FILE.")
+            raise ConfigError(
+                "no prompt is given. Use --prompt TEXT, --prompts-file FILE or --messages FILE."
+            )
         if "" in found:
             raise ConfigError("a prompt is empty; there is nothing to continue. Give some text.")
         return found
@@ -109,12 +153,16 @@ def generate(
     model: Path = MODEL,
     ask: AskOptions = GROUP,
     max_new_tokens: int = typer.Option(128, help=MAX_NEW_TOKENS_HELP),
-    temperature: float = typer.Option(0.0, help="0 takes the most likely token each time; above 0 samples."),
+    temperature: float = typer.Option(
+        0.0, help="0 takes the most likely token each time; above 0 samples."
+    ),
     top_k: int | None = TOP_K,
     top_p: float | None = TOP_P,
     stop: list[str] = STOP,
     special: bool = typer.Option(
-        False, "--special", help="Read special tokens written in a prompt, such as <|im_start|>, as tokens, not as text."
+        False,
+        "--special",
+        help="Read special tokens written in a prompt, such as <|im_start|>, as tokens, not as text.",
     ),
     seed: int = SEED,
     masks: MaskOptions = GROUP,
@@ -122,7 +170,9 @@ def generate(
     chunk_tokens: int = CHUNK_TOKENS,
     device: str = DEVICE,
     tensor: int = TENSOR,
-    stream: bool | None = typer.Option(None, "--stream/--no-stream", help="Show text as it is made; default: on a terminal."),
+    stream: bool | None = typer.Option(
+        None, "--stream/--no-stream", help="Show text as it is made; default: on a terminal."
+    ),
     json: bool = JSON,
 ) -> None:
     """Continue prompts, or answer questions and conversations, with a trained model."""
@@ -134,10 +184,17 @@ def generate(
     choice = masks.choice()
     sampling = Sampling(temperature, top_k, top_p, seed)
     options = GenerateOptions(
-        max_new_tokens, tuple(stop), special=special, sampling=sampling, chunk_tokens=chunk_tokens, speculation=guess.speculation()
+        max_new_tokens,
+        tuple(stop),
+        special=special,
+        sampling=sampling,
+        chunk_tokens=chunk_tokens,
+        speculation=guess.speculation(),
     )
     if ask.template is not None and special:
-        raise ConfigError("--chat-template and --special are both given; the template writes the special tokens. Leave --special out.")
+        raise ConfigError(
+            "--chat-template and --special are both given; the template writes the special tokens. Leave --special out."
+        )
     shows = not json and (sys.stdout.isatty() if stream is None else stream)
     from headway.infer.engine.ranks import close_ranks, load_on_ranks
     from headway.infer.messages import read_messages
@@ -205,13 +262,19 @@ def _generate(
 
     prompts, conversations = asked
     template = ask.template
-    heads = [""] * len(conversations) or [prompt if template is None else f"{prompt}\n" for prompt in prompts]
+    heads = [""] * len(conversations) or [
+        prompt if template is None else f"{prompt}\n" for prompt in prompts
+    ]
     shown = StreamedTexts(heads)
     on_text = shown if stream else None
     if ask.input is not None and loaded.config.media is None:
         _answer_file(loaded, ask, options, json=json)
         return
-    if ask.input is not None or ask.has_media or (loaded.config.media is not None and template is not None and not conversations):
+    if (
+        ask.input is not None
+        or ask.has_media
+        or (loaded.config.media is not None and template is not None and not conversations)
+    ):
         _answer_media(loaded, ask, prompts, options, schema, on_text, json=json)
         return
     if template is None:
@@ -219,10 +282,14 @@ def _generate(
     elif conversations:
         results = infer.answer_conversations(loaded, conversations, template, options, on_text)
     else:
-        results = infer.answer(loaded, prompts, template, options, system=ask.system, on_text=on_text)
+        results = infer.answer(
+            loaded, prompts, template, options, system=ask.system, on_text=on_text
+        )
     checks = _checked(schema, [result.text for result in results])
     if json:
-        listed = [{**asdict(result), **check} for result, check in zip(results, checks, strict=True)]
+        listed = [
+            {**asdict(result), **check} for result, check in zip(results, checks, strict=True)
+        ]
         found = listed[0] if len(listed) == 1 else {"generations": listed}
         print_json({**found, "masks": loaded.describe_masks()})
     elif stream:
@@ -233,19 +300,27 @@ def _generate(
     _end_checked(checks)
 
 
-def _answer_file(loaded: LoadedModel, ask: AskOptions, options: GenerateOptions, *, json: bool) -> None:
+def _answer_file(
+    loaded: LoadedModel, ask: AskOptions, options: GenerateOptions, *, json: bool
+) -> None:
     from headway.infer.batch import BatchOptions, answer_file
 
     assert ask.input is not None and ask.output is not None
     if ask.schema is not None:
-        raise ConfigError("--schema with --input is for models that take pictures and sounds. Use --prompts-file FILE instead of --input.")
-    report = answer_file(loaded, ask.input, ask.output, BatchOptions(options, ask.template, ask.system, ask.n))
+        raise ConfigError(
+            "--schema with --input is for models that take pictures and sounds. Use --prompts-file FILE instead of --input."
+        )
+    report = answer_file(
+        loaded, ask.input, ask.output, BatchOptions(options, ask.template, ask.system, ask.n)
+    )
     if json:
         print_json(asdict(report))
     else:
         speed = report.generated_tokens / report.seconds if report.seconds else 0.0
         failed = f", {report.failed} with an error" if report.failed else ""
-        typer.echo(f"{report.output}: {report.lines} lines, {report.answered} of them new{failed}; {speed:.0f} tokens/s")
+        typer.echo(
+            f"{report.output}: {report.lines} lines, {report.answered} of them new{failed}; {speed:.0f} tokens/s"
+        )
     if report.failed:
         exit_with(1)
 
@@ -265,16 +340,27 @@ def _answer_media(
 
     template = template_of(loaded, ask.chat_template)
     if ask.n != 1:
-        raise ConfigError(f"--n is {ask.n}; a model that takes pictures and sounds gives one answer to each record. Leave --n out.")
+        raise ConfigError(
+            f"--n is {ask.n}; a model that takes pictures and sounds gives one answer to each record. Leave --n out."
+        )
     if ask.input is not None and ask.output is not None:
         report = answer_records(loaded, ask.input, ask.output, template, options, schema)
         if json:
             print_json(asdict(report))
         else:
             noted = [f"{report.failed} could not be read"] if report.failed else []
-            noted += [] if report.exact is None else [f"{report.exact:.1%} equal to the data's answers"]
+            noted += (
+                [] if report.exact is None else [f"{report.exact:.1%} equal to the data's answers"]
+            )
             noted += [] if report.valid is None else [f"{report.valid:.1%} valid by the schema"]
-            typer.echo("; ".join([f"{report.output}: {report.records} answers, {report.answered} of them new", *noted]))
+            typer.echo(
+                "; ".join(
+                    [
+                        f"{report.output}: {report.records} answers, {report.answered} of them new",
+                        *noted,
+                    ]
+                )
+            )
         if report.valid is not None and report.valid < 1:
             exit_with(1)
         return
@@ -284,7 +370,9 @@ def _answer_media(
     checks = _checked(schema, [result.text for result in results])
     if json:
         found = [{**asdict(result), **check} for result, check in zip(results, checks, strict=True)]
-        files = {f"{modality}s": [str(path) for path in paths] for modality, paths in ask.files.items()}
+        files = {
+            f"{modality}s": [str(path) for path in paths] for modality, paths in ask.files.items()
+        }
         print_json({**(found[0] if len(found) == 1 else {"generations": found}), **files})
     elif on_text is not None:
         on_text.end()

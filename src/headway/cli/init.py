@@ -11,9 +11,13 @@ from headway.errors import ConfigError
 
 def init(
     arguments: list[str] = typer.Argument(
-        None, metavar="[NAME] [section.key=value]...", help="A shipped recipe (lora, laptop/sft, ...) and overrides; without: list them."
+        None,
+        metavar="[NAME] [section.key=value]...",
+        help="A shipped recipe (lora, laptop/sft, ...) and overrides; without: list them.",
     ),
-    out: Path | None = typer.Option(None, help="The file to write; default: NAME.yaml in the working directory."),
+    out: Path | None = typer.Option(
+        None, help="The file to write; default: NAME.yaml in the working directory."
+    ),
     force: bool = typer.Option(False, "--force", help="Replace a file that exists."),
     json: bool = JSON,
 ) -> None:
@@ -25,20 +29,26 @@ def init(
     path, overrides = split_recipe(arguments)
     if path is None:
         if overrides or out is not None:
-            raise ConfigError(f"{(overrides or ['--out'])[0]}: which recipe? Give a name, e.g. headway init lora.")
+            raise ConfigError(
+                f"{(overrides or ['--out'])[0]}: which recipe? Give a name, e.g. headway init lora."
+            )
         found = shipped_recipes()
         if json:
             print_json({"recipes": found})
         else:
             print_table(["recipe", "what it does"], list(found.items()))
-            typer.echo("\nheadway init NAME writes one to edit; headway train NAME runs it as it is.")
+            typer.echo(
+                "\nheadway init NAME writes one to edit; headway train NAME runs it as it is."
+            )
         return
     shipped = find_shipped(path)
     if shipped is None:
         raise unknown_recipe(path)
     target = out if out is not None else Path(shipped.name)
     if target.exists() and not force:
-        raise ConfigError(f"{target}: exists already. Add --force to replace it, or --out FILE for another name.")
+        raise ConfigError(
+            f"{target}: exists already. Add --force to replace it, or --out FILE for another name."
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(target, commented_recipe(shipped, overrides))
     if json:

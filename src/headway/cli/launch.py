@@ -35,16 +35,31 @@ def status(run: Path = RUN, json: bool = JSON) -> None:
     if json:
         print_json(describe_job(handle, found))
     else:
-        shown = {"run": handle.run_dir, "target": handle.kind, **handle.ids, "state": found.state, "attempt": found.attempt}
-        shown |= {"hosts": ", ".join(found.hosts), "step": found.step, "exit code": found.exit_code, "message": found.message}
-        print_table(("", ""), [(key, value) for key, value in shown.items() if value not in (None, "")])
+        shown = {
+            "run": handle.run_dir,
+            "target": handle.kind,
+            **handle.ids,
+            "state": found.state,
+            "attempt": found.attempt,
+        }
+        shown |= {
+            "hosts": ", ".join(found.hosts),
+            "step": found.step,
+            "exit code": found.exit_code,
+            "message": found.message,
+        }
+        print_table(
+            ("", ""), [(key, value) for key, value in shown.items() if value not in (None, "")]
+        )
     exit_with(1 if found.state in ("failed", "unknown") else 0)
 
 
 def logs(
     run: Path = RUN,
     lines: int = typer.Option(50, min=0, help="Lines from the end."),
-    follow: bool = typer.Option(False, "--follow", "-f", help="Print new lines until the job has ended."),
+    follow: bool = typer.Option(
+        False, "--follow", "-f", help="Print new lines until the job has ended."
+    ),
 ) -> None:
     """What a job printed, on all its hosts."""
     from headway.launch.targets.base import open_target, read_handle
@@ -65,7 +80,14 @@ def cancel(run: Path = RUN, json: bool = JSON) -> None:
     if json:
         print_json(describe_job(handle, found))
         return
-    typer.echo(f"{run}: a stop was requested; the job is {found.state}. Cancel it again to kill it without a save.")
+    typer.echo(
+        f"{run}: a stop was requested; the job is {found.state}. Cancel it again to kill it without a save."
+    )
 
 
-VERBS = {"launch cancel": cancel, "launch local": local, "launch logs": logs, "launch status": status}
+VERBS = {
+    "launch cancel": cancel,
+    "launch local": local,
+    "launch logs": logs,
+    "launch status": status,
+}

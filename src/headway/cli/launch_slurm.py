@@ -24,7 +24,9 @@ class SlurmOptions:
     """What is asked of SLURM; each overrides the setting of launch.slurm with the same name."""
 
     nodes: int | None = typer.Option(None, help="Number of nodes.")
-    gpus_per_node: str | None = typer.Option(None, help="GPUs of each node, e.g. 8 or h100:8; one rank for each.")
+    gpus_per_node: str | None = typer.Option(
+        None, help="GPUs of each node, e.g. 8 or h100:8; one rank for each."
+    )
     nproc: int | None = typer.Option(None, help="Ranks on each node; default: one per GPU, or one.")
     time: str | None = typer.Option(None, help="Time limit, e.g. 48:00:00 or 2-00:00:00.")
     partition: str | None = typer.Option(None, "--partition", "-p", help="Partition.")
@@ -32,7 +34,12 @@ class SlurmOptions:
     qos: str | None = typer.Option(None, help="Quality of service.")
     cpus: int | None = typer.Option(None, "--cpus-per-task", help="CPU cores of each node.")
     mem: str | None = typer.Option(None, help="Memory of each node, e.g. 500G.")
-    sbatch: list[str] = typer.Option([], "--sbatch", metavar="KEY[=VALUE]", help="A further option of sbatch, e.g. constraint=h100.")
+    sbatch: list[str] = typer.Option(
+        [],
+        "--sbatch",
+        metavar="KEY[=VALUE]",
+        help="A further option of sbatch, e.g. constraint=h100.",
+    )
 
     def settings(self, recipe: Recipe) -> SlurmConfig:
         """The settings of the recipe with these on top, checked."""
@@ -40,8 +47,16 @@ class SlurmOptions:
         from headway.train.config import Recipe
 
         given = recipe.launch.slurm.model_dump(mode="json")
-        here = {name: value for name, value in vars(self).items() if name != "sbatch" and value is not None}
-        data = {**given, **here, "sbatch": [*given["sbatch"], *(one.removeprefix("--") for one in self.sbatch)]}
+        here = {
+            name: value
+            for name, value in vars(self).items()
+            if name != "sbatch" and value is not None
+        }
+        data = {
+            **given,
+            **here,
+            "sbatch": [*given["sbatch"], *(one.removeprefix("--") for one in self.sbatch)],
+        }
         return validate(Recipe, {"launch": {"slurm": data}}).launch.slurm
 
 
@@ -50,10 +65,22 @@ def slurm(
     asked: SlurmOptions = GROUP,
     options: JobOptions = GROUP,
     array: list[str] = typer.Option([], metavar="OVERRIDES|FILE", help=ARRAY_HELP),
-    at_once: int | None = typer.Option(None, min=1, help="With --array: how many may run at the same time."),
-    chain: bool = typer.Option(False, "--chain", help="A recipe with stages: one job per stage, each after the one before."),
-    after: str | None = typer.Option(None, metavar="JOB|RUN", help="Begin when this job has ended well: a job id, or its run folder."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Check everything and print the script; nothing is written or queued."),
+    at_once: int | None = typer.Option(
+        None, min=1, help="With --array: how many may run at the same time."
+    ),
+    chain: bool = typer.Option(
+        False, "--chain", help="A recipe with stages: one job per stage, each after the one before."
+    ),
+    after: str | None = typer.Option(
+        None,
+        metavar="JOB|RUN",
+        help="Begin when this job has ended well: a job id, or its run folder.",
+    ),
+    dry_run: bool = typer.Option(
+        False,
+        "--dry-run",
+        help="Check everything and print the script; nothing is written or queued.",
+    ),
     json: bool = JSON,
 ) -> None:
     """Train as a SLURM job: it saves before its time limit, is queued again and resumes. Returns when the job is queued."""
@@ -63,11 +90,24 @@ def slurm(
     job, recipe = read_job(arguments, options)
     if at_once is not None and not array:
         raise ConfigError("--at-once is given without --array. Leave it out.")
-    how = Submission(asked.settings(recipe), read_elements(array), at_once, chain, None if after is None else find_job(after))
+    how = Submission(
+        asked.settings(recipe),
+        read_elements(array),
+        at_once,
+        chain,
+        None if after is None else find_job(after),
+    )
     plan = plan_submission(job, how)
     if dry_run:
         if json:
-            print_json({"run": str(plan.run_dir), "script": plan.text, "files": sorted(map(str, plan.files)), "jobs": len(plan.jobs)})
+            print_json(
+                {
+                    "run": str(plan.run_dir),
+                    "script": plan.text,
+                    "files": sorted(map(str, plan.files)),
+                    "jobs": len(plan.jobs),
+                }
+            )
         else:
             typer.echo(plan.text, nl=False)
         return
@@ -79,7 +119,9 @@ def slurm(
     ids = ", ".join(dict.fromkeys(one["job"].partition("_")[0] for one in handle.options["jobs"]))
     count = f" with {len(plan.elements)} elements" if plan.elements else ""
     status = f"`headway launch status {job.run_dir}`"
-    typer.echo(f"queued as job {ids}{count}; where it is: {status}, what it prints: `headway launch logs {job.run_dir}`")
+    typer.echo(
+        f"queued as job {ids}{count}; where it is: {status}, what it prints: `headway launch logs {job.run_dir}`"
+    )
 
 
 VERBS = {"launch slurm": slurm}

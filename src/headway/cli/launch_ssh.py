@@ -21,20 +21,28 @@ HOSTS_HELP = "Hosts, each [USER@]HOST[:PORT]; default: launch.ssh.hosts."
 FILE_HELP = "File of hosts: HOST, HOST slots=8 or HOST:8 on a line."
 PYTHON_HELP = "Python on the hosts that has headway; default: the path of this one."
 WORKDIR_HELP = "Working directory on the hosts; default: the path of this one."
-MASTER_HELP = "Where the first host listens for the others; default: its name for ssh, any free port."
+MASTER_HELP = (
+    "Where the first host listens for the others; default: its name for ssh, any free port."
+)
 
 
 def ssh(
     arguments: list[str] = JOB,
     hosts: str | None = typer.Option(None, metavar="a,b,user@c:2222", help=HOSTS_HELP),
     hostfile: Path | None = typer.Option(None, help=FILE_HELP),
-    nproc: int | None = typer.Option(None, help="Ranks on each host; default: slots of the host file, one per GPU, else one."),
+    nproc: int | None = typer.Option(
+        None, help="Ranks on each host; default: slots of the host file, one per GPU, else one."
+    ),
     python: str | None = typer.Option(None, metavar="PATH", help=PYTHON_HELP),
     workdir: str | None = typer.Option(None, metavar="PATH", help=WORKDIR_HELP),
-    ssh_config: str | None = typer.Option(None, metavar="FILE", help="Configuration file of ssh (ssh -F)."),
+    ssh_config: str | None = typer.Option(
+        None, metavar="FILE", help="Configuration file of ssh (ssh -F)."
+    ),
     master: str | None = typer.Option(None, metavar="ADDRESS[:PORT]", help=MASTER_HELP),
     options: JobOptions = GROUP,
-    dry_run: bool = typer.Option(False, "--dry-run", help="Check the hosts and show what would start there; start nothing."),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Check the hosts and show what would start there; start nothing."
+    ),
     detach: bool = DETACH,
     json: bool = JSON,
 ) -> None:
@@ -47,12 +55,28 @@ def ssh(
     if hosts is not None and hostfile is not None:
         raise ConfigError("--hosts and --hostfile are both given. Give one of them.")
     job, recipe = read_job(arguments, options, nproc)
-    given = {"python": python, "workdir": workdir, "config": ssh_config, "master": master, "nproc": nproc}
-    settings = recipe.launch.ssh.model_copy(update={name: value for name, value in given.items() if value is not None})
-    chosen = parse_hosts(hosts) if hosts is not None else read_hostfile(hostfile) if hostfile is not None else None
+    given = {
+        "python": python,
+        "workdir": workdir,
+        "config": ssh_config,
+        "master": master,
+        "nproc": nproc,
+    }
+    settings = recipe.launch.ssh.model_copy(
+        update={name: value for name, value in given.items() if value is not None}
+    )
+    chosen = (
+        parse_hosts(hosts)
+        if hosts is not None
+        else read_hostfile(hostfile)
+        if hostfile is not None
+        else None
+    )
     plan = plan_ssh(settings, chosen)
     variables = {**options.named(settings.env, "launch.ssh.env"), **job.environment}
-    job = replace(job, num_nodes=len(plan.hosts), ranks_per_node=settings.nproc, environment=variables)
+    job = replace(
+        job, num_nodes=len(plan.hosts), ranks_per_node=settings.nproc, environment=variables
+    )
     target = SshTarget(plan)
     if dry_run:
         found = target.check(job)
@@ -76,7 +100,9 @@ def _show_plan(handle: JobHandle, plan: SshPlan, found: HostsFound, *, json: boo
     for check in found.checks:
         typer.echo(f"{check.state:4}  {check.name}: {check.detail}")
     for host, ranks, command in zip(plan.hosts, found.ranks, commands, strict=True):
-        typer.echo(f"{host.label}: {'ranks by --gpus' if ranks is None else f'{ranks} ranks'}: {command}")
+        typer.echo(
+            f"{host.label}: {'ranks by --gpus' if ranks is None else f'{ranks} ranks'}: {command}"
+        )
     typer.echo("nothing was started")
 
 

@@ -19,15 +19,37 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 def plan(
     arguments: list[str] = RECIPE,
-    gpu: str = typer.Option("h200", help="b200, h200, h100, h800, a100, a800, a40, l40s, 4090 and others; see docs/plan.md."),
-    world: int | None = typer.Option(None, help="Number of GPUs; default: the fewest that the recipe's axes need.", min=1, max=MAX_WORLD),
-    gpus_per_node: int | None = typer.Option(None, help="GPUs of one node; default 8.", min=1, max=MAX_WORLD),
-    network_gbps: float | None = typer.Option(None, help="Gbit/s of the network per GPU; default: by GPU.", min=0.001),
-    tokens: str | None = typer.Option(None, help="Token budget, such as 2T or 300B: prints days and GPU hours."),
-    price: float | None = typer.Option(None, help="Price of a GPU hour; with --tokens, prints the cost.", min=0),
-    search: bool = typer.Option(False, "--search", help="List the ten fastest layouts that fit, for the same batch."),
-    groups: bool = typer.Option(False, "--groups", help="Also print which ranks form a group along each axis."),
-    plot: Path | None = typer.Option(None, help="Write a picture (.png, .svg, .pdf): memory bars and the step's timeline."),
+    gpu: str = typer.Option(
+        "h200",
+        help="b200, h200, h100, h800, a100, a800, a40, l40s, 4090 and others; see docs/plan.md.",
+    ),
+    world: int | None = typer.Option(
+        None,
+        help="Number of GPUs; default: the fewest that the recipe's axes need.",
+        min=1,
+        max=MAX_WORLD,
+    ),
+    gpus_per_node: int | None = typer.Option(
+        None, help="GPUs of one node; default 8.", min=1, max=MAX_WORLD
+    ),
+    network_gbps: float | None = typer.Option(
+        None, help="Gbit/s of the network per GPU; default: by GPU.", min=0.001
+    ),
+    tokens: str | None = typer.Option(
+        None, help="Token budget, such as 2T or 300B: prints days and GPU hours."
+    ),
+    price: float | None = typer.Option(
+        None, help="Price of a GPU hour; with --tokens, prints the cost.", min=0
+    ),
+    search: bool = typer.Option(
+        False, "--search", help="List the ten fastest layouts that fit, for the same batch."
+    ),
+    groups: bool = typer.Option(
+        False, "--groups", help="Also print which ranks form a group along each axis."
+    ),
+    plot: Path | None = typer.Option(
+        None, help="Write a picture (.png, .svg, .pdf): memory bars and the step's timeline."
+    ),
     json: bool = JSON,
 ) -> None:
     """Compute what a recipe needs before it runs: parameters, bytes per rank, FLOPs, traffic, bubble, tokens/s, days and cost."""
@@ -42,8 +64,13 @@ def plan(
             raise ConfigError(f"{flag} is {number}; it must be a finite number.")
     budget = None if tokens is None else parse_tokens(tokens)
     if price is not None and budget is None:
-        raise ConfigError(f"--price is {price:g}, but --tokens is not given. Give the token budget, such as --tokens 300B.")
-    job = plan_job(read_recipe(arguments), PlanTarget(find_gpu(gpu).with_network(network_gbps, gpus_per_node), world))
+        raise ConfigError(
+            f"--price is {price:g}, but --tokens is not given. Give the token budget, such as --tokens 300B."
+        )
+    job = plan_job(
+        read_recipe(arguments),
+        PlanTarget(find_gpu(gpu).with_network(network_gbps, gpus_per_node), world),
+    )
     made = make_plan(job)
     best = best_plans(job) if search else []
     near = [] if made.fits else nearest_fitting(job)
@@ -53,7 +80,10 @@ def plan(
         draw_plan(made, plot)
     cost = None if budget is None else made.budget(budget, price)
     if json:
-        result = as_dict(made) | {"nearest_that_fit": [as_dict(one) for one in near], "budget": cost}
+        result = as_dict(made) | {
+            "nearest_that_fit": [as_dict(one) for one in near],
+            "budget": cost,
+        }
         result |= {"groups": rank_groups(job)} if groups else {}
         print_json(result | ({"best": [as_dict(one) for one in best]} if search else {}))
         return
@@ -64,11 +94,18 @@ def plan(
         print_table(("what", "value"), _budget_rows(cost), f"Training on {tokens} tokens")
         typer.echo()
     if groups:
-        rows = [(axis, " ".join(f"[{','.join(map(str, one))}]" for one in found)) for axis, found in rank_groups(job).items()]
+        rows = [
+            (axis, " ".join(f"[{','.join(map(str, one))}]" for one in found))
+            for axis, found in rank_groups(job).items()
+        ]
         print_table(("axis", "ranks"), rows, "Groups of ranks")
         typer.echo()
     if search:
-        print_table(COLUMNS, map(summary_row, best), f"Fastest layouts that fit on {job.layout.world} x {job.gpu.name}")
+        print_table(
+            COLUMNS,
+            map(summary_row, best),
+            f"Fastest layouts that fit on {job.layout.world} x {job.gpu.name}",
+        )
         typer.echo("" if best else "none fits")
     if not made.fits:
         print_table(COLUMNS, map(summary_row, near), "It does not fit. The nearest layouts that do")
@@ -81,7 +118,9 @@ def parse_tokens(text: str) -> float:
     """`2T`, `300B`, `1.5e12` -> a number of tokens."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmbt]?)\s*", text.lower())
     if found is None or not 0 < float(found[1]) < MAX_TOKENS:
-        raise ConfigError(f"--tokens is {text!r}; it must be a number above 0 such as 2T, 300B or 1e9.")
+        raise ConfigError(
+            f"--tokens is {text!r}; it must be a number above 0 such as 2T, 300B or 1e9."
+        )
     return float(found[1]) * UNITS[found[2]]
 
 

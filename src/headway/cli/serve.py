@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli._options import EQUAL_PER_LAYER, GROUP, JSON, TEMPLATE_FLAGS, ComputeOptions, SpeculateOptions, model_option
+from headway.cli._options import (
+    EQUAL_PER_LAYER,
+    GROUP,
+    JSON,
+    TEMPLATE_FLAGS,
+    ComputeOptions,
+    SpeculateOptions,
+    model_option,
+)
 from headway.cli._output import print_json
 from headway.errors import ConfigError
 
@@ -32,30 +40,48 @@ class ServedModels:
     """What is served."""
 
     model: list[str] = model_option(
-        ..., metavar="[NAME=]MODEL", help="A run, checkpoint or Hugging Face folder, or a hub id; repeat it for several models."
+        ...,
+        metavar="[NAME=]MODEL",
+        help="A run, checkpoint or Hugging Face folder, or a hub id; repeat it for several models.",
     )
     adapter: list[str] = typer.Option(
-        [], metavar="[MODEL:]NAME=PATH", help="A LoRA adapter, served as a model of its own; may be repeated. MODEL: of several, which."
+        [],
+        metavar="[MODEL:]NAME=PATH",
+        help="A LoRA adapter, served as a model of its own; may be repeated. MODEL: of several, which.",
     )
     masks: list[str] = typer.Option(
-        [], metavar="[NAME=]own|none|FILE", help="Head masks of all models, or of the one named; a head at 0 keeps only sinks and a window."
+        [],
+        metavar="[NAME=]own|none|FILE",
+        help="Head masks of all models, or of the one named; a head at 0 keeps only sinks and a window.",
     )
     equal_per_layer: bool = EQUAL_PER_LAYER
-    stream_window: int | None = typer.Option(None, help="Newest tokens a streaming head keeps; default: from the masks, else 1024.")
-    stream_sinks: int | None = typer.Option(None, help="First tokens a streaming head keeps; default: from the masks, else 128.")
+    stream_window: int | None = typer.Option(
+        None, help="Newest tokens a streaming head keeps; default: from the masks, else 1024."
+    )
+    stream_sinks: int | None = typer.Option(
+        None, help="First tokens a streaming head keeps; default: from the masks, else 128."
+    )
     chat_template: str | None = typer.Option(
-        None, *TEMPLATE_FLAGS, help="Chat template of conversations: a name or a .jinja file; default: the tokenizer's own."
+        None,
+        *TEMPLATE_FLAGS,
+        help="Chat template of conversations: a name or a .jinja file; default: the tokenizer's own.",
     )
 
-    def setups(self, options: EngineOptions, compute: ComputeOptions, tensor: int = 1) -> tuple[EngineSetup, ...]:
+    def setups(
+        self, options: EngineOptions, compute: ComputeOptions, tensor: int = 1
+    ) -> tuple[EngineSetup, ...]:
         """One engine per model."""
         from headway.serve.engine_setup import EngineSetup
 
         paths = dict(split_model(one) for one in self.model)
         if len(paths) < len(self.model):
-            raise ConfigError("--model: two models have the same name. Name them: --model a=PATH --model b=PATH.")
+            raise ConfigError(
+                "--model: two models have the same name. Name them: --model a=PATH --model b=PATH."
+            )
         if tensor > 1 and self.adapter:
-            raise ConfigError(f"--tensor is {tensor} and --adapter is given; adapters are chosen per request on one rank only. Merge it.")
+            raise ConfigError(
+                f"--tensor is {tensor} and --adapter is given; adapters are chosen per request on one rank only. Merge it."
+            )
         adapters: dict[str, dict[str, str]] = {name: {} for name in paths}
         for one in self.adapter:
             base, name, path = split_adapter(one, tuple(paths))
@@ -64,7 +90,16 @@ class ServedModels:
             adapters[base][name] = path
         masks = self._masks(tuple(paths))
         return tuple(
-            EngineSetup(name, path, options, adapters[name], masks[name], compute.device, compute.precision, tensor)
+            EngineSetup(
+                name,
+                path,
+                options,
+                adapters[name],
+                masks[name],
+                compute.device,
+                compute.precision,
+                tensor,
+            )
             for name, path in paths.items()
         )
 
@@ -81,7 +116,10 @@ class ServedModels:
         # windows are of the models that masks are given for, or else of all
         masked = [name for name, one in found.items() if one not in (None, "none")] or names
         windows = (self.equal_per_layer, self.stream_window, self.stream_sinks)
-        return {name: MaskChoice(one, *windows) if name in masked else MaskChoice(one) for name, one in found.items()}
+        return {
+            name: MaskChoice(one, *windows) if name in masked else MaskChoice(one)
+            for name, one in found.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -89,15 +127,32 @@ class EngineFlags:
     """How much an engine keeps and does at once."""
 
     cache_gib: float | None = typer.Option(
-        None, help="GiB of keys and values per model and rank, never exceeded; default: from free memory."
+        None,
+        help="GiB of keys and values per model and rank, never exceeded; default: from free memory.",
     )
-    max_running: int = typer.Option(64, help="Requests that are computed at once, per model.", min=1)
-    max_waiting: int = typer.Option(1024, help="Requests that may wait, per model; more get 429.", min=0)
-    max_context: int | None = typer.Option(None, help="Tokens of a request, prompt included; default: the model's.", min=2)
-    prefill_tokens: int = typer.Option(8192, help="Prompt tokens that are computed between two steps of decoding.", min=1)
+    max_running: int = typer.Option(
+        64, help="Requests that are computed at once, per model.", min=1
+    )
+    max_waiting: int = typer.Option(
+        1024, help="Requests that may wait, per model; more get 429.", min=0
+    )
+    max_context: int | None = typer.Option(
+        None, help="Tokens of a request, prompt included; default: the model's.", min=2
+    )
+    prefill_tokens: int = typer.Option(
+        8192, help="Prompt tokens that are computed between two steps of decoding.", min=1
+    )
     prefix_reuse: bool = typer.Option(True, help="Compute what prompts begin with only once.")
-    tensor: int = typer.Option(1, help="Ranks that share the layers of a model: GPUs of this machine, or processes on its CPU.", min=1)
-    compile: bool = typer.Option(False, "--compile", help="Compile decoding steps: faster on GPUs, after a minute or more at the start.")
+    tensor: int = typer.Option(
+        1,
+        help="Ranks that share the layers of a model: GPUs of this machine, or processes on its CPU.",
+        min=1,
+    )
+    compile: bool = typer.Option(
+        False,
+        "--compile",
+        help="Compile decoding steps: faster on GPUs, after a minute or more at the start.",
+    )
 
     def options(self, speculation: Speculation | None) -> EngineOptions:
         """As the engine takes them."""
@@ -106,7 +161,9 @@ class EngineFlags:
         if self.cache_gib is not None and not self.cache_gib > 0:
             raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0.")
         if self.tensor > 1 and self.compile:
-            raise ConfigError(f"--tensor is {self.tensor} and --compile is given; exchanges between ranks are not compiled. Leave it out.")
+            raise ConfigError(
+                f"--tensor is {self.tensor} and --compile is given; exchanges between ranks are not compiled. Leave it out."
+            )
         return EngineOptions(
             cache_bytes=None if self.cache_gib is None else int(self.cache_gib * GIB),
             max_running=self.max_running,
@@ -123,19 +180,33 @@ class EngineFlags:
 class LimitFlags:
     """What one client may ask."""
 
-    max_tokens: int | None = typer.Option(None, help="New tokens of an answer; default: as many as the context has room for.", min=1)
+    max_tokens: int | None = typer.Option(
+        None, help="New tokens of an answer; default: as many as the context has room for.", min=1
+    )
     max_n: int = typer.Option(16, help="Answers of one request (n).", min=1, max=256)
     max_body_mib: float = typer.Option(32.0, help="MiB of a request's body.")
     request_seconds: float = typer.Option(600.0, help="Seconds an answer may take.")
-    stalled_seconds: float = typer.Option(30.0, help="Seconds a client may take no bytes of its answer before it is cut.")
-    requests_per_minute: float | None = typer.Option(
-        None, help="Requests of one client address; 0: no limit. Default: 600, and no limit on loopback.", min=0
+    stalled_seconds: float = typer.Option(
+        30.0, help="Seconds a client may take no bytes of its answer before it is cut."
     )
-    max_connections: int = typer.Option(1024, help="Open connections; at most three quarters of them of one address.", min=1)
-    drain_seconds: float = typer.Option(30.0, help="After SIGTERM: seconds that running requests have to end.", min=0)
+    requests_per_minute: float | None = typer.Option(
+        None,
+        help="Requests of one client address; 0: no limit. Default: 600, and no limit on loopback.",
+        min=0,
+    )
+    max_connections: int = typer.Option(
+        1024, help="Open connections; at most three quarters of them of one address.", min=1
+    )
+    drain_seconds: float = typer.Option(
+        30.0, help="After SIGTERM: seconds that running requests have to end.", min=0
+    )
     decoders: int = typer.Option(2, help="Processes that decode pictures and sounds.", min=1)
-    media_megapixels: float = typer.Option(256.0, help="Million pixels of all pictures of a request.")
-    media_seconds: float = typer.Option(30.0, help="Seconds to decode the pictures and sounds of a request.")
+    media_megapixels: float = typer.Option(
+        256.0, help="Million pixels of all pictures of a request."
+    )
+    media_seconds: float = typer.Option(
+        30.0, help="Seconds to decode the pictures and sounds of a request."
+    )
     media_gib: float = typer.Option(2.0, help="GiB of memory of a process that decodes.")
 
     def limits(self, *, is_loopback: bool) -> ServeLimits:
@@ -161,10 +232,17 @@ class LimitFlags:
 
 def serve(
     models: ServedModels = GROUP,
-    host: str = typer.Option("127.0.0.1", help=f"Address to listen on. Any other than loopback needs a token ({TOKEN_VARIABLE})."),
+    host: str = typer.Option(
+        "127.0.0.1",
+        help=f"Address to listen on. Any other than loopback needs a token ({TOKEN_VARIABLE}).",
+    ),
     port: int = typer.Option(8000, help="Port to listen on; 0: any free one.", min=0, max=65535),
-    token_file: Path | None = typer.Option(None, help=f"A file that holds the token; default: the variable {TOKEN_VARIABLE}."),
-    allow_host: list[str] = typer.Option([], help="Another name under which clients reach this machine; may be repeated."),
+    token_file: Path | None = typer.Option(
+        None, help=f"A file that holds the token; default: the variable {TOKEN_VARIABLE}."
+    ),
+    allow_host: list[str] = typer.Option(
+        [], help="Another name under which clients reach this machine; may be repeated."
+    ),
     engine: EngineFlags = GROUP,
     speculate: SpeculateOptions = GROUP,
     limits: LimitFlags = GROUP,
@@ -197,7 +275,9 @@ def serve(
         typer.echo(f"serving {', '.join(map(str, facts['models']))}: {facts['url']}")  # pyright: ignore[reportArgumentType]
         typer.echo(f"OpenAI's API: {facts['url']}v1; Ctrl-C ends it", err=True)
 
-    options = ServeOptions(setups, host, port, token, tuple(allow_host), models.chat_template, checked)
+    options = ServeOptions(
+        setups, host, port, token, tuple(allow_host), models.chat_template, checked
+    )
     code = run(options, started)
     if code:
         raise typer.Exit(code)
@@ -211,7 +291,11 @@ def split_model(given: str) -> tuple[str, str]:
     path = Path(given)
     if not path.exists() and not given.startswith("s3://"):
         return given[:100], given
-    parts = [part for part in Path(os.path.abspath(path)).parts if part not in PARTS_OF_RUNS and not part.startswith("step-")]
+    parts = [
+        part
+        for part in Path(os.path.abspath(path)).parts
+        if part not in PARTS_OF_RUNS and not part.startswith("step-")
+    ]
     return re.sub(r"[^A-Za-z0-9._-]", "-", parts[-1] if len(parts) > 1 else given), given
 
 
@@ -225,7 +309,9 @@ def split_adapter(given: str, models: Sequence[str]) -> tuple[str, str, str]:
     if base is not None:
         return base, name[len(base) + 1 :], path
     if len(models) > 1:
-        raise ConfigError(f"--adapter is {given!r}; of several models it must be MODEL:NAME=PATH, MODEL one of {', '.join(models)}.")
+        raise ConfigError(
+            f"--adapter is {given!r}; of several models it must be MODEL:NAME=PATH, MODEL one of {', '.join(models)}."
+        )
     return models[0], name, path
 
 
@@ -236,9 +322,13 @@ def read_token(file: Path | None) -> str | None:
 
     if file is not None:
         try:
-            return check_token(read_bounded(file, 4096).decode("ascii", "replace").strip(), f"--token-file {file}")
+            return check_token(
+                read_bounded(file, 4096).decode("ascii", "replace").strip(), f"--token-file {file}"
+            )
         except OSError as problem:
-            raise ConfigError(f"--token-file is {str(file)!r}; it cannot be read: {problem.strerror}.") from None
+            raise ConfigError(
+                f"--token-file is {str(file)!r}; it cannot be read: {problem.strerror}."
+            ) from None
     given = os.environ.get(TOKEN_VARIABLE, "").strip()
     return check_token(given, TOKEN_VARIABLE) if given else None
 

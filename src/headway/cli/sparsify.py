@@ -13,14 +13,21 @@ from headway.cli.eval import LongOptions, parse_lengths, parse_numbers
 def sparsify(
     arguments: list[str] = RECIPE,
     sparsities: str | None = typer.Option(
-        None, help="Shares of streaming heads to export and measure (0.5,0.7); default: objective.target."
+        None,
+        help="Shares of streaming heads to export and measure (0.5,0.7); default: objective.target.",
     ),
-    tasks: str = typer.Option("key_value", help="Tasks, comma separated; `headway eval long --help` lists them."),
-    lengths: str | None = typer.Option(None, help="Tokens of the prompts (4096 or 4k), comma separated; default: data.seq_len."),
+    tasks: str = typer.Option(
+        "key_value", help="Tasks, comma separated; `headway eval long --help` lists them."
+    ),
+    lengths: str | None = typer.Option(
+        None, help="Tokens of the prompts (4096 or 4k), comma separated; default: data.seq_len."
+    ),
     random_masks: bool = typer.Option(True, help="Also measure random masks with as many heads."),
     equal_per_layer: bool = EQUAL_PER_LAYER,
     masks: str | None = typer.Option(
-        None, metavar="own|none|FILE", help="Also measure these masks: own (where the gates ended) or a file; default: none."
+        None,
+        metavar="own|none|FILE",
+        help="Also measure these masks: own (where the gates ended) or a file; default: none.",
     ),
     options: LongOptions = GROUP,
     nproc: int | None = typer.Option(None, help="Train in this many ranks of this machine."),

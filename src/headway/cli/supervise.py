@@ -20,10 +20,18 @@ COMMAND_HELP = "What to run, after --: headway train ..., or torchrun ... -m hea
 
 def supervise(
     arguments: list[str] = typer.Argument(..., metavar="-- COMMAND...", help=COMMAND_HELP),
-    max_restarts: int | None = typer.Option(None, min=0, help="Failures in a row, without a newer checkpoint, before it gives up."),
-    backoff: float | None = typer.Option(None, min=0, help="Seconds before the first restart; doubled with each failure in a row."),
-    hang_seconds: float | None = typer.Option(None, min=0.1, help="A rank hangs if it makes no progress for this long."),
-    run: Path | None = typer.Option(None, help="Run folder to watch; default: the one of the recipe in the command."),
+    max_restarts: int | None = typer.Option(
+        None, min=0, help="Failures in a row, without a newer checkpoint, before it gives up."
+    ),
+    backoff: float | None = typer.Option(
+        None, min=0, help="Seconds before the first restart; doubled with each failure in a row."
+    ),
+    hang_seconds: float | None = typer.Option(
+        None, min=0.1, help="A rank hangs if it makes no progress for this long."
+    ),
+    run: Path | None = typer.Option(
+        None, help="Run folder to watch; default: the one of the recipe in the command."
+    ),
 ) -> None:
     """Run a training command to its end: after a crash or a hang it is restarted from the newest complete checkpoint."""
     from headway.launch.supervise import supervise as run_supervised
@@ -33,7 +41,9 @@ def supervise(
     recipe = _find_recipe(arguments)
     given = {"max_restarts": max_restarts, "backoff_seconds": backoff, "hang_seconds": hang_seconds}
     settings = recipe.supervise if recipe is not None else SuperviseConfig()
-    settings = settings.model_copy(update={name: value for name, value in given.items() if value is not None})
+    settings = settings.model_copy(
+        update={name: value for name, value in given.items() if value is not None}
+    )
     # `headway` is this one, whether or not it is on the PATH
     command = headway_command(arguments[1:]) if arguments[0] == "headway" else arguments
     exit_with(run_supervised(command, settings, recipe, run))

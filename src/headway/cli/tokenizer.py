@@ -4,7 +4,15 @@ from pathlib import Path
 
 import typer
 
-from headway.cli._options import GROUP, INPUTS, JSON, MORE_INPUTS, TEXT_KEY, TEXT_TEMPLATE, TextOptions
+from headway.cli._options import (
+    GROUP,
+    INPUTS,
+    JSON,
+    MORE_INPUTS,
+    TEXT_KEY,
+    TEXT_TEMPLATE,
+    TextOptions,
+)
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
 
@@ -16,11 +24,16 @@ def train(
     inputs: list[str] = INPUTS,
     vocab_size: int = typer.Option(..., help="Number of ids, special tokens included."),
     out: Path = typer.Option(..., help="The folder of the new tokenizer."),
-    kind: str = typer.Option("bpe", help="bpe (byte-level) or sentencepiece (BPE with byte fallback)."),
-    max_memory: str = typer.Option("4GB", help="Memory limit; beyond it, counts are written to the disk."),
+    kind: str = typer.Option(
+        "bpe", help="bpe (byte-level) or sentencepiece (BPE with byte fallback)."
+    ),
+    max_memory: str = typer.Option(
+        "4GB", help="Memory limit; beyond it, counts are written to the disk."
+    ),
     text: TextOptions = GROUP,
     special: list[str] = typer.Option(
-        None, help="A special token; may be repeated. The first one ends documents. Default: <|endoftext|>, <|pad|> and chat marks."
+        None,
+        help="A special token; may be repeated. The first one ends documents. Default: <|endoftext|>, <|pad|> and chat marks.",
     ),
     workers: int = typer.Option(1, min=1, help="Processes that count words."),
     json: bool = JSON,
@@ -46,13 +59,26 @@ def train(
         workers=workers,
     )
     if json:
-        print_json({"out": out, "kind": kind, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint})
+        print_json(
+            {
+                "out": out,
+                "kind": kind,
+                "vocab_size": tokenizer.vocab_size,
+                "fingerprint": tokenizer.fingerprint,
+            }
+        )
     else:
-        typer.echo(f"{out}: {kind} tokenizer with {tokenizer.vocab_size} ids; inspect it with `headway tokenizer inspect {out}`")
+        typer.echo(
+            f"{out}: {kind} tokenizer with {tokenizer.vocab_size} ids; inspect it with `headway tokenizer inspect {out}`"
+        )
 
 
 def inspect(
-    tokenizer: Path = typer.Argument(..., metavar="TOKENIZER", help="A tokenizer folder, a tokenizer.json, a .model or a .tiktoken file."),
+    tokenizer: Path = typer.Argument(
+        ...,
+        metavar="TOKENIZER",
+        help="A tokenizer folder, a tokenizer.json, a .model or a .tiktoken file.",
+    ),
     data: list[str] = typer.Option([], help="Also measure on these files; may be repeated."),
     text_key: str = TEXT_KEY,
     template: str | None = TEXT_TEMPLATE,
@@ -64,20 +90,45 @@ def inspect(
     from headway.tokenizer.load import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)
-    texts = {name: ((d.place, d.text) for d in read_documents(name, text_key=text_key, template=template)) for name in data}
+    texts = {
+        name: (
+            (d.place, d.text) for d in read_documents(name, text_key=text_key, template=template)
+        )
+        for name in data
+    }
     found = inspect_tokenizer(loaded, texts)
     if json:
         print_json(found.to_dict())
     else:
-        special = ", ".join(f"{token} {number}" for token, number in list(found.special_tokens.items())[:SHOWN_SPECIAL_TOKENS]) or "none"
+        special = (
+            ", ".join(
+                f"{token} {number}"
+                for token, number in list(found.special_tokens.items())[:SHOWN_SPECIAL_TOKENS]
+            )
+            or "none"
+        )
         more = len(found.special_tokens) - SHOWN_SPECIAL_TOKENS
-        typer.echo(f"{found.vocab_size} ids, {found.model_vocab_size} rows in a model; fingerprint {found.fingerprint[:16]}")
+        typer.echo(
+            f"{found.vocab_size} ids, {found.model_vocab_size} rows in a model; fingerprint {found.fingerprint[:16]}"
+        )
         typer.echo(f"special tokens: {special}{f' and {more} more' if more > 0 else ''}")
-        typer.echo(f"roles: {', '.join(f'{role} {token}' for role, token in found.roles.items()) or 'none'}\n")
-        rows = [(name, c.bytes, c.tokens, f"{c.bytes_per_token:.2f}") for name, c in found.compression.items()]
+        typer.echo(
+            f"roles: {', '.join(f'{role} {token}' for role, token in found.roles.items()) or 'none'}\n"
+        )
+        rows = [
+            (name, c.bytes, c.tokens, f"{c.bytes_per_token:.2f}")
+            for name, c in found.compression.items()
+        ]
         print_table(("text", "bytes", "tokens", "bytes per token"), rows)
         typer.echo(f"\nlongest tokens: {'  '.join(repr(token) for _, token in found.longest)}")
-        typer.echo("round trip: " + (f"{len(found.lost)} texts come back changed: {', '.join(found.lost[:5])}" if found.lost else "exact"))
+        typer.echo(
+            "round trip: "
+            + (
+                f"{len(found.lost)} texts come back changed: {', '.join(found.lost[:5])}"
+                if found.lost
+                else "exact"
+            )
+        )
     if found.lost:
         raise typer.Exit(1)
 

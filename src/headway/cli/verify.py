@@ -13,7 +13,9 @@ from headway.runtime.digests import DIGESTS
 
 
 def checkpoint(
-    path: str = typer.Argument(..., metavar="X", help="A checkpoint, a run (its newest checkpoint) or s3://bucket/prefix."),
+    path: str = typer.Argument(
+        ..., metavar="X", help="A checkpoint, a run (its newest checkpoint) or s3://bucket/prefix."
+    ),
     json: bool = JSON,
 ) -> None:
     """Check a checkpoint: files, checksums, shapes, finite values, one generation; exit code 1 with a list of problems, if any."""
@@ -22,17 +24,25 @@ def checkpoint(
 
     local = parse_path(path)
     if isinstance(local, Path) and not local.exists():
-        raise ConfigError(f"{path}: no such folder. Give a run folder, a checkpoint folder or s3://bucket/prefix.")
+        raise ConfigError(
+            f"{path}: no such folder. Give a run folder, a checkpoint folder or s3://bucket/prefix."
+        )
     report = check_checkpoint(path)
     if json:
         print_json(report.to_json())
     elif report.problems:
         for problem in report.problems:
             typer.echo(problem)
-        typer.echo(f"{report.checkpoint}: {len(report.problems)} problem{'s' if len(report.problems) > 1 else ''} found")
+        typer.echo(
+            f"{report.checkpoint}: {len(report.problems)} problem{'s' if len(report.problems) > 1 else ''} found"
+        )
     else:
         counts = f"step {report.step}, {report.files} files, {report.tensors} tensors"
-        does = f"it gives a score of {report.score:.4g}" if report.score is not None else f"it generates {report.token_ids}"
+        does = (
+            f"it gives a score of {report.score:.4g}"
+            if report.score is not None
+            else f"it generates {report.token_ids}"
+        )
         does = f"it embeds {', '.join(report.embeds)}" if report.embeds else does
         typer.echo(f"{report.checkpoint}: good: {counts}, {does}")
     if report.problems:
@@ -71,7 +81,9 @@ def folder(
         files = sum(one.files for one in report.checked)
         size = sum(one.bytes for one in report.checked)
         said = f"{len(report.problems)} problems found" if report.problems else "good"
-        typer.echo(f"{path}: {said}: {len(report.checked)} checked, {files} files, {size / 1e6:.1f} MB")
+        typer.echo(
+            f"{path}: {said}: {len(report.checked)} checked, {files} files, {size / 1e6:.1f} MB"
+        )
     if report.problems:
         raise typer.Exit(1)
 
@@ -79,11 +91,21 @@ def folder(
 def resume(
     arguments: list[str] = RECIPE,
     steps: int = typer.Option(20, min=2, help="Steps to train; with stages, steps of each stage."),
-    kill_at: int = typer.Option(13, help="Kill the run with SIGKILL after this step, counted over all stages."),
-    nproc: int | None = typer.Option(None, help="Ranks to train with; default: as `headway train`."),
-    resume_nproc: int | None = typer.Option(None, help="Ranks after the kill; default: the same number."),
-    bound: float | None = typer.Option(None, help="Largest relative difference of a parameter if the number of ranks changes."),
-    keep: Path | None = typer.Option(None, help="Keep the runs in this folder; default: a temporary one."),
+    kill_at: int = typer.Option(
+        13, help="Kill the run with SIGKILL after this step, counted over all stages."
+    ),
+    nproc: int | None = typer.Option(
+        None, help="Ranks to train with; default: as `headway train`."
+    ),
+    resume_nproc: int | None = typer.Option(
+        None, help="Ranks after the kill; default: the same number."
+    ),
+    bound: float | None = typer.Option(
+        None, help="Largest relative difference of a parameter if the number of ranks changes."
+    ),
+    keep: Path | None = typer.Option(
+        None, help="Keep the runs in this folder; default: a temporary one."
+    ),
     json: bool = JSON,
 ) -> None:
     """Prove on your own recipe that a killed and resumed run ends exactly like an undisturbed one; exit code 1 if it does not."""
@@ -91,7 +113,15 @@ def resume(
     from headway.workflows.resume_proof import Trial, prove_resume
 
     recipe = read_recipe(arguments)
-    trial = Trial(tuple(arguments or ()), steps, kill_at, nproc, resume_nproc, bound, max(1, len(recipe.stages)))
+    trial = Trial(
+        tuple(arguments or ()),
+        steps,
+        kill_at,
+        nproc,
+        resume_nproc,
+        bound,
+        max(1, len(recipe.stages)),
+    )
     if keep is not None:
         if keep.exists() and any(keep.iterdir()):
             raise ConfigError(f"--keep is {keep}; that folder is not empty. Give a new one.")
@@ -117,8 +147,12 @@ def print_certificate(found: dict[str, Any]) -> None:
         rows: list[tuple[str, str, str, str]] = []
         for name in ("parameters", "optimizer", "rng", "data_cursor", "next_batch"):
             one, two = part["whole"][name], part["resumed"][name]
-            rows.append((name.replace("_", " "), one[:16], two[:16], "=" if one == two else "DIFFERS"))
-        print_table(("sha256 of", "undisturbed", "killed and resumed", ""), rows, title=part.get("name"))
+            rows.append(
+                (name.replace("_", " "), one[:16], two[:16], "=" if one == two else "DIFFERS")
+            )
+        print_table(
+            ("sha256 of", "undisturbed", "killed and resumed", ""), rows, title=part.get("name")
+        )
     for source, ids in found["whole"]["next_batch_documents"].items():
         typer.echo(f"next batch of {source}: documents {', '.join(map(str, ids))} ...")
     if found["unequal"]:
@@ -128,9 +162,17 @@ def print_certificate(found: dict[str, Any]) -> None:
             [(o["name"], o["role"], o["largest"], f"{o['relative']:.3g}") for o in worst],
         )
     if "spread" in found:
-        typer.echo(f"difference after the resume {found['largest_relative_difference']:.3g}; run-to-run spread {found['spread']:.3g}")
+        typer.echo(
+            f"difference after the resume {found['largest_relative_difference']:.3g}; run-to-run spread {found['spread']:.3g}"
+        )
     is_exact = found["holds"] and not found["unequal"]
-    typer.echo("the resume is exact" if is_exact else "within the rule" if found["holds"] else "NOT the same run")
+    typer.echo(
+        "the resume is exact"
+        if is_exact
+        else "within the rule"
+        if found["holds"]
+        else "NOT the same run"
+    )
 
 
 VERBS = {"verify checkpoint": checkpoint, "verify folder": folder, "verify resume": resume}

@@ -26,7 +26,11 @@ class KindConfig(Section):
     """The settings of one kind; `kind` names its module."""
 
     HIDDEN: ClassVar[bool] = False
-    kind: str = setting("", "A built-in kind, the dotted name of your own module, or a file: ./my_kind.py.", on_resume="fixed")
+    kind: str = setting(
+        "",
+        "A built-in kind, the dotted name of your own module, or a file: ./my_kind.py.",
+        on_resume="fixed",
+    )
 
 
 class NestedErrors(ValueError):
@@ -62,7 +66,9 @@ def kind_config(package: str, kind: str, base: type[KindConfig] = KindConfig) ->
     """The config class of a kind."""
     found = getattr(kind_module(package, kind), "Config", None)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(f"{kind} has no class Config derived from {base.__module__}.{base.__qualname__}; a kind's module needs one.")
+        raise ConfigError(
+            f"{kind} has no class Config derived from {base.__module__}.{base.__qualname__}; a kind's module needs one."
+        )
     return found
 
 
@@ -73,9 +79,15 @@ class KindIn:
     package: str
     default: str | None = None
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        plain = core_schema.plain_serializer_function_ser_schema(lambda value: value.model_dump(mode="json"))
-        return core_schema.no_info_plain_validator_function(partial(self.validate, base=source), serialization=plain)
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        plain = core_schema.plain_serializer_function_ser_schema(
+            lambda value: value.model_dump(mode="json")
+        )
+        return core_schema.no_info_plain_validator_function(
+            partial(self.validate, base=source), serialization=plain
+        )
 
     def validate(self, value: Any, base: type[KindConfig] = KindConfig) -> KindConfig:
         """The settings of a kind, whose class derives from `base`."""
@@ -90,20 +102,28 @@ class KindIn:
         if not isinstance(kind, str):
             raise ValueError(f"needs a key `kind`, one of {', '.join(kind_names(self.package))}")
         try:
-            return kind_config(self.package, kind, base).model_validate_json(to_json({**given, "kind": kind}))
+            return kind_config(self.package, kind, base).model_validate_json(
+                to_json({**given, "kind": kind})
+            )
         except ValidationError as error:
             raise NestedErrors(error.errors()) from None
         except ConfigError as error:
             raise ValueError(str(error)) from None
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
         options: list[Any] = []
         for name in kind_names(self.package):
             one = _inline(kind_config(self.package, name).model_json_schema())
             one["properties"]["kind"] = {"const": name}
             one["required"] = ["kind"]
             options.append(one)
-        own = {"type": "object", "properties": {"kind": {"type": "string", "pattern": r"\."}}, "required": ["kind"]}
+        own = {
+            "type": "object",
+            "properties": {"kind": {"type": "string", "pattern": r"\."}},
+            "required": ["kind"],
+        }
         return {"anyOf": [*options, own]}
 
 
@@ -118,7 +138,11 @@ def _inline(schema: dict[str, Any]) -> dict[str, Any]:
             return node
         found = cast(dict[str, Any], node)
         target = str(found.get("$ref", "")).removeprefix("#/$defs/")
-        merged = {**definitions[target], **{k: v for k, v in found.items() if k != "$ref"}} if target in definitions else found
+        merged = (
+            {**definitions[target], **{k: v for k, v in found.items() if k != "$ref"}}
+            if target in definitions
+            else found
+        )
         return {key: walk(value) for key, value in merged.items()}
 
     return cast(dict[str, Any], walk(schema))

@@ -55,7 +55,9 @@ def load(
     return validate(schema, data, where, translate)
 
 
-def apply_overrides(schema: type[Section], data: dict[str, Any], overrides: Sequence[str], where: Where) -> list[str]:
+def apply_overrides(
+    schema: type[Section], data: dict[str, Any], overrides: Sequence[str], where: Where
+) -> list[str]:
     """Apply overrides to the raw recipe and remove what they replace; returns a line for each removal."""
     before = copy.deepcopy(data)
     given = [apply_override(data, override, where) for override in in_order(overrides)]
@@ -67,7 +69,9 @@ def replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Wher
     """An override replaces the alternative keys of the file: batch.rows removes batch.tokens. Yields a line for each."""
     for loc in given:
         node = node_at(data, loc[:-1])
-        alternatives = next((ways for ways in ALTERNATIVES if any(loc[-1] in way for way in ways)), ())
+        alternatives = next(
+            (ways for ways in ALTERNATIVES if any(loc[-1] in way for way in ways)), ()
+        )
         if not isinstance(node, dict) or node.get(loc[-1]) is None:
             continue
         for key in (key for way in alternatives if loc[-1] not in way for key in way):
@@ -77,7 +81,9 @@ def replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Wher
                 yield f"{'.'.join(map(str, loc))}={node[loc[-1]]} replaces {'.'.join(map(str, other))}={node.pop(key)} of {at}"
 
 
-def leave_out_other_kinds(schema: type[BaseModel], before: Any, data: dict[str, Any], given: Sequence[Loc]) -> Iterator[str]:
+def leave_out_other_kinds(
+    schema: type[BaseModel], before: Any, data: dict[str, Any], given: Sequence[Loc]
+) -> Iterator[str]:
     """An override that changes a `kind` removes the recipe's settings that belong to the other kind. Yields a line for each such kind.
 
     `before` is the recipe without overrides. Settings that were given as overrides stay, and so does what is wrong for the old kind, too:
@@ -87,7 +93,12 @@ def leave_out_other_kinds(schema: type[BaseModel], before: Any, data: dict[str, 
         section = node_at(data, loc[:-1])
         old_section = node_at(before, loc[:-1])
         kinded = _kinded_field(schema, loc[:-1])
-        if loc[-1] != "kind" or kinded is None or not isinstance(section, dict) or not isinstance(old_section, dict):
+        if (
+            loc[-1] != "kind"
+            or kinded is None
+            or not isinstance(section, dict)
+            or not isinstance(old_section, dict)
+        ):
             continue
         old_kind = old_section.get("kind", kinded.default)
         new_kind = section.get("kind")
@@ -102,7 +113,10 @@ def leave_out_other_kinds(schema: type[BaseModel], before: Any, data: dict[str, 
         wrong_before = _wrong_keys(old_config, old_section)
         removed: list[str] = []
         for path in _keys_of_other_kind(old_config, new_config, kinded.base, section):
-            is_given = any(path[: len(override)] == override or override[: len(path)] == path for override in fixed)
+            is_given = any(
+                path[: len(override)] == override or override[: len(path)] == path
+                for override in fixed
+            )
             if is_given or path in wrong_before:
                 continue
             value = node_at(section, path[:-1]).pop(path[-1])
@@ -113,7 +127,9 @@ def leave_out_other_kinds(schema: type[BaseModel], before: Any, data: dict[str, 
             yield f"{name}={new_kind} leaves out {', '.join(removed)} of the recipe, which {verb} for {old_kind}"
 
 
-def _keys_of_other_kind(old: type[KindConfig], new: type[KindConfig], base: type[BaseModel], section: dict[str, Any]) -> list[Loc]:
+def _keys_of_other_kind(
+    old: type[KindConfig], new: type[KindConfig], base: type[BaseModel], section: dict[str, Any]
+) -> list[Loc]:
     """The settings of a section that its new kind does not have, or has with another meaning: its own default differs from the old kind's.
 
     A setting of the base class means the same for all kinds.
@@ -141,7 +157,11 @@ def _wrong_keys(config: type[BaseModel], section: dict[str, Any]) -> dict[Loc, N
 def _refused_paths(config: type[BaseModel], section: dict[str, Any]) -> list[Loc]:
     """Keys that a kind's first check refuses. Rules about several keys are checked only after all keys are known."""
     errors = _errors(config, section)
-    paths = [loc for loc, reason in errors if reason in ("extra_forbidden", "literal_error") and _is_key(section, loc)]
+    paths = [
+        loc
+        for loc, reason in errors
+        if reason in ("extra_forbidden", "literal_error") and _is_key(section, loc)
+    ]
     if paths:
         return paths
     for loc, reason in errors:
@@ -191,7 +211,10 @@ def _kinded_field(schema: type[BaseModel], loc: Loc) -> _Kinded | None:
         field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
         if field is None:
             return None
-        mark = next((mark for mark in field.metadata if isinstance(mark, KindIn)), _kind_mark(field.annotation))
+        mark = next(
+            (mark for mark in field.metadata if isinstance(mark, KindIn)),
+            _kind_mark(field.annotation),
+        )
         below = _classes(field.annotation)
         if mark is not None:
             # The section itself, or one of a list or mapping of sections.
@@ -205,7 +228,9 @@ def _kinded_field(schema: type[BaseModel], loc: Loc) -> _Kinded | None:
 def node_at(data: Any, loc: Loc) -> Any:
     """The value at a path; None if a later override removed it."""
     for part in loc:
-        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
+        if (isinstance(data, dict) and part in data) or (
+            isinstance(data, list) and isinstance(part, int) and part < len(data)
+        ):
             data = data[part]
         else:
             return None
@@ -230,7 +255,11 @@ def in_order(overrides: Sequence[str]) -> list[str]:
         key, _, value = override.partition("=")
         first_part = len(ordered)
         if NAMES_DATA.fullmatch(key.strip()) and value.strip() not in ("", "null", "~"):
-            parts = (index for index, other in enumerate(ordered) if other.lstrip().startswith(f"{key.strip()}."))
+            parts = (
+                index
+                for index, other in enumerate(ordered)
+                if other.lstrip().startswith(f"{key.strip()}.")
+            )
             first_part = next(parts, first_part)
         ordered.insert(first_part, override)
     return ordered
@@ -248,7 +277,9 @@ def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping of sections, not a {type(tree).__name__}.")
+        raise ConfigError(
+            f"{path}: a recipe is a mapping of sections, not a {type(tree).__name__}."
+        )
     return cast(dict[str, Any], tree)
 
 
@@ -256,18 +287,25 @@ def apply_override(data: dict[str, Any], override: str, where: Where) -> Loc:
     """Apply one `section.key=value` to the raw recipe, with the value read as YAML; returns the path of the key."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"override {_shortened(override)!r} is not of the form section.key=value, e.g. optim.lr=3e-4.")
+        raise ConfigError(
+            f"override {_shortened(override)!r} is not of the form section.key=value, e.g. optim.lr=3e-4."
+        )
     shown = repr(_shortened(override))
     try:
         value = parse_yaml(text, "value") if text.strip() else ""
     except ConfigError as error:
-        raise ConfigError(f"override {shown}: {str(error).partition(': ')[2]} Quote it if it is text, e.g. '{key[:60]}=\"...\"'.") from None
+        raise ConfigError(
+            f"override {shown}: {str(error).partition(': ')[2]} Quote it if it is text, e.g. '{key[:60]}=\"...\"'."
+        ) from None
     return set_value(data, key, value, override, where)
 
 
 def key_parts(key: str) -> list[Any]:
     """`data.train.0.path` as its names and indices."""
-    return [int(part) if part.isascii() and part.isdecimal() and len(part) < 10 else part for part in key.strip().split(".")]
+    return [
+        int(part) if part.isascii() and part.isdecimal() and len(part) < 10 else part
+        for part in key.strip().split(".")
+    ]
 
 
 def write_out_sources(data: dict[str, Any], parts: list[Any]) -> list[Any]:
@@ -343,7 +381,9 @@ def set_value(data: dict[str, Any], key: str, value: Any, override: str, where: 
     last = parts[-1]
     if not isinstance(node, (dict, list)):
         holder = ".".join(map(str, parts[:-1]))
-        raise ConfigError(f"override {shown}: {holder} is {node!r}, which has no keys. Write it as a mapping.")
+        raise ConfigError(
+            f"override {shown}: {holder} is {node!r}, which has no keys. Write it as a mapping."
+        )
     if isinstance(node, list) and (not isinstance(last, int) or last >= len(node)):
         raise ConfigError(
             f"override {shown}: {'.'.join(map(str, parts[:-1]))} is a list of length {len(node)}; use an index below {len(node)}."
@@ -353,14 +393,22 @@ def set_value(data: dict[str, Any], key: str, value: Any, override: str, where: 
     return tuple(parts)
 
 
-def validate(schema: type[S], data: Mapping[str, Any], where: Where | None = None, translate: Translate | None = None) -> S:
+def validate(
+    schema: type[S],
+    data: Mapping[str, Any],
+    where: Where | None = None,
+    translate: Translate | None = None,
+) -> S:
     """Validate plain data in JSON mode (lists become tuples, text becomes paths) or raise a ConfigError that lists every mistake."""
     try:
         return schema.model_validate_json(json.dumps(data, allow_nan=False))
     except ValueError as error:
         if not isinstance(error, ValidationError):
             raise ConfigError(f"recipe: {error}.") from None
-        lines = [_shortened(_explain(one, schema, where or {}, data, translate)) for one in _flatten(error.errors())]
+        lines = [
+            _shortened(_explain(one, schema, where or {}, data, translate))
+            for one in _flatten(error.errors())
+        ]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
@@ -374,21 +422,35 @@ def _flatten(errors: list[Any]) -> list[Any]:
     for one in errors:
         inner = one.get("ctx", {}).get("error")
         if isinstance(inner, NestedErrors):
-            flat += [{**below, "loc": (*one["loc"], *below["loc"])} for below in _flatten(inner.errors)]
+            flat += [
+                {**below, "loc": (*one["loc"], *below["loc"])} for below in _flatten(inner.errors)
+            ]
         else:
             flat.append(one)
     return flat
 
 
-def _explain(error: Any, schema: type[BaseModel], where: Where, data: Any = None, translate: Translate | None = None) -> str:
-    loc = tuple(part for part in error["loc"] if not (isinstance(part, str) and part.startswith(("function-", "tagged-", "constrained-"))))
+def _explain(
+    error: Any,
+    schema: type[BaseModel],
+    where: Where,
+    data: Any = None,
+    translate: Translate | None = None,
+) -> str:
+    loc = tuple(
+        part
+        for part in error["loc"]
+        if not (isinstance(part, str) and part.startswith(("function-", "tagged-", "constrained-")))
+    )
     place = next((where[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in where), "")
     if not place and loc:  # the error concerns the whole section: name any line of it
         place = next((at for key, at in where.items() if key[: len(loc)] == loc), "")
     key = ".".join(map(str, loc)) or "recipe"
     prefix = f"{place}: " if place else ""
     if error["type"] == "extra_forbidden":
-        translated = None if translate is None else translate(str(loc[-1]), error.get("input"), len(loc) > 1)
+        translated = (
+            None if translate is None else translate(str(loc[-1]), error.get("input"), len(loc) > 1)
+        )
         if translated is not None:
             return f"{prefix}{key} is not a setting; {translated}"
         return f"{prefix}{key} is not a setting; {_known_key_hint(schema, loc, data)}"
@@ -441,7 +503,10 @@ def _keys(schema: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
         field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
         if field is None:
             return []
-        mark = next((mark for mark in field.metadata if isinstance(mark, KindIn)), _kind_mark(field.annotation))
+        mark = next(
+            (mark for mark in field.metadata if isinstance(mark, KindIn)),
+            _kind_mark(field.annotation),
+        )
         if mark is not None:
             return _all_kind_keys(mark.package)
         below = _classes(field.annotation)
@@ -458,14 +523,19 @@ def _is_section(thing: Any) -> bool:
 
 
 def _all_kind_keys(package: str) -> list[str]:
-    return sorted({key for name in kind_names(package) for key in kind_config(package, name).model_fields})
+    return sorted(
+        {key for name in kind_names(package) for key in kind_config(package, name).model_fields}
+    )
 
 
 def _kind_mark(annotation: Any) -> KindIn | None:
     for mark in getattr(annotation, "__metadata__", ()):
         if isinstance(mark, KindIn):
             return mark
-    return next((mark for a in getattr(annotation, "__args__", ()) if (mark := _kind_mark(a)) is not None), None)
+    return next(
+        (mark for a in getattr(annotation, "__args__", ()) if (mark := _kind_mark(a)) is not None),
+        None,
+    )
 
 
 def _classes(annotation: Any) -> list[type[BaseModel]]:
@@ -482,7 +552,11 @@ def dump_yaml(config: BaseModel | Mapping[str, Any], *, only_given: bool = False
     yaml = YAML()
     yaml.default_flow_style = None
     yaml.width = 120
-    data = config.model_dump(mode="json", by_alias=True, exclude_unset=only_given) if isinstance(config, BaseModel) else dict(config)
+    data = (
+        config.model_dump(mode="json", by_alias=True, exclude_unset=only_given)
+        if isinstance(config, BaseModel)
+        else dict(config)
+    )
     yaml.dump(data, out)
     return out.getvalue()
 
@@ -504,14 +578,27 @@ class ExternalCode:
 
 def find_external_code(data: Any, at: str = "") -> Iterator[ExternalCode]:
     """All code outside headway that a recipe names, found in its plain data without importing anything."""
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in items:
         place = f"{at}.{key}" if at else str(key)
         is_listed = isinstance(key, int)
         if isinstance(value, str):
             if "." in value and (key in MODULE_KEYS or (is_listed and at.endswith("track"))):
-                yield ExternalCode(place, f"imports the {'file' if is_file_name(value) else 'module'} {value}", True, value)
-            elif ":" in value and (key in FUNCTION_KEYS or (is_listed and at.endswith("callbacks"))):
+                yield ExternalCode(
+                    place,
+                    f"imports the {'file' if is_file_name(value) else 'module'} {value}",
+                    True,
+                    value,
+                )
+            elif ":" in value and (
+                key in FUNCTION_KEYS or (is_listed and at.endswith("callbacks"))
+            ):
                 yield ExternalCode(place, f"calls {value}", True, value.rpartition(":")[0])
         elif key == "command" and isinstance(value, list):
             yield ExternalCode(place, f"starts {' '.join(map(str, value))}", False)

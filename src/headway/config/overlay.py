@@ -26,7 +26,11 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
                         result.pop(key, None)
     for key, value in above.items():
         there = result.get(key)
-        if isinstance(value, dict) and isinstance(there, dict) and not chooses(cast(Any, there), cast(Any, value)):
+        if (
+            isinstance(value, dict)
+            and isinstance(there, dict)
+            and not chooses(cast(Any, there), cast(Any, value))
+        ):
             result[key] = overlay(cast(Any, there), cast(Any, value))
         else:
             result[key] = value

@@ -51,7 +51,9 @@ def path_problem(path: str) -> str | None:
     """Why no file system accepts a path; None if it is valid."""
     if "\0" in path:
         return f"is {path[:40]!r}; a path must not contain a NUL character"
-    if len(path.encode("utf-8", "replace")) > 4000 or any(len(part.encode("utf-8", "replace")) > 255 for part in path.split("/")):
+    if len(path.encode("utf-8", "replace")) > 4000 or any(
+        len(part.encode("utf-8", "replace")) > 255 for part in path.split("/")
+    ):
         return f"is {path[:40] + '...'!r}; a path has at most 4000 bytes, and each name in it at most 255 bytes"
     return None
 
@@ -62,7 +64,9 @@ class Overlay(Section):
     model_config = ConfigDict(frozen=True, strict=True, extra="allow", allow_inf_nan=False)
 
 
-def setting(default: Any = ..., doc: str = "", *, on_resume: OnResume | None = None, **limits: Any) -> Any:
+def setting(
+    default: Any = ..., doc: str = "", *, on_resume: OnResume | None = None, **limits: Any
+) -> Any:
     """Declare a field: default, one-sentence description, whether a resumed run may change it, limits such as `gt=0`."""
     assert doc, "every setting needs a description"
     extra: dict[str, Any] = {"on_resume": on_resume} if on_resume else {}
@@ -71,7 +75,9 @@ def setting(default: Any = ..., doc: str = "", *, on_resume: OnResume | None = N
     return Field(default, description=doc, json_schema_extra=extra, **limits)
 
 
-def differences(old: BaseModel, new: BaseModel, at: str = "", rule: OnResume = "free") -> tuple[list[str], list[str]]:
+def differences(
+    old: BaseModel, new: BaseModel, at: str = "", rule: OnResume = "free"
+) -> tuple[list[str], list[str]]:
     """Compare two configs: the changes to fixed fields and the changes to free ones, each as `key: old -> new`."""
     fixed: list[str] = []
     free: list[str] = []
@@ -82,12 +88,18 @@ def differences(old: BaseModel, new: BaseModel, at: str = "", rule: OnResume = "
             continue
         extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
         here_rule: Any = extra.get("on_resume", rule)
-        if isinstance(before, BaseModel) and isinstance(after, BaseModel) and type(before) is type(after):
+        if (
+            isinstance(before, BaseModel)
+            and isinstance(after, BaseModel)
+            and type(before) is type(after)
+        ):
             below = differences(before, after, here + ".", here_rule)
             fixed += below[0]
             free += below[1]
         else:
-            (fixed if here_rule == "fixed" else free).append(f"{here}: {_short(before)} -> {_short(after)}")
+            (fixed if here_rule == "fixed" else free).append(
+                f"{here}: {_short(before)} -> {_short(after)}"
+            )
     return fixed, free
 
 

@@ -21,7 +21,9 @@ SUFFIXES = (".yaml", ".yml")
 
 def recipe_names() -> list[str]:
     """The names of all shipped recipes: laptop/dpo, laptop/lora, ..."""
-    return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
+    return sorted(
+        path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml")
+    )
 
 
 def find_recipe(given: Path | str, say: Callable[[str], object] = str) -> Path:
@@ -38,12 +40,21 @@ def find_recipe(given: Path | str, say: Callable[[str], object] = str) -> Path:
     shipped = find_shipped(path)
     if shipped is None:
         if is_folder:
-            raise ConfigError(f"{path}: is a folder. Give the path of a recipe; a run folder has one at {path}/recipe.yaml.")
-        raise ConfigError(f"{path}: no such file, and no recipe of this name comes with headway; {_hint(path)}")
-    mine = next((file for suffix in SUFFIXES if (file := path.with_name(path.name + suffix)).is_file()), None)
+            raise ConfigError(
+                f"{path}: is a folder. Give the path of a recipe; a run folder has one at {path}/recipe.yaml."
+            )
+        raise ConfigError(
+            f"{path}: no such file, and no recipe of this name comes with headway; {_hint(path)}"
+        )
+    mine = next(
+        (file for suffix in SUFFIXES if (file := path.with_name(path.name + suffix)).is_file()),
+        None,
+    )
     if mine is not None and not mine.samefile(shipped):
         name = shipped.relative_to(FOLDER).with_suffix("").as_posix()
-        say(f"the recipe is the file {mine} here; recipes/{name} is the one that comes with headway")
+        say(
+            f"the recipe is the file {mine} here; recipes/{name} is the one that comes with headway"
+        )
         return mine
     return shipped
 

@@ -50,18 +50,26 @@ def user_code_file(name: str) -> Path | None:
 
 def _import_file(path: Path, name: str, setting: str) -> ModuleType:
     if path.suffix != ".py":
-        raise ConfigError(f"{setting} is {name[:200]!r}; a file of your own ends in .py, e.g. ./my_module.py.")
+        raise ConfigError(
+            f"{setting} is {name[:200]!r}; a file of your own ends in .py, e.g. ./my_module.py."
+        )
     try:
         with path.open("rb") as file:
             code = file.read(MAX_BYTES + 1)
         absolute = path.resolve()
     except (OSError, ValueError) as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error}"
+        reason = (
+            "there is no such file"
+            if isinstance(error, FileNotFoundError)
+            else f"it cannot be read: {error}"
+        )
         raise ConfigError(
             f"{setting} is {name[:200]!r}, but {reason} (working directory: {Path.cwd()}). Give the path of your file."
         ) from None
     if len(code) > MAX_BYTES:
-        raise ConfigError(f"{setting} is {name[:200]!r}, which has more than {MAX_BYTES >> 20} MiB. Give a Python file.")
+        raise ConfigError(
+            f"{setting} is {name[:200]!r}, which has more than {MAX_BYTES >> 20} MiB. Give a Python file."
+        )
     module_name = PREFIX + hashlib.sha256(str(absolute).encode() + b"\0" + code).hexdigest()[:24]
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -72,7 +80,9 @@ def _import_file(path: Path, name: str, setting: str) -> ModuleType:
     def run() -> ModuleType:
         sys.modules[module_name] = module  # dataclasses and pickle look it up
         try:
-            exec(compile(code, str(absolute), "exec"), module.__dict__)  # the bytes that were hashed; no .pyc is written or read
+            exec(
+                compile(code, str(absolute), "exec"), module.__dict__
+            )  # the bytes that were hashed; no .pyc is written or read
         except BaseException:
             del sys.modules[module_name]
             raise
@@ -85,7 +95,9 @@ def _import(name: str, setting: str, work: Callable[[], ModuleType]) -> ModuleTy
     try:
         return work()
     except ModuleNotFoundError as missing:
-        if missing.name is not None and (name == missing.name or name.startswith(missing.name + ".")):
+        if missing.name is not None and (
+            name == missing.name or name.startswith(missing.name + ".")
+        ):
             raise ConfigError(
                 f"{setting} is {name[:200]!r}, but there is no module of that name. Add the folder that contains it to PYTHONPATH."
             ) from None
@@ -94,7 +106,11 @@ def _import(name: str, setting: str, work: Callable[[], ModuleType]) -> ModuleTy
         ) from missing
     except Exception as error:  # importing the user's module may raise anything
         at = traceback.extract_tb(error.__traceback__)[-1]
-        where = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (at.filename, at.lineno)
+        where = (
+            (error.filename, error.lineno)
+            if isinstance(error, SyntaxError)
+            else (at.filename, at.lineno)
+        )
         problem = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"{setting} is {name[:200]!r}, but importing it fails: {type(error).__name__}: {problem} ({where[0]}:{where[1]})."
@@ -105,7 +121,13 @@ class UserFiles:
     """The files imported so far. Unpickled in another process it imports them there, so that what comes after it can be unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _import_again, ([str(module.__file__) for name, module in list(sys.modules.items()) if name.startswith(PREFIX)],)
+        return _import_again, (
+            [
+                str(module.__file__)
+                for name, module in list(sys.modules.items())
+                if name.startswith(PREFIX)
+            ],
+        )
 
 
 def _import_again(files: Sequence[str]) -> UserFiles:

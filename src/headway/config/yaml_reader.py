@@ -57,14 +57,20 @@ class _Open:
 def parse_yaml(text: str, name: str, where: Where | None = None) -> Any:
     """The content of one YAML document; a mistake raises a ConfigError that begins with `name` and the line."""
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
-        raise ConfigError(f"{name}: larger than {MAX_BYTES >> 10} KiB, the limit for a recipe. Give the path of a recipe.")
+        raise ConfigError(
+            f"{name}: larger than {MAX_BYTES >> 10} KiB, the limit for a recipe. Give the path of a recipe."
+        )
     tree = _Tree(name, where if where is not None else {})
     try:
         tree.read(text)
     except _Refused as refused:
         line = f":{refused.line + 1}" if refused.line is not None else ""
         raise ConfigError(f"{name}{line}: {refused}") from None
-    except (YAMLError, AssertionError, ValueError) as error:  # ruamel asserts the version that a %YAML line names
+    except (
+        YAMLError,
+        AssertionError,
+        ValueError,
+    ) as error:  # ruamel asserts the version that a %YAML line names
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
@@ -93,22 +99,35 @@ class _Tree:
             elif isinstance(event, AliasEvent):
                 self._alias(str(event.anchor), line)
             elif isinstance(event, ScalarEvent):
-                tag = event.tag if event.tag not in (None, "!") else parser.resolver.resolve(ScalarNode, event.value, event.implicit)
+                tag = (
+                    event.tag
+                    if event.tag not in (None, "!")
+                    else parser.resolver.resolve(ScalarNode, event.value, event.implicit)
+                )
                 self._put(_scalar(str(event.value), str(tag), line), line, event.anchor, 1)
             elif isinstance(event, DocumentStartEvent):
                 self.num_documents += 1
                 if self.num_documents > 1:
-                    raise _Refused("a second document begins; a recipe is a single document. Remove the `---`.", line)
+                    raise _Refused(
+                        "a second document begins; a recipe is a single document. Remove the `---`.",
+                        line,
+                    )
 
     def _begin(self, event: MappingStartEvent | SequenceStartEvent, line: int) -> None:
         is_mapping = isinstance(event, MappingStartEvent)
         if event.tag not in (None, "!", TAG + ("map" if is_mapping else "seq")):
-            raise _Refused(f"the tag {str(event.tag)[:60]!r} is not supported. Write plain values.", line)
+            raise _Refused(
+                f"the tag {str(event.tag)[:60]!r} is not supported. Write plain values.", line
+            )
         if len(self.open) >= MAX_DEPTH:
-            raise _Refused(f"nested more than {MAX_DEPTH} levels deep, the limit for a recipe.", line)
+            raise _Refused(
+                f"nested more than {MAX_DEPTH} levels deep, the limit for a recipe.", line
+            )
         holder = self.open[-1] if self.open else None
         if holder is not None and isinstance(holder.value, dict) and not holder.has_key:
-            raise _Refused("found a list or mapping where a key is expected. Write the key as text.", line)
+            raise _Refused(
+                "found a list or mapping where a key is expected. Write the key as text.", line
+            )
         at = self._here(line) if holder is not None else ()
         self.open.append(_Open({} if is_mapping else [], at, line, event.anchor))
 
@@ -121,15 +140,26 @@ class _Tree:
 
     def _alias(self, anchor: str, line: int) -> None:
         if any(one.anchor == anchor for one in self.open) and anchor not in self.anchors:
-            raise _Refused(f"the alias *{anchor[:60]} refers to a value that contains it. Remove the alias.", line)
+            raise _Refused(
+                f"the alias *{anchor[:60]} refers to a value that contains it. Remove the alias.",
+                line,
+            )
         if anchor not in self.anchors:
-            raise _Refused(f"the alias *{anchor[:60]} has no anchor above it. Define &{anchor[:60]} first.", line)
+            raise _Refused(
+                f"the alias *{anchor[:60]} has no anchor above it. Define &{anchor[:60]} first.",
+                line,
+            )
         value, values = self.anchors[anchor]
         self._put(copy.deepcopy(value), line, None, values)
 
     def _put(self, value: Any, line: int, anchor: str | None, values: int) -> None:
         """Add a finished value to the open mapping or sequence, or make it the root."""
-        if value is MERGE and (anchor is not None or not self.open or isinstance(self.open[-1].value, list) or self.open[-1].has_key):
+        if value is MERGE and (
+            anchor is not None
+            or not self.open
+            or isinstance(self.open[-1].value, list)
+            or self.open[-1].has_key
+        ):
             value = "<<"
         if anchor is not None:
             self.anchors[str(anchor)] = (value, values)
@@ -139,7 +169,10 @@ class _Tree:
         holder = self.open[-1]
         holder.values += values
         if sum(one.values for one in self.open) > MAX_VALUES:
-            raise _Refused(f"more than {MAX_VALUES} values after aliases are expanded, the limit for a recipe.", line)
+            raise _Refused(
+                f"more than {MAX_VALUES} values after aliases are expanded, the limit for a recipe.",
+                line,
+            )
         if isinstance(holder.value, list):
             self._here(line)
             holder.value.append(value)
@@ -150,10 +183,15 @@ class _Tree:
 
     def _put_key(self, holder: _Open, key: Any, line: int) -> None:
         if isinstance(key, (dict, list)):
-            raise _Refused("found a list or mapping where a key is expected. Write the key as text.", line)
+            raise _Refused(
+                "found a list or mapping where a key is expected. Write the key as text.", line
+            )
         holder.key = key if key is MERGE else str(key)
         if holder.key in holder.value:
-            raise _Refused(f'found duplicate key "{str(key)[:60]}"; a key may occur once. Remove one of them.', line)
+            raise _Refused(
+                f'found duplicate key "{str(key)[:60]}"; a key may occur once. Remove one of them.',
+                line,
+            )
         holder.has_key = True
         self._here(line)
 
@@ -193,7 +231,9 @@ def _scalar(text: str, tag: str, line: int) -> Any:
 def _number(text: str, kind: str, line: int) -> int | float:
     plain = text.replace("_", "").lower()
     if len(plain) > MAX_DIGITS:
-        raise _Refused(f"a number of {len(plain)} characters; write one of at most {MAX_DIGITS}.", line)
+        raise _Refused(
+            f"a number of {len(plain)} characters; write one of at most {MAX_DIGITS}.", line
+        )
     try:
         if kind == "float":
             return float(plain.replace(".inf", "inf").replace(".nan", "nan"))
@@ -201,4 +241,6 @@ def _number(text: str, kind: str, line: int) -> int | float:
         base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2], 10)
         return int(plain, base)
     except ValueError:
-        raise _Refused(f"{text[:60]!r} is not {'an integer' if kind == 'int' else 'a number'}.", line) from None
+        raise _Refused(
+            f"{text[:60]!r} is not {'an integer' if kind == 'int' else 'a number'}.", line
+        ) from None

@@ -52,7 +52,12 @@ class Batch:
         """The batch on another device; asynchronous if the memory is pinned."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in TENSOR_FIELDS}
         host = self.bounds if self.bounds.device.type == "cpu" else self.host_bounds
-        return replace(self, **moved, host_bounds=host, extra={k: v.to(device, non_blocking=True) for k, v in self.extra.items()})
+        return replace(
+            self,
+            **moved,
+            host_bounds=host,
+            extra={k: v.to(device, non_blocking=True) for k, v in self.extra.items()},
+        )
 
     def pin(self) -> Batch:
         """The batch in pinned memory."""

@@ -18,7 +18,11 @@ Packing = Literal["best_fit", "concat", "pad", "one_document"]
 SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?P<repeat>\d+))?$")
 FOR_TEXT = ("text_key", "template", "split")
 FOR_RECORDS = ("chat_template", "keys", "drop_bad")
-NOT_FOR = {"auto": (), "text": FOR_RECORDS, "captions": (*FOR_TEXT, "chat_template", "keys", "format")}
+NOT_FOR = {
+    "auto": (),
+    "text": FOR_RECORDS,
+    "captions": (*FOR_TEXT, "chat_template", "keys", "format"),
+}
 """Settings of a source for raw text, for raw chat and preference data, and what would be ignored for a kind (FOR_TEXT for all others)."""
 MAX_STEP_TOKENS = 1 << 28
 DEFAULT_ROWS = 8
@@ -51,15 +55,23 @@ class SourceConfig(Section):
         "tokenized once into a cached store.",
         min_length=1,
     )
-    weight: float | None = setting(None, "Share of the tokens, relative to the weights of the other sources. null = by size.", gt=0)
+    weight: float | None = setting(
+        None,
+        "Share of the tokens, relative to the weights of the other sources. null = by size.",
+        gt=0,
+    )
     repeat: int = setting(1, "How often one epoch reads this source.", ge=1)
-    limit: int | None = setting(None, "Use only this many documents, the first ones. null = all.", gt=0)
+    limit: int | None = setting(
+        None, "Use only this many documents, the first ones. null = all.", gt=0
+    )
     min_length: int = setting(1, "Skip documents with fewer tokens.", ge=1)
-    kind: Literal["auto", "text", "chat", "preference", "unpaired", "multimodal", "captions"] = setting(
-        "auto",
-        "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of answers, for objective dpo); unpaired "
-        "(answers labelled good or bad, for objective kto); multimodal (conversations with media, see multimodal); captions (for objective "
-        "contrastive); or auto: by the keys, refused if not clear.",
+    kind: Literal["auto", "text", "chat", "preference", "unpaired", "multimodal", "captions"] = (
+        setting(
+            "auto",
+            "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of answers, for objective dpo); unpaired "
+            "(answers labelled good or bad, for objective kto); multimodal (conversations with media, see multimodal); captions (for objective "
+            "contrastive); or auto: by the keys, refused if not clear.",
+        )
     )
     chat_template: str = setting(
         "auto",
@@ -67,16 +79,26 @@ class SourceConfig(Section):
         "auto = the tokenizer's own if it has one, otherwise chatml.",
     )
     keys: dict[str, str | None] | None = setting(
-        None, "Raw chat and preference data: the keys of a record, e.g. {prompt: question, response: answer}. See docs/data.md."
+        None,
+        "Raw chat and preference data: the keys of a record, e.g. {prompt: question, response: answer}. See docs/data.md.",
     )
     drop_bad: bool = setting(
-        False, "Raw records of any kind: skip those that cannot be read and log their number. false = such a record is an error."
+        False,
+        "Raw records of any kind: skip those that cannot be read and log their number. false = such a record is an error.",
     )
-    text_key: str = setting("text", "Raw text: the key of a record that holds the text.", min_length=1)
-    template: str | None = setting(None, "Raw text: build the text from several keys, e.g. '{title}\\n{content}'. Overrides text_key.")
-    split: Literal["file", "line"] = setting("file", "Raw .txt files: one document per file, or one per line.")
+    text_key: str = setting(
+        "text", "Raw text: the key of a record that holds the text.", min_length=1
+    )
+    template: str | None = setting(
+        None,
+        "Raw text: build the text from several keys, e.g. '{title}\\n{content}'. Overrides text_key.",
+    )
+    split: Literal["file", "line"] = setting(
+        "file", "Raw .txt files: one document per file, or one per line."
+    )
     format: str | None = setting(
-        None, "Raw files in a format of your own: your module that reads them, or its file, e.g. ./my_format.py (docs/extend.md)."
+        None,
+        "Raw files in a format of your own: your module that reads them, or its file, e.g. ./my_format.py (docs/extend.md).",
     )
 
     @model_validator(mode="before")
@@ -85,14 +107,20 @@ class SourceConfig(Section):
         if isinstance(data, str):
             return split_suffix(data)
         if isinstance(data, dict) and isinstance(data.get("path"), str):
-            return {**split_suffix(data["path"]), **data, "path": split_suffix(data["path"])["path"]}
+            return {
+                **split_suffix(data["path"]),
+                **data,
+                "path": split_suffix(data["path"])["path"],
+            }
         return data
 
     @property
     def raw_settings(self) -> list[str]:
         """The settings that were given and apply to raw files only."""
         names = ("kind", *FOR_RECORDS, *FOR_TEXT, "format")
-        given = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        given = [
+            name for name in names if getattr(self, name) != type(self).model_fields[name].default
+        ]
         if self.chat_template == FALLBACK_TEMPLATE and "chat_template" in given:
             given.remove("chat_template")  # recipes of run folders state it for every source
         return [name for name in given if name != "kind" or self.kind != "text"]
@@ -105,10 +133,16 @@ class SourceConfig(Section):
             )
         given = self.raw_settings
         for name in [name for name in NOT_FOR.get(self.kind, FOR_TEXT) if name in given]:
-            raise ValueError(f"has kind={self.kind} and {name}={getattr(self, name)}, which does not apply to that kind. Remove it")
-        for_text, for_records = ([name for name in names if name in given] for names in (FOR_TEXT, FOR_RECORDS))
+            raise ValueError(
+                f"has kind={self.kind} and {name}={getattr(self, name)}, which does not apply to that kind. Remove it"
+            )
+        for_text, for_records = (
+            [name for name in names if name in given] for names in (FOR_TEXT, FOR_RECORDS)
+        )
         if for_text and for_records:
-            raise ValueError(f"has {for_text[0]}, which is for text, and {for_records[0]}, which is for chat and preference. Remove one")
+            raise ValueError(
+                f"has {for_text[0]}, which is for text, and {for_records[0]}, which is for chat and preference. Remove one"
+            )
         try:
             KeyMap.of(self.keys)
         except ConfigError as error:
@@ -120,7 +154,10 @@ class ValidConfig(Section):
     """Validation data: a fraction of the training documents, or separate named sets."""
 
     fraction: float | None = setting(
-        None, "Hold out this share of the training documents for validation. The choice depends on the document index alone.", gt=0, lt=1
+        None,
+        "Hold out this share of the training documents for validation. The choice depends on the document index alone.",
+        gt=0,
+        lt=1,
     )
     sets: dict[str, tuple[SourceConfig, ...]] | str | None = setting(
         None,
@@ -137,21 +174,30 @@ class ValidConfig(Section):
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: tuple(one) if isinstance(one, (list, tuple)) else (one,) for name, one in value.items()}
+            return {
+                name: tuple(one) if isinstance(one, (list, tuple)) else (one,)
+                for name, one in value.items()
+            }
         return value
 
     @model_validator(mode="after")
     def _one_form(self) -> "ValidConfig":
         if (self.fraction is None) == (not self.sets):
-            raise ValueError("needs either fraction, e.g. {fraction: 0.01}, or sets, e.g. {sets: {wiki: stores/wiki}}")
+            raise ValueError(
+                "needs either fraction, e.g. {fraction: 0.01}, or sets, e.g. {sets: {wiki: stores/wiki}}"
+            )
         return self
 
 
 class DataConfig(Section):
     """Which documents a run reads, and how they become rows."""
 
-    train: tuple[SourceConfig, ...] | None = setting(None, "Sources of the training mixture. null = generated data.", on_resume="fixed")
-    valid: ValidConfig | None = setting(None, "Validation data. A string is short for sets.", on_resume="fixed")
+    train: tuple[SourceConfig, ...] | None = setting(
+        None, "Sources of the training mixture. null = generated data.", on_resume="fixed"
+    )
+    valid: ValidConfig | None = setting(
+        None, "Validation data. A string is short for sets.", on_resume="fixed"
+    )
     by_type: bool = setting(
         True,
         "Read a folder of several types (InternLM type folders, MDS domains, a store made from them) as one source per type, each with "
@@ -167,7 +213,9 @@ class DataConfig(Section):
         on_resume="fixed",
     )
     max_documents: int | Literal["auto"] = setting(
-        "auto", "Maximum number of documents per row; padding counts as one. auto = seq_len / 64, at least 8.", on_resume="fixed"
+        "auto",
+        "Maximum number of documents per row; padding counts as one. auto = seq_len / 64, at least 8.",
+        on_resume="fixed",
     )
     window_tokens: int | Literal["auto"] = setting(
         "auto",
@@ -185,19 +233,39 @@ class DataConfig(Section):
         "Order the rows of a step so that all ranks have about the same attention work (squared document lengths).",
         on_resume="fixed",
     )
-    skip_batches: str = setting("", "Batches to skip: they are read but not trained on. Counted from 0, e.g. '3-5,9'.", on_resume="free")
+    skip_batches: str = setting(
+        "",
+        "Batches to skip: they are read but not trained on. Counted from 0, e.g. '3-5,9'.",
+        on_resume="free",
+    )
     accept_changed: bool = setting(
         False,
         "Resume even if the data has changed since the checkpoint was saved; reading then starts at the beginning of the data.",
         on_resume="free",
     )
     tokenizer_unchecked: bool = setting(
-        False, "Accept stores that do not record their tokenizer; only the highest id is checked.", on_resume="free"
+        False,
+        "Accept stores that do not record their tokenizer; only the highest id is checked.",
+        on_resume="free",
     )
-    workers: int = setting(1, "Threads that read rows. 0 = read in the training thread.", ge=0, le=1024, on_resume="free")
-    prefetch: int = setting(4, "Number of steps to prepare in advance.", ge=1, le=10_000, on_resume="free")
-    pin_memory: bool | Literal["auto"] = setting("auto", "Put batches into pinned memory. auto = if there is a GPU.", on_resume="free")
-    stage_to: Path | None = setting(None, "Copy stores to this folder, usually on a local disk, and read them there.", on_resume="free")
+    workers: int = setting(
+        1,
+        "Threads that read rows. 0 = read in the training thread.",
+        ge=0,
+        le=1024,
+        on_resume="free",
+    )
+    prefetch: int = setting(
+        4, "Number of steps to prepare in advance.", ge=1, le=10_000, on_resume="free"
+    )
+    pin_memory: bool | Literal["auto"] = setting(
+        "auto", "Put batches into pinned memory. auto = if there is a GPU.", on_resume="free"
+    )
+    stage_to: Path | None = setting(
+        None,
+        "Copy stores to this folder, usually on a local disk, and read them there.",
+        on_resume="free",
+    )
     cache_dir: Path | None = setting(
         None,
         "Folder for stores built from raw files, row counts and Hugging Face downloads (the Hugging Face cache is searched, too). "
@@ -208,7 +276,13 @@ class DataConfig(Section):
     @field_validator("train", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, (str, dict)) else tuple(value) if isinstance(value, list) else value
+        return (
+            (value,)
+            if isinstance(value, (str, dict))
+            else tuple(value)
+            if isinstance(value, list)
+            else value
+        )
 
     @field_validator("max_documents")
     @classmethod
@@ -288,32 +362,51 @@ class ResolvedBatch:
 class BatchConfig(Section):
     """The batch of one optimizer step, in one of three forms: tokens; rows; or rows_per_rank (one microbatch) and accumulate."""
 
-    tokens: int | None = setting(None, "Tokens of one step over all ranks.", gt=0, on_resume="fixed")
+    tokens: int | None = setting(
+        None, "Tokens of one step over all ranks.", gt=0, on_resume="fixed"
+    )
     rows: int | None = setting(None, "Rows of one step over all ranks.", gt=0, on_resume="fixed")
     rows_per_rank: int | None = setting(
-        None, f"Rows of one microbatch on each rank; {DEFAULT_ROWS} if no form is given.", gt=0, on_resume="fixed"
+        None,
+        f"Rows of one microbatch on each rank; {DEFAULT_ROWS} if no form is given.",
+        gt=0,
+        on_resume="fixed",
     )
-    accumulate: int | None = setting(None, "Microbatches per step, with rows_per_rank. null = 1.", gt=0, on_resume="fixed")
+    accumulate: int | None = setting(
+        None, "Microbatches per step, with rows_per_rank. null = 1.", gt=0, on_resume="fixed"
+    )
     micro_rows: int | Literal["auto"] | None = setting(
         None,
         f"Rows per microbatch. null = the largest number up to {DEFAULT_ROWS} that divides a rank's rows. "
         "auto = as many as fit into memory; the batch stays the same.",
         on_resume="free",
     )
-    rampup: Rampup | None = setting(None, "Start with a smaller batch that grows to the full batch.", on_resume="fixed")
+    rampup: Rampup | None = setting(
+        None, "Start with a smaller batch that grows to the full batch.", on_resume="fixed"
+    )
     lr_scaling: Literal["none", "sqrt", "linear"] = setting(
         "none",
         "Multiply all learning rates by (rows of a step / reference_rows): not at all, by its square root (suits Adam), or linearly.",
         on_resume="free",
     )
-    reference_rows: int | None = setting(None, "With lr_scaling: the rows of a step for which the learning rates are meant.", gt=0)
+    reference_rows: int | None = setting(
+        None, "With lr_scaling: the rows of a step for which the learning rates are meant.", gt=0
+    )
 
     @model_validator(mode="after")
     def _has_reference(self) -> "BatchConfig":
         if (self.lr_scaling == "none") != (self.reference_rows is None):
-            missing = "reference_rows" if self.reference_rows is None else "lr_scaling: sqrt or linear"
-            given = f"lr_scaling={self.lr_scaling}" if self.reference_rows is None else f"reference_rows={self.reference_rows}"
-            raise ValueError(f"has {given} alone; learning rates scale from a reference. Add {missing}")
+            missing = (
+                "reference_rows" if self.reference_rows is None else "lr_scaling: sqrt or linear"
+            )
+            given = (
+                f"lr_scaling={self.lr_scaling}"
+                if self.reference_rows is None
+                else f"reference_rows={self.reference_rows}"
+            )
+            raise ValueError(
+                f"has {given} alone; learning rates scale from a reference. Add {missing}"
+            )
         return self
 
     def lr_factor(self, rows: int) -> float:
@@ -325,15 +418,21 @@ class BatchConfig(Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> "BatchConfig":
-        given = [name for name in ("tokens", "rows", "rows_per_rank") if getattr(self, name) is not None]
+        given = [
+            name for name in ("tokens", "rows", "rows_per_rank") if getattr(self, name) is not None
+        ]
         if len(given) > 1:
-            raise ValueError(f"has {' and '.join(given)}; set one of tokens, rows, or rows_per_rank with accumulate")
+            raise ValueError(
+                f"has {' and '.join(given)}; set one of tokens, rows, or rows_per_rank with accumulate"
+            )
         if self.accumulate is not None and (self.tokens is not None or self.rows is not None):
             raise ValueError(
                 f"has accumulate={self.accumulate} and {given[0]}; accumulate follows from {given[0]} and micro_rows. Remove it"
             )
         if self.rows_per_rank is not None and self.micro_rows not in (None, self.rows_per_rank):
-            raise ValueError(f"has micro_rows={self.micro_rows} and rows_per_rank={self.rows_per_rank}, which mean the same. Remove one")
+            raise ValueError(
+                f"has micro_rows={self.micro_rows} and rows_per_rank={self.rows_per_rank}, which mean the same. Remove one"
+            )
         return self
 
     @field_validator("micro_rows")
@@ -358,16 +457,24 @@ class BatchConfig(Section):
         elif self.rows is not None:
             rows = self._rows_of("rows", self.rows, 1, ranks)
         else:
-            rows = (self.rows_per_rank or self.given_micro_rows or DEFAULT_ROWS) * (self.accumulate or 1) * ranks
+            rows = (
+                (self.rows_per_rank or self.given_micro_rows or DEFAULT_ROWS)
+                * (self.accumulate or 1)
+                * ranks
+            )
         each = rows // ranks
         given = 1 if self.micro_rows == "auto" else self.micro_rows or self.rows_per_rank
         micro_rows = given or max(n for n in range(1, min(DEFAULT_ROWS, each) + 1) if each % n == 0)
         if self.tokens is None and self.rows is None and given is None:
             micro_rows = DEFAULT_ROWS
         if self.rampup is not None and (first := self.rampup.over(ranks).start) > rows:
-            raise ConfigError(f"batch.rampup.start is {first} rows; it must not exceed the full batch of {rows} rows.")
+            raise ConfigError(
+                f"batch.rampup.start is {first} rows; it must not exceed the full batch of {rows} rows."
+            )
         if rows * seq_len > MAX_STEP_TOKENS:
-            raise ConfigError(f"batch is {rows} rows of {seq_len} tokens in one step; the maximum is {MAX_STEP_TOKENS:,} tokens. Lower it.")
+            raise ConfigError(
+                f"batch is {rows} rows of {seq_len} tokens in one step; the maximum is {MAX_STEP_TOKENS:,} tokens. Lower it."
+            )
         return ResolvedBatch(rows, micro_rows, each // micro_rows, rows * seq_len)
 
     def _rows_of(self, key: str, value: int, unit: int, ranks: int) -> int:
@@ -375,7 +482,11 @@ class BatchConfig(Section):
         step = unit * (micro_rows or 1) * ranks
         if value % step == 0:
             return value // unit
-        parts = ([f"seq_len={unit}"] if unit > 1 else []) + ([f"micro_rows={micro_rows}"] if micro_rows else []) + [f"ranks={ranks}"]
+        parts = (
+            ([f"seq_len={unit}"] if unit > 1 else [])
+            + ([f"micro_rows={micro_rows}"] if micro_rows else [])
+            + [f"ranks={ranks}"]
+        )
         near = sorted({n for n in (value // step * step, -(-value // step) * step) if n})
         raise ConfigError(
             f"batch.{key} is {value}; it must be a multiple of {' * '.join(parts)}, which is {step}. Try {' or '.join(map(str, near))}."

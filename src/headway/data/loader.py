@@ -84,11 +84,24 @@ class Loader:
     ) -> None:
         self._config, self._epochs, self._sum = config, epochs, sum_over_ranks
         self._shape = BatchShape(rows_per_step, micro_rows, rank, world, rampup, max_rows)
-        self._streams = [_stream(config, source, number, seed, shuffle) for number, source in enumerate(sources)]
+        self._streams = [
+            _stream(config, source, number, seed, shuffle) for number, source in enumerate(sources)
+        ]
         read = [stream.source for stream in self._streams]
-        columns = None if media is None else MediaColumns(media, read, config.seq_len, config.documents_per_row)
+        columns = (
+            None
+            if media is None
+            else MediaColumns(media, read, config.seq_len, config.documents_per_row)
+        )
         taught = None if teacher is None else TeacherColumns(teacher, read, config.seq_len)
-        self._fill = RowLayout(read, config.seq_len, config.documents_per_row, config.packing == "one_document", columns, taught)
+        self._fill = RowLayout(
+            read,
+            config.seq_len,
+            config.documents_per_row,
+            config.packing == "one_document",
+            columns,
+            taught,
+        )
         self._masked = any(stream.source.masked for stream in self._streams)
         self._unpaired = all(isinstance(stream.source, UnpairedSource) for stream in self._streams)
         self._paired = all(isinstance(stream.source, PairSource) for stream in self._streams)
@@ -124,7 +137,9 @@ class Loader:
             low, high = high, high * 2
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._shape.rows_before(middle) >= rows else (middle + 1, high)
+            low, high = (
+                (low, middle) if self._shape.rows_before(middle) >= rows else (middle + 1, high)
+            )
         return low
 
     def amount(self, batches: int, epochs: float | None = None) -> DataAmount:
@@ -136,13 +151,20 @@ class Loader:
         rows_drawn = self._shape.rows_before(batches)
         if self._mixture.weighted:
             weights = [source.weight or 0.0 for source in self._sources]
-            mean = sum(weight * size for weight, size in zip(weights, per_row, strict=True)) / sum(weights)
+            mean = sum(weight * size for weight, size in zip(weights, per_row, strict=True)) / sum(
+                weights
+            )
             return DataAmount(documents, tokens, self._bounded(rows_drawn * mean, batches), None)
-        tokens_of_pass = sum(number * source.repeat for (_, number), source in zip(counts, self._sources, strict=True))
+        tokens_of_pass = sum(
+            number * source.repeat
+            for (_, number), source in zip(counts, self._sources, strict=True)
+        )
         if epochs is not None:
             return DataAmount(documents, tokens, epochs * tokens_of_pass, epochs)
         rows_of_pass = sum(
-            number * source.repeat / size for (_, number), source, size in zip(counts, self._sources, per_row, strict=True) if size
+            number * source.repeat / size
+            for (_, number), source, size in zip(counts, self._sources, per_row, strict=True)
+            if size
         )
         mean = tokens_of_pass / max(1.0, rows_of_pass)
         tokens_read = self._bounded(rows_drawn * mean, batches)
@@ -158,17 +180,23 @@ class Loader:
         """The documents of batches `first` to `last` by source, from a state before them; reads no tokens."""
         mixture = Mixture(self._sources, self._streams, state.mixture)
         found: dict[str, set[int]] = {}
-        for rows, after in StepPlanner(self._config, self._shape, mixture, state.batch, self._epochs).drawn():
+        for rows, after in StepPlanner(
+            self._config, self._shape, mixture, state.batch, self._epochs
+        ).drawn():
             if after.batch - 1 > last:
                 break
             for row in rows if after.batch - 1 >= first else ():
                 if row is not None:
-                    found.setdefault(self._streams[row.source].source.name, set()).update(row.documents)
+                    found.setdefault(self._streams[row.source].source.name, set()).update(
+                        row.documents
+                    )
             if after.batch - 1 == last:
                 break
         return {name: sorted(documents) for name, documents in found.items()}
 
-    def batches_reading(self, wanted: Mapping[int, range], stops: Callable[[], bool]) -> ReplayedBatches:
+    def batches_reading(
+        self, wanted: Mapping[int, range], stops: Callable[[], bool]
+    ) -> ReplayedBatches:
         """Which batches up to the last one returned hold these documents, by source: the plan is made once more, no tokens are read.
 
         `stops` is asked after each batch. For loaders that are closed: the plan's blocks are cached for one reader.
@@ -193,10 +221,15 @@ class Loader:
         """How many batches after number `batch` were trained on, up to the last one returned."""
         later = range(batch + 1, self._state.batch)
         skipped = self._config.skipped
-        return len(later) - sum(max(0, min(last, later.stop - 1) - max(first, later.start) + 1) for first, last in skipped)
+        return len(later) - sum(
+            max(0, min(last, later.stop - 1) - max(first, later.start) + 1)
+            for first, last in skipped
+        )
 
     def _planner_from_start(self, epochs: int | None) -> StepPlanner:
-        return StepPlanner(self._config, self._shape, Mixture(self._sources, self._streams), 0, epochs)
+        return StepPlanner(
+            self._config, self._shape, Mixture(self._sources, self._streams), 0, epochs
+        )
 
     def __iter__(self) -> Self:
         return self
@@ -206,14 +239,24 @@ class Loader:
         planned, filled = next(self._steps)
         self.read_seconds = time.perf_counter() - began
         # Without masks every rank knows the sum from lengths alone; no communication is needed.
-        targets = self._sum([sum(weight for _, weight in filled)])[0] if self._masked else float(planned.targets)
+        targets = (
+            self._sum([sum(weight for _, weight in filled)])[0]
+            if self._masked
+            else float(planned.targets)
+        )
         self._state = planned.state
         totals = {"targets": targets, "rows": float(planned.rows)}
         if self._paired:
             totals["pairs"] = float(planned.stats.documents // 2)
         if self._unpaired:
             totals["records"] = float(planned.stats.documents)
-        step = StepBatch(tuple(batch for batch, _ in filled), totals, planned.stats, planned.first_microbatch, planned.source_rows)
+        step = StepBatch(
+            tuple(batch for batch, _ in filled),
+            totals,
+            planned.stats,
+            planned.first_microbatch,
+            planned.source_rows,
+        )
         return step, planned.state
 
     def close(self) -> None:
@@ -242,7 +285,14 @@ class Loader:
 
         def prepare() -> tuple[PlannedStep, list[Future[Filled]]] | None:
             planned = next(steps, None)
-            return None if planned is None else (planned, [fillers.submit(self._fill_microbatch, rows) for rows in planned.microbatches])
+            return (
+                None
+                if planned is None
+                else (
+                    planned,
+                    [fillers.submit(self._fill_microbatch, rows) for rows in planned.microbatches],
+                )
+            )
 
         try:
             ahead = deque(planner.submit(prepare) for _ in range(self._config.prefetch))
@@ -265,20 +315,34 @@ def _holds(row: Row, wanted: Mapping[int, range]) -> bool:
     return bool(((numbers >= documents.start) & (numbers < documents.stop)).any())
 
 
-def _stream(config: DataConfig, source: MixtureSource, number: int, seed: int, shuffle: bool) -> RowStream:
+def _stream(
+    config: DataConfig, source: MixtureSource, number: int, seed: int, shuffle: bool
+) -> RowStream:
     source.selection.check()
     window = config.window
     if source.selection.side == "valid":
         # Validation uses a small share of every window: larger windows, so that rows still fill.
-        window = min(1 << int(window / source.selection.fraction - 1).bit_length(), max(window, MAX_VALID_TOKENS))
+        window = min(
+            1 << int(window / source.selection.fraction - 1).bit_length(),
+            max(window, MAX_VALID_TOKENS),
+        )
     windows = Windows(source.selection, window, max(MIN_BLOCK_WINDOWS, BLOCK_TOKENS // window))
     shape = RowShape(config.seq_len, config.documents_per_row - 1, config.packing)
-    return RowStream(windows, shape, seed=seed, number=number, shuffle=shuffle, cache_dir=config.cache_dir or default_cache_dir())
+    return RowStream(
+        windows,
+        shape,
+        seed=seed,
+        number=number,
+        shuffle=shuffle,
+        cache_dir=config.cache_dir or default_cache_dir(),
+    )
 
 
 def _pins(config: DataConfig) -> bool:
     import torch
 
     if config.pin_memory is True and not torch.cuda.is_available():
-        raise ConfigError("data.pin_memory is true, but there is no GPU to pin memory for. Use auto or false.")
+        raise ConfigError(
+            "data.pin_memory is true, but there is no GPU to pin memory for. Use auto or false."
+        )
     return config.pin_memory is not False and torch.cuda.is_available()

@@ -85,14 +85,19 @@ class MediaColumns:
             if has_media(source):
                 self.indexed[number] = _index(source, self.features)
         self.items = {name: self._most(name) for name in self.features.tables}
-        begins = np.cumsum([0, *(self.items[name] * self.features.tokens[name] for name in self.features.tables)])
+        begins = np.cumsum(
+            [0, *(self.items[name] * self.features.tokens[name] for name in self.features.tables)]
+        )
         self.begin = dict(zip(self.features.tables, begins[:-1].tolist(), strict=True))
 
     def _most(self, modality: str) -> int:
         """Items of a modality in one row, at most; at least 1, so that the projector always has an input."""
         tokens = self.features.tokens[modality]
         in_row = self.seq_len // tokens + 2  # the first and the last may be cut
-        documents = max((one.items.most.get(modality, 0) for one in self.indexed.values()), default=0) * self.documents_per_row
+        documents = (
+            max((one.items.most.get(modality, 0) for one in self.indexed.values()), default=0)
+            * self.documents_per_row
+        )
         return max(1, min(in_row, documents))
 
     def columns(self, num_rows: int, pieces: Mapping[int, RowPieces]) -> dict[str, torch.Tensor]:
@@ -102,21 +107,39 @@ class MediaColumns:
         slot = np.full((num_rows, self.seq_len), -1, np.int32)
         made: dict[str, np.ndarray] = {}
         for name, table in self.features.tables.items():
-            made[f"media.{name}"] = np.zeros((num_rows, self.items[name], *table.shape), table.dtype)
+            made[f"media.{name}"] = np.zeros(
+                (num_rows, self.items[name], *table.shape), table.dtype
+            )
             made[f"media.{name}.present"] = np.zeros((num_rows, self.items[name]), np.bool_)
         for source, found in pieces.items():
             if source in self.indexed:
                 self._fill(self.indexed[source], found, slot, made)
-        return {SLOT_COLUMN: torch.from_numpy(slot), **{name: torch.from_numpy(array) for name, array in made.items()}}
+        return {
+            SLOT_COLUMN: torch.from_numpy(slot),
+            **{name: torch.from_numpy(array) for name, array in made.items()},
+        }
 
-    def _fill(self, indexed: IndexedItems, pieces: RowPieces, slot: np.ndarray, made: dict[str, np.ndarray]) -> None:
+    def _fill(
+        self,
+        indexed: IndexedItems,
+        pieces: RowPieces,
+        slot: np.ndarray,
+        made: dict[str, np.ndarray],
+    ) -> None:
         items = indexed.items
         counts = np.diff(items.first)[pieces.document]
-        index, piece = ranges(items.first[pieces.document], counts), np.repeat(np.arange(len(counts)), counts)
+        index, piece = (
+            ranges(items.first[pieces.document], counts),
+            np.repeat(np.arange(len(counts)), counts),
+        )
         in_row = np.cumsum(pieces.length) - pieces.length
         starts_row = np.searchsorted(pieces.rows, pieces.rows)
         begin = (in_row - in_row[starts_row])[piece]
-        before, length, row = items.offset[index] - pieces.start[piece], pieces.length[piece], pieces.rows[piece]
+        before, length, row = (
+            items.offset[index] - pieces.start[piece],
+            pieces.length[piece],
+            pieces.rows[piece],
+        )
         for number, (name, tokens) in enumerate(items.tokens.items()):
             chosen = (items.modality[index] == number) & (before + tokens > 0) & (before < length)
             if not chosen.any():
@@ -126,21 +149,30 @@ class MediaColumns:
             token = np.arange(tokens)
             place = before[chosen][:, None] + token
             inside: Flags = (place >= 0) & (place < length[chosen][:, None])
-            where = (np.broadcast_to(rows[:, None], place.shape)[inside], (begin[chosen][:, None] + place)[inside])
+            where = (
+                np.broadcast_to(rows[:, None], place.shape)[inside],
+                (begin[chosen][:, None] + place)[inside],
+            )
             slot[where] = (self.begin[name] + (item * tokens)[:, None] + token)[inside]
             present = indexed.row[at] >= 0
             made[f"media.{name}.present"][rows, item] = present
-            made[f"media.{name}"][rows[present], item[present]] = self.features.tables[name].rows(indexed.row[at[present]])
+            made[f"media.{name}"][rows[present], item[present]] = self.features.tables[name].rows(
+                indexed.row[at[present]]
+            )
 
 
 def _index(source: TokenSource, features: MediaFeatures) -> IndexedItems:
     if not isinstance(source, Store):
-        raise DataError(f"{source.name}: a store with media cannot be read in part. Give data.valid.sets instead of a fraction.")
+        raise DataError(
+            f"{source.name}: a store with media cannot be read in part. Give data.valid.sets instead of a fraction."
+        )
     items = read_items(source)
     for name, tokens in items.tokens.items():
         if features.tokens.get(name) != tokens:
             have = ", ".join(f"{one} x {count}" for one, count in features.tokens.items())
-            raise ConfigError(f"{source.name}: was built with {tokens} tokens for each {name}; the model takes {have}. Build it again.")
+            raise ConfigError(
+                f"{source.name}: was built with {tokens} tokens for each {name}; the model takes {have}. Build it again."
+            )
     rows = np.full(len(items.offset), -1, np.int64)
     for name, table in features.tables.items():
         if name in items.tokens:

@@ -49,7 +49,9 @@ class Row:
     def documents(self) -> list[int]:
         """The numbers of its documents."""
         plan = self.block.plan
-        return plan.document[int(plan.first[self.number]) : int(plan.first[self.number + 1])].tolist()
+        return plan.document[
+            int(plan.first[self.number]) : int(plan.first[self.number + 1])
+        ].tolist()
 
     @property
     def longest(self) -> int:
@@ -80,12 +82,22 @@ class MixtureState:
 class Mixture:
     """The global sequence of rows, from a given state on."""
 
-    def __init__(self, sources: Sequence[MixtureSource], streams: Sequence[RowStream], state: MixtureState | None = None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[MixtureSource],
+        streams: Sequence[RowStream],
+        state: MixtureState | None = None,
+    ) -> None:
         self._streams = streams
         self._repeats = [source.repeat for source in sources]
         self.weighted = any(source.weight is not None for source in sources)
-        self._weights = [s.weight if s.weight is not None else float(s.selection.num_tokens * s.repeat) for s in sources]
-        state = state or MixtureState(0, 0, tuple(stream.skip_to_row(Cursor(0, 0, 0, 0)) for stream in streams))
+        self._weights = [
+            s.weight if s.weight is not None else float(s.selection.num_tokens * s.repeat)
+            for s in sources
+        ]
+        state = state or MixtureState(
+            0, 0, tuple(stream.skip_to_row(Cursor(0, 0, 0, 0)) for stream in streams)
+        )
         self._epoch, self._rows, self._cursors = state.epoch, state.rows, list(state.cursors)
         self._queue: list[tuple[float, int]] = []
         self._fill_queue()
@@ -98,7 +110,10 @@ class Mixture:
     @property
     def num_rows(self) -> int:
         """Rows of one epoch, repeats counted. The first call counts the rows of every window."""
-        return sum(stream.num_rows * repeat for stream, repeat in zip(self._streams, self._repeats, strict=True))
+        return sum(
+            stream.num_rows * repeat
+            for stream, repeat in zip(self._streams, self._repeats, strict=True)
+        )
 
     def draw(self) -> Row:
         """Read the next row."""
@@ -106,7 +121,9 @@ class Mixture:
         source = row.source
         heapq.heappop(self._queue)
         cursor = self._cursors[source]
-        moved = self._streams[source].skip_to_row(Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1))
+        moved = self._streams[source].skip_to_row(
+            Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1)
+        )
         self._cursors[source] = moved
         self._rows += 1
         if not self._is_finished(source):
@@ -125,12 +142,17 @@ class Mixture:
         return Row(source, block, block.order[cursor.row])
 
     def _is_finished(self, source: int) -> bool:
-        return not self.weighted and self._cursors[source].epoch >= (self._epoch + 1) * self._repeats[source]
+        return (
+            not self.weighted
+            and self._cursors[source].epoch >= (self._epoch + 1) * self._repeats[source]
+        )
 
     def _key(self, source: int, drawn: int) -> float:
         return (2 * drawn + 1) / self._weights[source]
 
     def _fill_queue(self) -> None:
         waiting = [source for source in range(len(self._cursors)) if not self._is_finished(source)]
-        self._queue = [(self._key(source, self._cursors[source].drawn), source) for source in waiting]
+        self._queue = [
+            (self._key(source, self._cursors[source].drawn), source) for source in waiting
+        ]
         heapq.heapify(self._queue)

@@ -56,11 +56,16 @@ class SourceStores:
     valid: dict[str, tuple[SourceStore, ...]]
 
     @staticmethod
-    def of(config: DataConfig, find: Callable[[SourceConfig], SourceStore] = lambda one: SourceStore(one, Path(one.path))) -> SourceStores:
+    def of(
+        config: DataConfig,
+        find: Callable[[SourceConfig], SourceStore] = lambda one: SourceStore(one, Path(one.path)),
+    ) -> SourceStores:
         """The store of every source, found by `find`; by default every path must be a store."""
         sets = sets_of(config.valid.sets) if config.valid and config.valid.sets else {}
         train = tuple(find(one) for one in config.train or ())
-        return SourceStores(train, {name: tuple(find(one) for one in many) for name, many in sets.items()})
+        return SourceStores(
+            train, {name: tuple(find(one) for one in many) for name, many in sets.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -84,14 +89,22 @@ class OpenData:
         """The checksum of every source, for the checkpoint. Files of formats without checksums are read once."""
         sets = {"train": self.train, **{f"valid.{name}": many for name, many in self.valid.items()}}
         return [
-            {"set": name, "source": one.selection.source.name, "content": self._content_of(one.selection.source)}
+            {
+                "set": name,
+                "source": one.selection.source.name,
+                "content": self._content_of(one.selection.source),
+            }
             for name, many in sets.items()
             for one in many
         ]
 
     def _content_of(self, source: TokenSource) -> str:
         content = _content(source, self.checksums)
-        return content if self.media is None or not has_media(source) else f"{content}-{self.media.key}"
+        return (
+            content
+            if self.media is None or not has_media(source)
+            else f"{content}-{self.media.key}"
+        )
 
 
 def _content(source: TokenSource, checksums: Checksums) -> str:
@@ -102,7 +115,11 @@ def _content(source: TokenSource, checksums: Checksums) -> str:
     if isinstance(source, SourceView):
         return f"{_content(source.source, checksums)}-{source.part_key}"
     if isinstance(source, Store):
-        return f"{source.manifest.content}-{read_items(source).digest}" if has_media(source) else source.manifest.content
+        return (
+            f"{source.manifest.content}-{read_items(source).digest}"
+            if has_media(source)
+            else source.manifest.content
+        )
     if isinstance(source, ForeignStore):
         files = checksums.of_all([file for part in source.parts for file in part.files])
         return hashlib.sha256(repr((source.content_key, files)).encode()).hexdigest()
@@ -130,22 +147,41 @@ def open_data(
         check_rows_of_pairs(config)
     if unpaired:
         check_rows_of_records(config)
-    checksums, stores = Checksums(config.cache_dir or default_cache_dir()), stores or SourceStores.of(config)
+    checksums, stores = (
+        Checksums(config.cache_dir or default_cache_dir()),
+        stores or SourceStores.of(config),
+    )
     if config.train is None:
-        opened: list[tuple[SourceConfig, TokenSource]] = [(SourceConfig(path="generated data"), SyntheticSource(vocab_size, seed))]
+        opened: list[tuple[SourceConfig, TokenSource]] = [
+            (SourceConfig(path="generated data"), SyntheticSource(vocab_size, seed))
+        ]
     else:
         opened = [(one.config, _open_store(one, config, checksums)) for one in stores.train]
-    valid = {name: [(one.config, _open_store(one, config, checksums)) for one in many] for name, many in stores.valid.items()}
+    valid = {
+        name: [(one.config, _open_store(one, config, checksums)) for one in many]
+        for name, many in stores.valid.items()
+    }
     if config.train is not None:
         counter = _Counter()
-        read = _read_unpaired(config.seq_len, counter) if unpaired else partial(_read_as, pairs=pairs, counter=counter)
+        read = (
+            _read_unpaired(config.seq_len, counter)
+            if unpaired
+            else partial(_read_as, pairs=pairs, counter=counter)
+        )
         opened = [(one, read(source)) for one, source in opened]
-        valid = {name: [(one, read(source)) for one, source in many] for name, many in valid.items()}
+        valid = {
+            name: [(one, read(source)) for one, source in many] for name, many in valid.items()
+        }
         if config.by_type and not pairs and not unpaired:
             opened = [typed for one, source in opened for typed in by_type(one, source)]
     from_files = [] if config.train is None else [source for _, source in opened]
     _check_media([*from_files, *(source for many in valid.values() for _, source in many)], media)
-    _check([*from_files, *(source for many in valid.values() for _, source in many)], tokenizer, vocab_size, config.tokenizer_unchecked)
+    _check(
+        [*from_files, *(source for many in valid.values() for _, source in many)],
+        tokenizer,
+        vocab_size,
+        config.tokenizer_unchecked,
+    )
     return replace(with_valid(config, opened, valid, checksums), media=media)
 
 
@@ -153,12 +189,20 @@ Opened = Sequence[tuple[SourceConfig, TokenSource]]
 
 
 def with_valid(
-    config: DataConfig, opened: Opened, valid: Mapping[str, Opened], checksums: Checksums, media: MediaFeatures | None = None
+    config: DataConfig,
+    opened: Opened,
+    valid: Mapping[str, Opened],
+    checksums: Checksums,
+    media: MediaFeatures | None = None,
 ) -> OpenData:
     """The mixtures of opened sources: the validation sets, or the share of the training documents that is held out."""
     fraction = config.valid.fraction if config.valid else None
     if fraction is None:
-        return OpenData(_mixture(opened, config), {name: _mixture(many, config) for name, many in valid.items()}, checksums)
+        return OpenData(
+            _mixture(opened, config),
+            {name: _mixture(many, config) for name, many in valid.items()},
+            checksums,
+        )
     sides = {side: _mixture(opened, config, side, fraction) for side in ("train", VALID_NAME)}
     return OpenData(sides["train"], {VALID_NAME: sides[VALID_NAME]}, checksums)
 
@@ -166,8 +210,13 @@ def with_valid(
 def _check_media(sources: Sequence[TokenSource], media: MediaFeatures | None) -> None:
     """Refuse placeholders of pictures and sounds for a model that would read them as text, and media inputs that nothing would train."""
     if media is not None and not any(has_media(source) for source in sources):
-        raise ConfigError("multimodal is set, but no source holds pictures or sounds. Set data.train.0.kind: multimodal for those that do.")
-    if media is None and (found := next((source for source in sources if has_media(source)), None)) is not None:
+        raise ConfigError(
+            "multimodal is set, but no source holds pictures or sounds. Set data.train.0.kind: multimodal for those that do."
+        )
+    if (
+        media is None
+        and (found := next((source for source in sources if has_media(source)), None)) is not None
+    ):
         raise ConfigError(
             f"data: {found.name} holds pictures or sounds, and the recipe has no `multimodal` section. Set it (docs/multimodal.md)."
         )
@@ -223,39 +272,59 @@ def _read_as(source: TokenSource, pairs: bool, counter: _Counter) -> TokenSource
 def check_rows_of_records(config: DataConfig) -> None:
     """Raise a ConfigError if the settings do not keep labelled answers whole."""
     if config.train is None:
-        raise ConfigError("data.train is null (generated data), but objective kto needs labelled answers. Set sources with kind: unpaired.")
+        raise ConfigError(
+            "data.train is null (generated data), but objective kto needs labelled answers. Set sources with kind: unpaired."
+        )
     if config.packing not in ("best_fit", "pad"):
-        raise ConfigError(f"data.packing is {config.packing}, which splits records. Use best_fit or pad with objective kto.")
+        raise ConfigError(
+            f"data.packing is {config.packing}, which splits records. Use best_fit or pad with objective kto."
+        )
     if config.seq_len < MIN_PAIR_TOKENS:
-        raise ConfigError(f"data.seq_len is {config.seq_len}; a row must hold a prompt and an answer. Use {MIN_PAIR_TOKENS} or more.")
+        raise ConfigError(
+            f"data.seq_len is {config.seq_len}; a row must hold a prompt and an answer. Use {MIN_PAIR_TOKENS} or more."
+        )
 
 
 def check_rows_of_pairs(config: DataConfig) -> None:
     """Raise a ConfigError if the settings do not allow a preference pair in a row."""
     if config.train is None:
-        raise ConfigError("data.train is null (generated data), but objective dpo needs pairs. Set sources with kind: preference.")
+        raise ConfigError(
+            "data.train is null (generated data), but objective dpo needs pairs. Set sources with kind: preference."
+        )
     if config.packing not in ("best_fit", "pad"):
-        raise ConfigError(f"data.packing is {config.packing}, which splits pairs. Use best_fit or pad with objective dpo.")
+        raise ConfigError(
+            f"data.packing is {config.packing}, which splits pairs. Use best_fit or pad with objective dpo."
+        )
     if config.documents_per_row < 3:
-        raise ConfigError(f"data.max_documents is {config.max_documents}; a row must hold a pair and padding. Use 3 or more.")
+        raise ConfigError(
+            f"data.max_documents is {config.max_documents}; a row must hold a pair and padding. Use 3 or more."
+        )
     if config.seq_len < MIN_PAIR_TOKENS:
-        raise ConfigError(f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {MIN_PAIR_TOKENS} or more.")
+        raise ConfigError(
+            f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {MIN_PAIR_TOKENS} or more."
+        )
 
 
 def _open_store(one: SourceStore, config: DataConfig, checksums: Checksums) -> TokenSource:
     path, kind = one.path, detect_kind(one.path)
     if kind == "raw":
-        raise ConfigError(f"data: {path} is raw text, not a token store. Run `headway data tokenize` first.")
+        raise ConfigError(
+            f"data: {path} is raw text, not a token store. Run `headway data tokenize` first."
+        )
     if kind != "headway":
         if config.stage_to is not None:
-            raise ConfigError(f"data.stage_to copies only headway stores; {path} is {kind}. Use `headway data convert` first.")
+            raise ConfigError(
+                f"data.stage_to copies only headway stores; {path} is {kind}. Use `headway data convert` first."
+            )
         return open_source(path, kind)
     if config.stage_to is not None:
         path = copy_to_local(path, config.stage_to, checksums)
     return open_store(path, one.name, checksums)
 
 
-def check_sources(sources: Sequence[TokenSource], fingerprint: str | None, vocab_size: int, unchecked: bool) -> None:
+def check_sources(
+    sources: Sequence[TokenSource], fingerprint: str | None, vocab_size: int, unchecked: bool
+) -> None:
     """Raise a DataError for ids of another tokenizer, or outside the model's vocabulary."""
     for source in sources:
         if source.max_id >= vocab_size:
@@ -268,14 +337,20 @@ def check_sources(sources: Sequence[TokenSource], fingerprint: str | None, vocab
                 f"{source.name}: does not record which tokenizer made it, so its ids cannot be checked. "
                 f"If it is the tokenizer of the recipe, set data.tokenizer_unchecked: true."
             )
-        if source.fingerprint is not None and fingerprint is not None and source.fingerprint != fingerprint:
+        if (
+            source.fingerprint is not None
+            and fingerprint is not None
+            and source.fingerprint != fingerprint
+        ):
             raise DataError(
                 f"{source.name}: made by another tokenizer ({source.fingerprint[:12]}) than that of the recipe ({fingerprint[:12]}). "
                 f"Tokenize it again with `headway data tokenize`, or set `tokenizer` to the one that made it."
             )
 
 
-def _check(sources: Sequence[TokenSource], tokenizer: Path | None, vocab_size: int, unchecked: bool) -> None:
+def _check(
+    sources: Sequence[TokenSource], tokenizer: Path | None, vocab_size: int, unchecked: bool
+) -> None:
     fingerprint = None
     if tokenizer is not None and any(source.fingerprint is not None for source in sources):
         from headway.tokenizer.load import load_tokenizer
@@ -285,7 +360,10 @@ def _check(sources: Sequence[TokenSource], tokenizer: Path | None, vocab_size: i
 
 
 def _mixture(
-    opened: Sequence[tuple[SourceConfig, TokenSource]], config: DataConfig, side: str | None = None, fraction: float = 0.0
+    opened: Sequence[tuple[SourceConfig, TokenSource]],
+    config: DataConfig,
+    side: str | None = None,
+    fraction: float = 0.0,
 ) -> tuple[MixtureSource, ...]:
     found: list[MixtureSource] = []
     for one, source in opened:
@@ -295,7 +373,11 @@ def _mixture(
         if side is not None:
             selection = split_side(selection, "valid" if side == VALID_NAME else "train", fraction)
         # Validation reads each document once, independent of the weights for training.
-        found.append(MixtureSource(selection) if side == VALID_NAME else MixtureSource(selection, one.weight, one.repeat))
+        found.append(
+            MixtureSource(selection)
+            if side == VALID_NAME
+            else MixtureSource(selection, one.weight, one.repeat)
+        )
     return tuple(found)
 
 
@@ -324,7 +406,11 @@ def by_type(given: SourceConfig, source: TokenSource) -> Iterator[tuple[SourceCo
 def _types(source: TokenSource) -> list[TokenSource]:
     if isinstance(source, ForeignStore):
         return [*source.by_folder()] if source.kind in FOLDERS_ARE_TYPES else [source]
-    if not isinstance(source, Store) or source.manifest.types is None or len(source.manifest.types) < 2:
+    if (
+        not isinstance(source, Store)
+        or source.manifest.types is None
+        or len(source.manifest.types) < 2
+    ):
         return [source]
     numbers = source.type_numbers()
     assert numbers is not None
@@ -332,10 +418,15 @@ def _types(source: TokenSource) -> list[TokenSource]:
     if len(begins) != len(np.unique(numbers)):
         return [source]
     ends = [*begins[1:].tolist(), len(numbers)]
-    return [DocumentRange(source, a, b, source.type_of(a) or "other") for a, b in zip(begins.tolist(), ends, strict=True)]
+    return [
+        DocumentRange(source, a, b, source.type_of(a) or "other")
+        for a, b in zip(begins.tolist(), ends, strict=True)
+    ]
 
 
-def sets_of(given: Mapping[str, tuple[SourceConfig, ...]] | str) -> dict[str, tuple[SourceConfig, ...]]:
+def sets_of(
+    given: Mapping[str, tuple[SourceConfig, ...]] | str,
+) -> dict[str, tuple[SourceConfig, ...]]:
     """The validation sets by name, or the stores, folders and files of a folder, or the one set that a file is."""
     if not isinstance(given, str):
         return dict(given)
@@ -349,9 +440,15 @@ def sets_of(given: Mapping[str, tuple[SourceConfig, ...]] | str) -> dict[str, tu
         )
     if is_store(folder) or (folder / "index.json").is_file():
         return {folder.name: (SourceConfig(path=given),)}
-    found = {_set_name(child): (SourceConfig(path=str(child)),) for child in sorted(folder.iterdir()) if _is_set(child)}
+    found = {
+        _set_name(child): (SourceConfig(path=str(child)),)
+        for child in sorted(folder.iterdir())
+        if _is_set(child)
+    }
     if not found:
-        raise ConfigError(f"data.valid.sets is {given!r}; the folder holds no data set. Set a folder with stores, folders or files.")
+        raise ConfigError(
+            f"data.valid.sets is {given!r}; the folder holds no data set. Set a folder with stores, folders or files."
+        )
     return found
 
 
@@ -360,7 +457,11 @@ def _set_name(child: Path) -> str:
 
 
 def _is_set(child: Path) -> bool:
-    if child.name.startswith(".") or child.suffix == ".meta" or child.name.lower().startswith(("readme", "license")):
+    if (
+        child.name.startswith(".")
+        or child.suffix == ".meta"
+        or child.name.lower().startswith(("readme", "license"))
+    ):
         return False
     try:
         detect_kind(child)

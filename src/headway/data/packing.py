@@ -51,7 +51,9 @@ class RowShape:
     packing: Packing
 
 
-def plan_rows(documents: Longs, lengths: Longs, shape: RowShape, source: TokenSource | None = None) -> RowPlan:
+def plan_rows(
+    documents: Longs, lengths: Longs, shape: RowShape, source: TokenSource | None = None
+) -> RowPlan:
     """Pack the documents of one window. Packs of a source with spans are split into their true documents."""
     if shape.packing in ("concat", "one_document"):
         plan = _concat(documents, lengths, shape)
@@ -74,26 +76,45 @@ def join(plans: list[RowPlan]) -> RowPlan:
     if len(plans) == 1:
         return plans[0]
     before = np.cumsum([0, *(len(plan.document) for plan in plans)])
-    first = np.concatenate([*(plan.first[:-1] + n for plan, n in zip(plans, before, strict=False)), before[-1:]])
-    columns = [np.concatenate([getattr(plan, name) for plan in plans]) for name in ("document", "start", "length", "has_next")]
+    first = np.concatenate(
+        [*(plan.first[:-1] + n for plan, n in zip(plans, before, strict=False)), before[-1:]]
+    )
+    columns = [
+        np.concatenate([getattr(plan, name) for plan in plans])
+        for name in ("document", "start", "length", "has_next")
+    ]
     return RowPlan(*columns, first=first)
 
 
-def best_fit(lengths: Longs, seq_len: int, max_segments: int, segments: Longs | None = None) -> Longs:
+def best_fit(
+    lengths: Longs, seq_len: int, max_segments: int, segments: Longs | None = None
+) -> Longs:
     """The row of each piece: longest first, each into the row with the least sufficient room."""
     # The rows depend on the lengths, not on their order, so a window has the same number of rows in every epoch.
-    order = np.argsort(-lengths, kind="stable") if segments is None else np.lexsort((-segments, -lengths))
+    order = (
+        np.argsort(-lengths, kind="stable")
+        if segments is None
+        else np.lexsort((-segments, -lengths))
+    )
     if segments is None:
         sizes, counts = np.unique(-lengths, return_counts=True)
-        taken, runs = _fit_runs(zip((-sizes).tolist(), counts.tolist(), strict=True), seq_len, max_segments)
+        taken, runs = _fit_runs(
+            zip((-sizes).tolist(), counts.tolist(), strict=True), seq_len, max_segments
+        )
     else:
-        taken, runs = _fit_weighted(zip(lengths[order].tolist(), segments[order].tolist(), strict=True), seq_len, max_segments)
+        taken, runs = _fit_weighted(
+            zip(lengths[order].tolist(), segments[order].tolist(), strict=True),
+            seq_len,
+            max_segments,
+        )
     rows = np.empty(len(lengths), np.int64)
     rows[order] = np.repeat(np.array(taken, np.int64), np.array(runs, np.int64))
     return rows
 
 
-def _fit_runs(sizes: Iterable[tuple[int, int]], seq_len: int, max_segments: int) -> tuple[list[int], list[int]]:
+def _fit_runs(
+    sizes: Iterable[tuple[int, int]], seq_len: int, max_segments: int
+) -> tuple[list[int], list[int]]:
     """Place `count` pieces of each size into the tightest row; returns rows and the number of pieces put there, in order."""
     rows: list[int] = []
     runs: list[int] = []
@@ -123,7 +144,9 @@ def _fit_runs(sizes: Iterable[tuple[int, int]], seq_len: int, max_segments: int)
     return rows, runs
 
 
-def _fit_weighted(pieces: Iterable[tuple[int, int]], seq_len: int, max_segments: int) -> tuple[list[int], list[int]]:
+def _fit_weighted(
+    pieces: Iterable[tuple[int, int]], seq_len: int, max_segments: int
+) -> tuple[list[int], list[int]]:
     """Like `_fit_runs`, for single pieces that count as several segments."""
     rows: list[int] = []
     open_rows: list[tuple[int, int, int]] = []
@@ -153,7 +176,11 @@ def _fit(documents: Longs, lengths: Longs, shape: RowShape, segments: Longs | No
         documents, has_next = documents[owner], start + length < lengths[owner]
         segments = None if segments is None else segments[owner]
     else:
-        start, length, has_next = np.zeros(len(lengths), np.int64), lengths, np.zeros(len(lengths), np.bool_)
+        start, length, has_next = (
+            np.zeros(len(lengths), np.int64),
+            lengths,
+            np.zeros(len(lengths), np.bool_),
+        )
     if shape.packing == "pad":
         return RowPlan(documents, start, length, has_next, np.arange(len(documents) + 1))
     rows = best_fit(length, shape.seq_len, shape.max_segments, segments)
@@ -177,7 +204,13 @@ def _concat(documents: Longs, lengths: Longs, shape: RowShape) -> RowPlan:
     begins = np.concatenate([np.zeros(1, np.int64), stops[:-1]])[: len(stops)]
     owner = np.searchsorted(ends, begins, side="right")
     start = begins - (ends[owner] - lengths[owner])
-    return RowPlan(documents[owner], start, stops - begins, stops < ends[owner], np.searchsorted(begins, np.array(cuts)))
+    return RowPlan(
+        documents[owner],
+        start,
+        stops - begins,
+        stops < ends[owner],
+        np.searchsorted(begins, np.array(cuts)),
+    )
 
 
 def _segments_of(documents: Longs, source: TokenSource | None) -> Longs | None:
@@ -185,7 +218,9 @@ def _segments_of(documents: Longs, source: TokenSource | None) -> Longs | None:
         return None
     if source.span_starts(int(documents[0])) is None:
         return None
-    return np.array([_span_starts(source, document).size for document in documents.tolist()], np.int64)
+    return np.array(
+        [_span_starts(source, document).size for document in documents.tolist()], np.int64
+    )
 
 
 def _span_starts(source: TokenSource, document: int) -> Longs:
@@ -201,7 +236,11 @@ def split_spans(plan: RowPlan, source: TokenSource) -> RowPlan:
     first = [0]
     for row in range(plan.num_rows):
         for piece in range(int(plan.first[row]), int(plan.first[row + 1])):
-            document, begin, size = int(plan.document[piece]), int(plan.start[piece]), int(plan.length[piece])
+            document, begin, size = (
+                int(plan.document[piece]),
+                int(plan.start[piece]),
+                int(plan.length[piece]),
+            )
             starts = _span_starts(source, document)
             inner = starts[(starts > begin) & (starts < begin + size)].tolist()
             stop_is_cut = bool(plan.has_next[piece]) and begin + size not in starts

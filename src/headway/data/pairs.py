@@ -56,12 +56,18 @@ class PairSource(TokenSource):
 
     def tokens(self, document: int, start: int, stop: int) -> Ids:
         """The ids of one pair from `start` to `stop` - 1."""
-        return np.concatenate([self.store.document(2 * document), self.store.document(2 * document + 1)])[start:stop]
+        return np.concatenate(
+            [self.store.document(2 * document), self.store.document(2 * document + 1)]
+        )[start:stop]
 
     def mask(self, document: int, start: int, stop: int) -> Flags | None:
         """Which of those tokens are loss targets."""
         found = [self.store.document_mask(2 * document + side) for side in (0, 1)]
-        return None if found[0] is None or found[1] is None else np.concatenate([found[0], found[1]])[start:stop]
+        return (
+            None
+            if found[0] is None or found[1] is None
+            else np.concatenate([found[0], found[1]])[start:stop]
+        )
 
     def span_starts(self, document: int) -> Longs:
         """Where the chosen and the rejected conversation start."""
@@ -69,9 +75,14 @@ class PairSource(TokenSource):
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
         """The ids (and loss mask) of many conversations, read from the store as its own documents."""
-        chosen = np.array([int(self.store.lengths(2 * one, 2 * one + 1)[0]) for one in documents.tolist()], np.int64)
+        chosen = np.array(
+            [int(self.store.lengths(2 * one, 2 * one + 1)[0]) for one in documents.tolist()],
+            np.int64,
+        )
         is_rejected = starts >= chosen
-        return self.store.gather(2 * documents + is_rejected, starts - chosen * is_rejected, lengths)
+        return self.store.gather(
+            2 * documents + is_rejected, starts - chosen * is_rejected, lengths
+        )
 
 
 def is_preference(store: Store) -> bool:
@@ -82,7 +93,11 @@ def is_preference(store: Store) -> bool:
 def num_pairs(store: Store) -> int:
     """How many pairs a store holds; an error if it does not hold pairs."""
     if not is_preference(store):
-        raise DataError(f"{store.name}: holds no preference pairs. Make them with `headway data tokenize --kind preference`.")
+        raise DataError(
+            f"{store.name}: holds no preference pairs. Make them with `headway data tokenize --kind preference`."
+        )
     if store.num_documents % 2:
-        raise DataError(f"{store.name}: has {store.num_documents} documents, but pairs need an even number. Build the store again.")
+        raise DataError(
+            f"{store.name}: has {store.num_documents} documents, but pairs need an even number. Build the store again."
+        )
     return store.num_documents // 2

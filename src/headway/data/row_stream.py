@@ -62,12 +62,18 @@ class Windows:
     def pick(self, window: int) -> tuple[Longs, Longs]:
         """The selected documents that start inside one window, and their lengths."""
         source = self.selection.source
-        last = source.num_documents if window == self.num_windows - 1 else source.first_at((window + 1) * self.window_tokens)
+        last = (
+            source.num_documents
+            if window == self.num_windows - 1
+            else source.first_at((window + 1) * self.window_tokens)
+        )
         return self.selection.pick(source.first_at(window * self.window_tokens), last)
 
     def of_block(self, block: int, key: int | None) -> list[int]:
         """The windows of one block: permuted by the key, or in order without one."""
-        indices = np.arange(block * self.block_windows, min((block + 1) * self.block_windows, self.num_windows))
+        indices = np.arange(
+            block * self.block_windows, min((block + 1) * self.block_windows, self.num_windows)
+        )
         return (indices if key is None else permuted(indices, self.num_windows, key)).tolist()
 
 
@@ -92,12 +98,18 @@ class PackedBlock:
     @cached_property
     def tokens(self) -> list[int]:
         """Tokens of each row."""
-        return np.add.reduceat(self.plan.length, self.plan.first[:-1]).tolist() if self.order else []
+        return (
+            np.add.reduceat(self.plan.length, self.plan.first[:-1]).tolist() if self.order else []
+        )
 
     @cached_property
     def longest(self) -> list[int]:
         """The longest piece of each row."""
-        return np.maximum.reduceat(self.plan.length, self.plan.first[:-1]).tolist() if self.order else []
+        return (
+            np.maximum.reduceat(self.plan.length, self.plan.first[:-1]).tolist()
+            if self.order
+            else []
+        )
 
     @cached_property
     def targets(self) -> list[int]:
@@ -108,7 +120,11 @@ class PackedBlock:
     @cached_property
     def work(self) -> list[int]:
         """Attention work of each row: the sum of squared lengths of its pieces."""
-        return np.add.reduceat(self.plan.length**2, self.plan.first[:-1]).tolist() if self.order else []
+        return (
+            np.add.reduceat(self.plan.length**2, self.plan.first[:-1]).tolist()
+            if self.order
+            else []
+        )
 
     @cached_property
     def segments(self) -> list[int]:
@@ -119,7 +135,16 @@ class PackedBlock:
 class RowStream:
     """One source as an endless sequence of rows."""
 
-    def __init__(self, windows: Windows, shape: RowShape, *, seed: int, number: int, shuffle: bool, cache_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        windows: Windows,
+        shape: RowShape,
+        *,
+        seed: int,
+        number: int,
+        shuffle: bool,
+        cache_dir: Path | None = None,
+    ) -> None:
         self.windows = windows
         self.shape = shape
         self._seed, self._number, self._shuffle, self._cache_dir = seed, number, shuffle, cache_dir
@@ -165,13 +190,17 @@ class RowStream:
             if content is not None and len(content) == 8 * count:
                 return np.frombuffer(content, "<i8").astype(np.int64)
         except (OSError, ValueError) as problem:
-            logging.getLogger("headway").warning("%s: damaged (%s); counting rows again", path, problem)
+            logging.getLogger("headway").warning(
+                "%s: damaged (%s); counting rows again", path, problem
+            )
         found = self._count_rows()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(path, found.astype("<i8").tobytes())
         except (OSError, HeadwayError) as problem:
-            logging.getLogger("headway").warning("%s: cannot be written (%s); the next start counts rows again", path, problem)
+            logging.getLogger("headway").warning(
+                "%s: cannot be written (%s); the next start counts rows again", path, problem
+            )
         return found
 
     @cached_property
@@ -192,9 +221,16 @@ class RowStream:
         return tokens / max(1, rows)
 
     def _plan(self, epoch: int, number: int) -> PackedBlock:
-        plan = join([self._plan_window(epoch, window) for window in self.windows.of_block(number, self._window_key(epoch))])
+        plan = join(
+            [
+                self._plan_window(epoch, window)
+                for window in self.windows.of_block(number, self._window_key(epoch))
+            ]
+        )
         order = (
-            shuffled(plan.num_rows, derive(self._seed, "rows", self._number, epoch, number)) if self._shuffle else np.arange(plan.num_rows)
+            shuffled(plan.num_rows, derive(self._seed, "rows", self._number, epoch, number))
+            if self._shuffle
+            else np.arange(plan.num_rows)
         )
         return PackedBlock(plan, order.tolist())
 
@@ -203,7 +239,9 @@ class RowStream:
         if self._shuffle:
             # With concat the number of rows depends on the order of documents, so the order must be the same in every epoch.
             turn = 0 if self.shape.packing == "concat" else epoch
-            order = shuffled(len(documents), derive(self._seed, "documents", self._number, turn, window))
+            order = shuffled(
+                len(documents), derive(self._seed, "documents", self._number, turn, window)
+            )
             documents, lengths = documents[order], lengths[order]
         return plan_rows(documents, lengths, self.shape, self.source)
 
@@ -212,13 +250,17 @@ class RowStream:
 
     def _count_rows(self) -> Longs:
         counts = np.zeros(self.windows.num_windows, np.int64)
-        with progress(f"count rows of {self.source.name}", total=len(counts), unit="windows") as advance:
+        with progress(
+            f"count rows of {self.source.name}", total=len(counts), unit="windows"
+        ) as advance:
             for window in range(len(counts)):
                 counts[window] = self._plan_window(0, window).num_rows
                 advance(1)
         return counts
 
     def _index_key(self) -> str:
-        order = f"{self._seed}|{self._number}|{self._shuffle}" if self.shape.packing == "concat" else ""
+        order = (
+            f"{self._seed}|{self._number}|{self._shuffle}" if self.shape.packing == "concat" else ""
+        )
         parts = (self.windows.selection.key, self.windows.window_tokens, self.shape, order)
         return hashlib.sha256(repr(parts).encode()).hexdigest()

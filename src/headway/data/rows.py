@@ -16,7 +16,14 @@ from headway.data.mixture import Row
 from headway.data.pairs import PAIR, PairSource
 from headway.data.samples import SampleSource, sample_columns
 from headway.data.teacher import TeacherColumns
-from headway.data.unpaired import LABEL, MISMATCH_TARGETS, MISMATCH_TOKENS, MISMATCH_WEIGHT, RECORD, UnpairedSource
+from headway.data.unpaired import (
+    LABEL,
+    MISMATCH_TARGETS,
+    MISMATCH_TOKENS,
+    MISMATCH_WEIGHT,
+    RECORD,
+    UnpairedSource,
+)
 from headway.errors import DataError
 from headway.store.reader import ranges
 from headway.store.source import Flags, Ids, Longs, TokenSource
@@ -58,8 +65,15 @@ def fill_rows(rows: Sequence[Row | None], layout: RowLayout) -> tuple[Batch, flo
     import torch
 
     shape = (len(rows), layout.seq_len)
-    tokens, targets, weight = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-    pieces = {source: _pieces(rows, source) for source in sorted({row.source for row in rows if row is not None})}
+    tokens, targets, weight = (
+        np.zeros(shape, np.int64),
+        np.zeros(shape, np.int64),
+        np.zeros(shape, np.float32),
+    )
+    pieces = {
+        source: _pieces(rows, source)
+        for source in sorted({row.source for row in rows if row is not None})
+    }
     for source, found in pieces.items():
         _read(layout.sources[source], found, tokens, targets, weight)
     position, document, bounds, single = _layout(rows, layout)
@@ -67,16 +81,28 @@ def fill_rows(rows: Sequence[Row | None], layout: RowLayout) -> tuple[Batch, flo
     arrays = (tokens, targets, weight, position, document, source_of_row, bounds)
     longest = int(np.diff(bounds, axis=1).max())
     max_length = min(layout.seq_len, max(MIN_LENGTH_BOUND, 1 << (longest - 1).bit_length()))
-    extra = {PAIR: torch.from_numpy(_pairs(rows, layout))} if any(isinstance(source, PairSource) for source in layout.sources) else {}
+    extra = (
+        {PAIR: torch.from_numpy(_pairs(rows, layout))}
+        if any(isinstance(source, PairSource) for source in layout.sources)
+        else {}
+    )
     if any(isinstance(source, UnpairedSource) for source in layout.sources):
-        extra = {name: torch.from_numpy(column) for name, column in _unpaired(rows, layout, pieces).items()}
+        extra = {
+            name: torch.from_numpy(column)
+            for name, column in _unpaired(rows, layout, pieces).items()
+        }
     if layout.media is not None:
         extra |= layout.media.columns(len(rows), pieces)
     if layout.teacher is not None:
         extra |= layout.teacher.columns(len(rows), pieces)
     if any(isinstance(source, SampleSource) for source in layout.sources):
         extra = sample_columns(rows, layout.sources)
-    batch = Batch(*(torch.from_numpy(array) for array in arrays), single_document=single, max_length=max_length, extra=extra)
+    batch = Batch(
+        *(torch.from_numpy(array) for array in arrays),
+        single_document=single,
+        max_length=max_length,
+        extra=extra,
+    )
     return batch, float(weight.sum(dtype=np.float64))
 
 
@@ -87,14 +113,22 @@ def _pairs(rows: Sequence[Row | None], layout: RowLayout) -> Longs:
         source = None if row is None else layout.sources[row.source]
         if row is not None and isinstance(source, PairSource):
             begin = int(row.block.plan.first[row.number])
-            found[number, : row.segments // 2] = row.block.plan.document[begin : begin + row.segments : 2] + source.first_pair
+            found[number, : row.segments // 2] = (
+                row.block.plan.document[begin : begin + row.segments : 2] + source.first_pair
+            )
     return found
 
 
-def _unpaired(rows: Sequence[Row | None], layout: RowLayout, pieces: Mapping[int, RowPieces]) -> dict[str, np.ndarray]:
+def _unpaired(
+    rows: Sequence[Row | None], layout: RowLayout, pieces: Mapping[int, RowPieces]
+) -> dict[str, np.ndarray]:
     """The mismatches in the places of the records, and the numbers and labels of each row's records."""
     shape, slots = (len(rows), layout.seq_len), (len(rows), layout.max_documents)
-    tokens, targets, weight = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+    tokens, targets, weight = (
+        np.zeros(shape, np.int64),
+        np.zeros(shape, np.int64),
+        np.zeros(shape, np.float32),
+    )
     record, label = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
     for number, found in pieces.items():
         source = layout.sources[number]
@@ -103,12 +137,22 @@ def _unpaired(rows: Sequence[Row | None], layout: RowLayout, pieces: Mapping[int
         slot = ranges(np.zeros(len(rows), np.int64), np.bincount(found.rows, minlength=len(rows)))
         record[found.rows, slot] = found.document + source.first_record
         label[found.rows, slot] = source.is_good(found.document.tolist())
-    return {MISMATCH_TOKENS: tokens, MISMATCH_TARGETS: targets, MISMATCH_WEIGHT: weight, RECORD: record, LABEL: label}
+    return {
+        MISMATCH_TOKENS: tokens,
+        MISMATCH_TARGETS: targets,
+        MISMATCH_WEIGHT: weight,
+        RECORD: record,
+        LABEL: label,
+    }
 
 
 def _pieces(rows: Sequence[Row | None], source: int) -> RowPieces:
     slices = [
-        (number, row.block.plan, slice(int(row.block.plan.first[row.number]), int(row.block.plan.first[row.number + 1])))
+        (
+            number,
+            row.block.plan,
+            slice(int(row.block.plan.first[row.number]), int(row.block.plan.first[row.number + 1])),
+        )
         for number, row in enumerate(rows)
         if row is not None and row.source == source
     ]
@@ -121,7 +165,9 @@ def _pieces(rows: Sequence[Row | None], source: int) -> RowPieces:
     )
 
 
-def _read(source: TokenSource, pieces: RowPieces, tokens: Longs, targets: Longs, weight: np.ndarray) -> None:
+def _read(
+    source: TokenSource, pieces: RowPieces, tokens: Longs, targets: Longs, weight: np.ndarray
+) -> None:
     """RowLayout in the rows of one source; a target is the next token of the same document, its weight whether that is a loss target."""
     ids, mask = source.gather(pieces.document, pieces.start, pieces.length)
     _check_ids(source, ids, int(pieces.length.sum()))
@@ -133,12 +179,19 @@ def _read(source: TokenSource, pieces: RowPieces, tokens: Longs, targets: Longs,
         targets[row, : size - 1] = ids[begin + 1 : stop]
         weight[row, : size - 1] = 1 if mask is None else mask[begin + 1 : stop]
     # The token after a piece belongs to another document.
-    before = row_ends[pieces.rows] - np.bincount(pieces.rows, pieces.length, len(tokens)).astype(np.int64)[pieces.rows]
+    before = (
+        row_ends[pieces.rows]
+        - np.bincount(pieces.rows, pieces.length, len(tokens)).astype(np.int64)[pieces.rows]
+    )
     last = pieces.rows * tokens.shape[1] + np.cumsum(pieces.length) - before - 1
     weight.reshape(-1)[last] = 0
     if pieces.has_next.any():
         on = pieces.has_next
-        ids, mask = source.gather(pieces.document[on], (pieces.start + pieces.length)[on], np.ones(int(on.sum()), np.int64))
+        ids, mask = source.gather(
+            pieces.document[on],
+            (pieces.start + pieces.length)[on],
+            np.ones(int(on.sum()), np.int64),
+        )
         _check_ids(source, ids, len(ids))
         targets.reshape(-1)[last[on]] = ids
         weight.reshape(-1)[last[on]] = 1 if mask is None else mask
@@ -146,12 +199,18 @@ def _read(source: TokenSource, pieces: RowPieces, tokens: Longs, targets: Longs,
 
 def _check_ids(source: TokenSource, ids: Ids, expected: int) -> None:
     if len(ids) != expected:
-        raise DataError(f"{source.name}: returned {len(ids)} tokens, but its index says {expected}. It is damaged. Copy or build it again.")
+        raise DataError(
+            f"{source.name}: returned {len(ids)} tokens, but its index says {expected}. It is damaged. Copy or build it again."
+        )
     if len(ids) and int(ids.max()) > source.max_id:
-        raise DataError(f"{source.name}: holds id {int(ids.max())}, but declares {source.max_id} as the highest. Copy or build it again.")
+        raise DataError(
+            f"{source.name}: holds id {int(ids.max())}, but declares {source.max_id} as the highest. Copy or build it again."
+        )
 
 
-def _layout(rows: Sequence[Row | None], layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+def _layout(
+    rows: Sequence[Row | None], layout: RowLayout
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
     """Positions, document numbers and bounds; padding counts as a document."""
     lengths: list[Longs] = []
     counts: list[int] = []
@@ -161,7 +220,11 @@ def _layout(rows: Sequence[Row | None], layout: RowLayout) -> tuple[np.ndarray, 
         if row is not None:
             filled, segments, plan = row.tokens, row.segments, row.block.plan
             begin = int(plan.first[row.number])
-            lengths.append(plan.length[begin : begin + segments] if not layout.one_document else np.array([filled]))
+            lengths.append(
+                plan.length[begin : begin + segments]
+                if not layout.one_document
+                else np.array([filled])
+            )
             segments = 1 if layout.one_document else segments
         if filled < layout.seq_len:
             lengths.append(np.array([layout.seq_len - filled]))
@@ -173,6 +236,8 @@ def _layout(rows: Sequence[Row | None], layout: RowLayout) -> tuple[np.ndarray, 
     number = ranges(np.zeros(len(rows), np.int64), np.array(counts))
     bounds = np.full((len(rows), layout.max_documents + 1), layout.seq_len, np.int32)
     bounds[in_row, number] = starts - in_row * layout.seq_len
-    position = np.arange(len(rows) * layout.seq_len, dtype=np.int32) - np.repeat(starts.astype(np.int32), flat)
+    position = np.arange(len(rows) * layout.seq_len, dtype=np.int32) - np.repeat(
+        starts.astype(np.int32), flat
+    )
     document = np.repeat(number.astype(np.int32), flat)
     return position.reshape(shape), document.reshape(shape), bounds, single

@@ -37,7 +37,14 @@ SEQ_LEN = 2
 class SampleSource(TokenSource):
     """Samples, each a document of one token."""
 
-    def __init__(self, name: str, modalities: Sequence[str], rows: Array, tables: Sequence[MediaTable], key: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        modalities: Sequence[str],
+        rows: Array,
+        tables: Sequence[MediaTable],
+        key: str,
+    ) -> None:
         self.name, self.fingerprint = name, None
         self.modalities, self.rows, self.tables = tuple(modalities), rows, tuple(tables)
         self._key = key
@@ -83,7 +90,9 @@ def columns_of(rows: Array, tables: Sequence[MediaTable]) -> tuple[list[Array], 
     return media, np.ascontiguousarray(present)
 
 
-def sample_columns(rows: Sequence[Row | None], sources: Sequence[TokenSource]) -> dict[str, torch.Tensor]:
+def sample_columns(
+    rows: Sequence[Row | None], sources: Sequence[TokenSource]
+) -> dict[str, torch.Tensor]:
     """The columns of a microbatch: media, whether they are present, and sample numbers."""
     import torch
 
@@ -95,13 +104,21 @@ def sample_columns(rows: Sequence[Row | None], sources: Sequence[TokenSource]) -
         source = sources[number]
         assert isinstance(source, SampleSource)
         here = [place for place, row in enumerate(rows) if row is not None and row.source == number]
-        samples[here] = [row.documents[0] for row in rows if row is not None and row.source == number]
+        samples[here] = [
+            row.documents[0] for row in rows if row is not None and row.source == number
+        ]
         found, there = columns_of(source.rows[samples[here]], source.tables)
         for column, values in enumerate(found):
             media[column][here], present[column, here] = values, there[column]
         contents[here] = source.contents(samples[here])
-    columns = {f"{MEDIA}{name}": torch.from_numpy(values) for name, values in zip(first.modalities, media, strict=True)}
-    columns |= {f"{PRESENT}{name}": torch.from_numpy(one) for name, one in zip(first.modalities, present, strict=True)}
+    columns = {
+        f"{MEDIA}{name}": torch.from_numpy(values)
+        for name, values in zip(first.modalities, media, strict=True)
+    }
+    columns |= {
+        f"{PRESENT}{name}": torch.from_numpy(one)
+        for name, one in zip(first.modalities, present, strict=True)
+    }
     for column, name in enumerate(first.modalities):
         columns[f"{CONTENT}{name}"] = torch.from_numpy(contents[:, column].copy())
     return columns | {SAMPLE: torch.from_numpy(samples)}

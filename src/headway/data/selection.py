@@ -50,19 +50,27 @@ class Selection:
     @property
     def num_documents(self) -> int:
         """Documents up to the limit, before `min_length` and the split are applied."""
-        return self.source.num_documents if self.limit is None else min(self.limit, self.source.num_documents)
+        return (
+            self.source.num_documents
+            if self.limit is None
+            else min(self.limit, self.source.num_documents)
+        )
 
     @property
     def num_tokens(self) -> int:
         """Tokens of those documents; an estimate if the limit leaves some out."""
         if self.num_documents == self.source.num_documents:
             return self.source.num_tokens
-        return max(1, round(self.source.num_tokens * self.num_documents / self.source.num_documents))
+        return max(
+            1, round(self.source.num_tokens * self.num_documents / self.source.num_documents)
+        )
 
     def counts(self) -> tuple[int, int]:
         """Documents that are read, and their tokens: exact up to COUNTED_DOCUMENTS, beyond them the share among those counts for all."""
         has_limit = self.num_documents < self.source.num_documents
-        is_whole = self.side is None and self.max_length is None and self.min_length <= 1 and not has_limit
+        is_whole = (
+            self.side is None and self.max_length is None and self.min_length <= 1 and not has_limit
+        )
         if is_whole:
             return self.num_documents, self.num_tokens
         documents = 0
@@ -108,12 +116,18 @@ class Selection:
             if len(self.pick(first, first + SCAN_DOCUMENTS)[0]):
                 return
         is_pair = isinstance(self.source, PairSource)
-        if self.max_length is not None and len(replace(self, max_length=None).pick(0, self.num_documents)[0]):
+        if self.max_length is not None and len(
+            replace(self, max_length=None).pick(0, self.num_documents)[0]
+        ):
             raise DataError(
                 f"{self.source.name}: no {'pair' if is_pair else 'record'} fits into a row of data.seq_len={self.max_length} tokens. "
                 f"Raise data.seq_len, or tokenize with --max-length {self.max_length // 2 if is_pair else self.max_length}."
             )
-        why = f" with {self.min_length} tokens or more; lower min_length" if self.min_length > 1 else " with tokens; give other data"
+        why = (
+            f" with {self.min_length} tokens or more; lower min_length"
+            if self.min_length > 1
+            else " with tokens; give other data"
+        )
         raise DataError(f"{self.source.name}: holds no document{why}.")
 
 
@@ -128,7 +142,9 @@ def split_side(selection: Selection, side: Literal["train", "valid"], fraction: 
         keys = mix(found, SPLIT_KEY)
         low, high = int(np.argmin(keys)), int(np.argmax(keys))
         lowest = min(lowest or (int(keys[low]), int(found[low])), (int(keys[low]), int(found[low])))
-        highest = max(highest or (int(keys[high]), int(found[high])), (int(keys[high]), int(found[high])))
+        highest = max(
+            highest or (int(keys[high]), int(found[high])), (int(keys[high]), int(found[high]))
+        )
         ends = in_valid(np.array([lowest[1], highest[1]]), fraction).tolist()
         if ends == [True, False]:
             return replace(selection, side=side, fraction=fraction)
@@ -140,7 +156,9 @@ def split_side(selection: Selection, side: Literal["train", "valid"], fraction: 
     return replace(selection, side=side, fraction=fraction, moved=moved)
 
 
-def _split_document(selection: Selection, document: int, side: Literal["train", "valid"], fraction: float) -> Selection:
+def _split_document(
+    selection: Selection, document: int, side: Literal["train", "valid"], fraction: float
+) -> Selection:
     source = selection.source
     length = int(source.lengths(document, document + 1)[0])
     min_tokens = max(MIN_SPLIT_TOKENS, selection.min_length)
@@ -152,6 +170,15 @@ def _split_document(selection: Selection, document: int, side: Literal["train", 
         )
     border = length - min(max(min_tokens, round(length * fraction)), length - min_tokens)
     if side == "valid":
-        log.info("%s holds one document: its last %d of %d tokens are for validation", source.name, length - border, length)
-    view = TokenRange(source, document, 0, border) if side == "train" else TokenRange(source, document, border, length)
+        log.info(
+            "%s holds one document: its last %d of %d tokens are for validation",
+            source.name,
+            length - border,
+            length,
+        )
+    view = (
+        TokenRange(source, document, 0, border)
+        if side == "train"
+        else TokenRange(source, document, border, length)
+    )
     return Selection(view, min_length=selection.min_length)

@@ -40,7 +40,9 @@ class LoaderState:
             cursors = tuple(Cursor(**cursor) for cursor in mixture["cursors"])
             return cls(given["batch"], MixtureState(mixture["epoch"], mixture["rows"], cursors))
         except (KeyError, TypeError) as problem:
-            raise CheckpointError(f"the data cursor cannot be read: {problem}. The checkpoint is damaged. Use an earlier one.") from None
+            raise CheckpointError(
+                f"the data cursor cannot be read: {problem}. The checkpoint is damaged. Use an earlier one."
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,25 @@ class PlannedStep:
 class StepPlanner:
     """Plans step after step from a mixture."""
 
-    def __init__(self, config: DataConfig, shape: BatchShape, mixture: Mixture, batch: int, epochs: int | None) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        shape: BatchShape,
+        mixture: Mixture,
+        batch: int,
+        epochs: int | None,
+    ) -> None:
         if config.max_tokens is not None and config.max_tokens < config.seq_len:
-            raise ConfigError(f"data.max_tokens is {config.max_tokens}; it must hold at least one row of seq_len={config.seq_len}.")
-        self._config, self._shape, self._mixture, self._batch, self._epochs = config, shape, mixture, batch, epochs
+            raise ConfigError(
+                f"data.max_tokens is {config.max_tokens}; it must hold at least one row of seq_len={config.seq_len}."
+            )
+        self._config, self._shape, self._mixture, self._batch, self._epochs = (
+            config,
+            shape,
+            mixture,
+            batch,
+            epochs,
+        )
 
     def steps(self) -> Iterator[PlannedStep]:
         """Every following step, without the skipped ones."""
@@ -109,7 +126,11 @@ class StepPlanner:
         """Completed passes over the data. With weights and no number of epochs: passes over the slowest source."""
         if not self._mixture.weighted:
             return mixture.epoch
-        return min(cursor.epoch for cursor in mixture.cursors) if self._epochs is None else mixture.rows // self._mixture.num_rows
+        return (
+            min(cursor.epoch for cursor in mixture.cursors)
+            if self._epochs is None
+            else mixture.rows // self._mixture.num_rows
+        )
 
     def _is_over(self) -> bool:
         if self._shape.max_rows is not None and self._mixture.state.rows >= self._shape.max_rows:
@@ -121,11 +142,18 @@ class StepPlanner:
         each = -(-len(rows) // (shape.micro_rows * shape.ranks))
         rows = rows + [None] * (-len(rows) % shape.micro_rows)
         if self._config.balance:
-            rows = [rows[i] for i in balanced_order([0 if row is None else row.work for row in rows], shape.micro_rows)]
+            rows = [
+                rows[i]
+                for i in balanced_order(
+                    [0 if row is None else row.work for row in rows], shape.micro_rows
+                )
+            ]
         rows += [None] * (each * shape.ranks * shape.micro_rows - len(rows))
         filled = [row for row in rows if row is not None]
         documents = [0 if row is None else row.segments for row in rows]
-        of_microbatches = [sum(documents[i : i + shape.micro_rows]) for i in range(0, len(rows), shape.micro_rows)]
+        of_microbatches = [
+            sum(documents[i : i + shape.micro_rows]) for i in range(0, len(rows), shape.micro_rows)
+        ]
         stats = StepStats(
             tokens=sum(row.tokens for row in filled),
             documents=sum(documents),
@@ -135,9 +163,17 @@ class StepPlanner:
             epoch=self.passes(state.mixture),
         )
         first = shape.rank * each
-        local = [rows[i * shape.micro_rows : (i + 1) * shape.micro_rows] for i in range(first, first + each)]
-        sources = tuple(sum(row.source == number for row in filled) for number in range(len(state.mixture.cursors)))
-        return PlannedStep(local, first, sum(row.targets for row in filled), len(filled), stats, sources, state)
+        local = [
+            rows[i * shape.micro_rows : (i + 1) * shape.micro_rows]
+            for i in range(first, first + each)
+        ]
+        sources = tuple(
+            sum(row.source == number for row in filled)
+            for number in range(len(state.mixture.cursors))
+        )
+        return PlannedStep(
+            local, first, sum(row.targets for row in filled), len(filled), stats, sources, state
+        )
 
 
 def balanced_order(work: Sequence[int], micro_rows: int) -> list[int]:
@@ -165,6 +201,9 @@ def _fold(loads: Sequence[int]) -> list[int]:
     while len(units) > 1:
         units.sort(key=lambda unit: (-unit[0], unit[1]))
         half = len(units) // 2
-        pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(units[:half], units[: -half - 1 : -1], strict=True)]
+        pairs = [
+            (a[0] + b[0], a[1] + b[1])
+            for a, b in zip(units[:half], units[: -half - 1 : -1], strict=True)
+        ]
         units = pairs + units[half : len(units) - half]
     return units[0][1] if units else []

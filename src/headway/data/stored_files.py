@@ -42,7 +42,9 @@ def stored_files(data: OpenData) -> list[dict[Path, str]]:
     if data.teacher is not None:
         for logits in (one for many in data.teacher.parts.values() for one in many):
             stores[str(logits.folder)] = {
-                logits.folder / name: file.sha256 for shard in logits.manifest.shards for name, file in shard.files.items()
+                logits.folder / name: file.sha256
+                for shard in logits.manifest.shards
+                for name, file in shard.files.items()
             }
     return list(stores.values())
 
@@ -68,7 +70,11 @@ def documents_read_from(path: Path, source: TokenSource, data: OpenData) -> rang
         last = min(source.num_documents, inside.stop - source.first)
         return range(first, last) if first < last else None
     if isinstance(source, SourceView):
-        return None if documents_read_from(path, source.source, data) is None else range(source.num_documents)
+        return (
+            None
+            if documents_read_from(path, source.source, data) is None
+            else range(source.num_documents)
+        )
     if isinstance(source, ForeignStore):
         if any(path in part.files for part in source.parts):
             raise UnknownReaders
@@ -114,13 +120,28 @@ def _files_of(source: TokenSource, checksums: Checksums) -> Iterator[tuple[str, 
     elif isinstance(source, Store):
         yield (
             str(source.folder),
-            {source.folder / name: file.sha256 for shard in source.manifest.shards for name, file in shard.files.items()},
+            {
+                source.folder / name: file.sha256
+                for shard in source.manifest.shards
+                for name, file in shard.files.items()
+            },
         )
     elif isinstance(source, ForeignStore):
         # Files of other formats carry no checksum: expected is what they had when they were read for the first time.
-        known = {file: cached_checksum(checksums.cache_dir, file) for part in source.parts for file in part.files}
-        yield str(source.path), {file: checksum for file, checksum in known.items() if checksum is not None}
+        known = {
+            file: cached_checksum(checksums.cache_dir, file)
+            for part in source.parts
+            for file in part.files
+        }
+        yield (
+            str(source.path),
+            {file: checksum for file, checksum in known.items() if checksum is not None},
+        )
 
 
 def _table_files(table: MediaTable) -> dict[Path, str]:
-    return {table.folder / name: file.sha256 for shard in table.manifest.shards for name, file in shard.files.items()}
+    return {
+        table.folder / name: file.sha256
+        for shard in table.manifest.shards
+        for name, file in shard.files.items()
+    }

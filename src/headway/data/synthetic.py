@@ -15,14 +15,18 @@ from headway.runtime.seed import derive
 from headway.store.source import Ids, Longs, TokenSource
 
 STEPS = 7
-PATTERN = np.exp(np.linspace(np.log(32), np.log(1024), 64)).astype(np.int64)[(np.arange(64) * 37) % 64]
+PATTERN = np.exp(np.linspace(np.log(32), np.log(1024), 64)).astype(np.int64)[
+    (np.arange(64) * 37) % 64
+]
 """Lengths from 32 to 1024 tokens, evenly spread on a logarithmic scale, in no simple order."""
 
 
 class SyntheticSource(TokenSource):
     """Any number of documents, each generated when it is read."""
 
-    def __init__(self, vocab_size: int, seed: int, num_documents: int = 1 << 20, pattern: Longs = PATTERN) -> None:
+    def __init__(
+        self, vocab_size: int, seed: int, num_documents: int = 1 << 20, pattern: Longs = PATTERN
+    ) -> None:
         self.name, self.fingerprint = "generated data", None
         self._vocab_size = vocab_size
         self._key = derive(seed, "synthetic")
@@ -45,10 +49,15 @@ class SyntheticSource(TokenSource):
 
     def first_at(self, token: int) -> int:
         rounds, rest = divmod(token, int(self._before[-1]))
-        return min(rounds * len(self._pattern) + int(np.searchsorted(self._before, rest, side="left")), self.num_documents)
+        return min(
+            rounds * len(self._pattern) + int(np.searchsorted(self._before, rest, side="left")),
+            self.num_documents,
+        )
 
     def tokens(self, document: int, start: int, stop: int) -> Ids:
         length = int(self._pattern[document % len(self._pattern)])
         step = 1 + int(mix(np.array([document]), self._key)[0]) % STEPS
-        ids = np.concatenate([np.array([length, step]), np.arange(max(0, length - 2)) * step])[start : min(stop, length)]
+        ids = np.concatenate([np.array([length, step]), np.arange(max(0, length - 2)) * step])[
+            start : min(stop, length)
+        ]
         return (ids % self._vocab_size).astype(np.uint32)

@@ -35,7 +35,9 @@ class TargetReport:
     """The ids that end a text: those of the loaded weights, and those that end answers in this data."""
 
 
-def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()) -> TargetReport:
+def check_targets(
+    data: OpenData, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()
+) -> TargetReport:
     """Check every sample of every masked source. `end_ids` end a text, in addition to the tokenizer's end token."""
     found: dict[int, tuple[str, frozenset[int]]] = {}
     for mixture in (data.train, *data.valid.values()):
@@ -44,12 +46,19 @@ def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozense
             if source.masked and id(source) not in found:
                 stops = all_stops(source, tokenizer, end_ids)
                 found[id(source)] = (_check(one.selection, stops, tokenizer), stops)
-    return TargetReport(tuple(line for line, _ in found.values()), end_ids.union(*(stops for _, stops in found.values())))
+    return TargetReport(
+        tuple(line for line, _ in found.values()),
+        end_ids.union(*(stops for _, stops in found.values())),
+    )
 
 
-def all_stops(source: TokenSource, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()) -> frozenset[int]:
+def all_stops(
+    source: TokenSource, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()
+) -> frozenset[int]:
     """The ids that end an answer: by the store's chat template, else by its samples, else those that end a text."""
-    return stop_ids(source, tokenizer) or usual_end(source, tokenizer) or end_ids | _end_of(tokenizer)
+    return (
+        stop_ids(source, tokenizer) or usual_end(source, tokenizer) or end_ids | _end_of(tokenizer)
+    )
 
 
 def stop_ids(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -75,7 +84,9 @@ def usual_end(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int
         return frozenset()
     ids, mask = source.gather(numbers, np.zeros(len(numbers), np.int64), lengths)
     starts = np.cumsum(lengths) - lengths
-    last = np.maximum.reduceat(np.where(mask if mask is not None else True, np.arange(len(ids)), -1), starts)
+    last = np.maximum.reduceat(
+        np.where(mask if mask is not None else True, np.arange(len(ids)), -1), starts
+    )
     ends, counts = np.unique(ids[last[last >= 0]], return_counts=True)
     if not len(ends) or 2 * int(counts.max()) <= len(numbers):
         return frozenset()
@@ -100,7 +111,11 @@ def _origin(source: TokenSource) -> tuple[str | None, str]:
 
 
 def _end_of(tokenizer: Tokenizer | None) -> frozenset[int]:
-    return frozenset() if tokenizer is None or tokenizer.eos_id is None else frozenset([tokenizer.eos_id])
+    return (
+        frozenset()
+        if tokenizer is None or tokenizer.eos_id is None
+        else frozenset([tokenizer.eos_id])
+    )
 
 
 @dataclass(frozen=True)
@@ -137,7 +152,13 @@ def holds_conversations(source: TokenSource) -> bool:
 def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
     source, known = selection.source, holds_conversations(selection.source)
     found = count_targets(selection, stops)
-    samples, targets, without, first, ending = found.samples, found.targets, found.without, found.first_without, found.ending
+    samples, targets, without, first, ending = (
+        found.samples,
+        found.targets,
+        found.without,
+        found.first_without,
+        found.ending,
+    )
     what = "answers" if isinstance(source, (PairSource, UnpairedSource)) else "samples"
     if without and (known or without == samples):
         raise DataError(
@@ -150,9 +171,21 @@ def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | N
             f"{source.name}: the stop token {spelled} is a target in none of {samples} {what}, so the model would not learn to stop. "
             "If all are truncated, raise data.seq_len or --max-length. Else tokenize them with the chat template of the model."
         )
-    every = f"each of {samples} {what} has a target" if not without else f"{without} of {samples} {what} have no target"
-    stopped = f"the stop token {spelled} is a target in {ending}" if stops else "the stop token is unknown"
-    truncated = f" ({samples - ending} are truncated before it)" if stops and known and ending < samples else ""
+    every = (
+        f"each of {samples} {what} has a target"
+        if not without
+        else f"{without} of {samples} {what} have no target"
+    )
+    stopped = (
+        f"the stop token {spelled} is a target in {ending}"
+        if stops
+        else "the stop token is unknown"
+    )
+    truncated = (
+        f" ({samples - ending} are truncated before it)"
+        if stops and known and ending < samples
+        else ""
+    )
     return f"targets of {source.name}: {every}, {targets} tokens in all; {stopped}{truncated}{_skipped(selection)}{_labels(selection)}"
 
 
@@ -178,7 +211,11 @@ def _skipped(selection: Selection) -> str:
     lengths = selection.source.lengths(0, selection.num_documents)
     count = int((lengths > selection.max_length).sum())
     what = "pairs" if isinstance(selection.source, PairSource) else "records"
-    return f"; {count} {what} longer than data.seq_len={selection.max_length} are skipped" if count else ""
+    return (
+        f"; {count} {what} longer than data.seq_len={selection.max_length} are skipped"
+        if count
+        else ""
+    )
 
 
 def _chunks(selection: Selection, stops: frozenset[int]) -> Iterator[tuple[Longs, Ids, Ids, int]]:
@@ -201,7 +238,12 @@ def _chunks(selection: Selection, stops: frozenset[int]) -> Iterator[tuple[Longs
         learned = mask.copy()
         learned[starts] = False  # nothing predicts the first token of a document
         stopping = learned & np.isin(ids, wanted)
-        yield numbers, np.logical_or.reduceat(learned, starts), np.logical_or.reduceat(stopping, starts), int(learned.sum())
+        yield (
+            numbers,
+            np.logical_or.reduceat(learned, starts),
+            np.logical_or.reduceat(stopping, starts),
+            int(learned.sum()),
+        )
 
 
 def _spelling(number: int, tokenizer: Tokenizer | None) -> str:

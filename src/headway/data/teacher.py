@@ -45,9 +45,15 @@ class CachedTeacher:
     @property
     def key(self) -> str:
         """Changes with the content of any store of logits that is read."""
-        return hashlib.sha256("".join(sorted(one.manifest.key for many in self.parts.values() for one in many)).encode()).hexdigest()
+        return hashlib.sha256(
+            "".join(
+                sorted(one.manifest.key for many in self.parts.values() for one in many)
+            ).encode()
+        ).hexdigest()
 
-    def gather(self, source: TokenSource, documents: Longs, starts: Longs, lengths: Longs) -> tuple[np.ndarray, np.ndarray]:
+    def gather(
+        self, source: TokenSource, documents: Longs, starts: Longs, lengths: Longs
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(ids, log-probabilities) of many pieces of documents, concatenated."""
         at = ranges(source.token_positions(documents, starts), lengths)
         parts = self.parts[_store_of(source).manifest.content]
@@ -80,15 +86,26 @@ class TeacherColumns:
             begins = np.cumsum(found.length) - found.length
             in_row = begins - begins[np.searchsorted(found.rows, found.rows)]
             to = ranges(found.rows * self.seq_len + in_row, found.length)
-            ids[to], log_probs[to] = self.teacher.gather(self.sources[number], found.document, found.start, found.length)
+            ids[to], log_probs[to] = self.teacher.gather(
+                self.sources[number], found.document, found.start, found.length
+            )
         if int(ids.max(initial=0)) >= origin.vocab:
-            raise DataError(f"logits of {origin.teacher}: hold id {int(ids.max())}; its vocabulary has {origin.vocab}. {MAKE}")
+            raise DataError(
+                f"logits of {origin.teacher}: hold id {int(ids.max())}; its vocabulary has {origin.vocab}. {MAKE}"
+            )
         shape = (num_rows, self.seq_len, -1)
-        return {IDS_COLUMN: torch.from_numpy(ids.reshape(shape)), LOG_PROBS_COLUMN: torch.from_numpy(log_probs.reshape(shape))}
+        return {
+            IDS_COLUMN: torch.from_numpy(ids.reshape(shape)),
+            LOG_PROBS_COLUMN: torch.from_numpy(log_probs.reshape(shape)),
+        }
 
 
 def open_teacher(
-    paths: Sequence[str], sources: Iterable[MixtureSource], vocab_size: int, temperature: float | None, checksums: Checksums
+    paths: Sequence[str],
+    sources: Iterable[MixtureSource],
+    vocab_size: int,
+    temperature: float | None,
+    checksums: Checksums,
 ) -> CachedTeacher:
     """The logits of all positions that some sources read. `temperature`: for which the rest must be summed up; None: for any."""
     found = [open_logits(folder, checksums) for path in paths for folder in _folders(Path(path))]
@@ -114,7 +131,12 @@ def open_teacher(
     for source in sources:
         store = _store_of(source.selection.source)
         content = store.manifest.content
-        parts[content] = tuple(sorted((one for one in found if one.origin.store == content), key=lambda one: one.origin.tokens))
+        parts[content] = tuple(
+            sorted(
+                (one for one in found if one.origin.store == content),
+                key=lambda one: one.origin.tokens,
+            )
+        )
         _check_covered(source, store, parts[content], found)
     for one in (one for many in parts.values() for one in many):
         one.verify_small()
@@ -133,7 +155,11 @@ def _settings(origin: LogitsOrigin) -> dict[str, object]:
 
 def _folders(path: Path) -> list[Path]:
     """The store of logits at a path, or those in a folder of several."""
-    inside = [] if is_logits(path) or not path.is_dir() else sorted(one for one in path.iterdir() if is_logits(one))
+    inside = (
+        []
+        if is_logits(path) or not path.is_dir()
+        else sorted(one for one in path.iterdir() if is_logits(one))
+    )
     return inside or [path]
 
 
@@ -141,17 +167,33 @@ def _store_of(source: TokenSource) -> Store:
     while isinstance(source, SourceView):
         source = source.source
     if not isinstance(source, Store):
-        raise ConfigError(f"objective.cache: {source.name} is not a headway store. Make one with `headway data convert`.")
+        raise ConfigError(
+            f"objective.cache: {source.name} is not a headway store. Make one with `headway data convert`."
+        )
     return source
 
 
-def _check_covered(one: MixtureSource, store: Store, parts: Sequence[TeacherLogits], opened: Sequence[TeacherLogits]) -> None:
+def _check_covered(
+    one: MixtureSource,
+    store: Store,
+    parts: Sequence[TeacherLogits],
+    opened: Sequence[TeacherLogits],
+) -> None:
     """Refuse logits of another store, or of some of its documents."""
     source = one.selection.source
     if not parts:
-        others = sorted({other.origin.tokenizer for other in opened if other.origin.tokenizer is not None} - {store.fingerprint})
-        which = f"of another tokenizer ({others[0][:12]})" if store.fingerprint and others else "of other token stores"
-        raise DataError(f"objective.cache: no logits for {store.name}: {opened[0].folder} is {which}. {MAKE}")
+        others = sorted(
+            {other.origin.tokenizer for other in opened if other.origin.tokenizer is not None}
+            - {store.fingerprint}
+        )
+        which = (
+            f"of another tokenizer ({others[0][:12]})"
+            if store.fingerprint and others
+            else "of other token stores"
+        )
+        raise DataError(
+            f"objective.cache: no logits for {store.name}: {opened[0].folder} is {which}. {MAKE}"
+        )
     last = one.selection.num_documents - 1
     ends = np.array([0, int(source.lengths(last, last + 1)[0])])
     need = source.token_positions(np.array([0, last]), ends).tolist()

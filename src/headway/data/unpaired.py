@@ -35,7 +35,11 @@ RECORD = "record"
 """The batch column with the record numbers of each row: [rows, documents of a row], -1 for empty slots."""
 LABEL = "label"
 """The batch column with 1 for a good answer, 0 for a bad one and -1 for an empty slot: [rows, documents of a row]."""
-MISMATCH_TOKENS, MISMATCH_TARGETS, MISMATCH_WEIGHT = "mismatch.tokens", "mismatch.targets", "mismatch.loss_weight"
+MISMATCH_TOKENS, MISMATCH_TARGETS, MISMATCH_WEIGHT = (
+    "mismatch.tokens",
+    "mismatch.targets",
+    "mismatch.loss_weight",
+)
 BLOCK_RECORDS = 1024
 CACHED_BLOCKS = 64
 MOST_SAME = 256
@@ -82,22 +86,36 @@ class Mismatches:
         first = block * BLOCK_RECORDS
         lengths = self.store.lengths(first, min(first + BLOCK_RECORDS, self.store.num_documents))
         if not lengths.all():
-            raise DataError(f"{self.store.name}: document {first + int(np.argmin(lengths))} is empty. Build the store again.")
+            raise DataError(
+                f"{self.store.name}: document {first + int(np.argmin(lengths))} is empty. Build the store again."
+            )
         numbers = np.arange(first, first + len(lengths))
         ids, mask = self.store.gather(numbers, np.zeros_like(numbers), lengths)
         assert mask is not None
         starts = np.cumsum(lengths) - lengths
         # the first target of each document, or its end
-        places = np.where(mask, ranges(np.zeros_like(lengths), lengths), np.repeat(lengths, lengths))
+        places = np.where(
+            mask, ranges(np.zeros_like(lengths), lengths), np.repeat(lengths, lengths)
+        )
         prompts = np.minimum.reduceat(places, starts)
-        sums = [zlib.crc32(np.ascontiguousarray(ids[a : a + n]).tobytes()) for a, n in zip(starts.tolist(), prompts.tolist(), strict=True)]
+        sums = [
+            zlib.crc32(np.ascontiguousarray(ids[a : a + n]).tobytes())
+            for a, n in zip(starts.tolist(), prompts.tolist(), strict=True)
+        ]
         return PromptFacts(lengths.tolist(), prompts.tolist(), sums)
 
 
 class UnpairedSource(TokenSource):
     """A store of labelled answers or of pairs, each answer one document; `mismatches` has the same documents with other answers."""
 
-    def __init__(self, store: Store, max_length: int, first_record: int = 0, facts: Mismatches | None = None, matched: bool = True) -> None:
+    def __init__(
+        self,
+        store: Store,
+        max_length: int,
+        first_record: int = 0,
+        facts: Mismatches | None = None,
+        matched: bool = True,
+    ) -> None:
         self.store, self.max_length, self.first_record = store, max_length, first_record
         """`first_record`: number of this source's first record; numbers are unique over all sources of a run."""
         self.facts, self.matched = facts or Mismatches(store), matched
@@ -108,7 +126,9 @@ class UnpairedSource(TokenSource):
     @cached_property
     def mismatches(self) -> UnpairedSource:
         """The same prompts followed by answers of other records."""
-        return UnpairedSource(self.store, self.max_length, self.first_record, self.facts, matched=False)
+        return UnpairedSource(
+            self.store, self.max_length, self.first_record, self.facts, matched=False
+        )
 
     @cached_property
     def masked(self) -> bool:
@@ -130,7 +150,10 @@ class UnpairedSource(TokenSource):
 
     def lengths(self, first: int, last: int) -> Longs:
         """Tokens of records first to last - 1, or of their mismatches where those are longer."""
-        return np.array([max(self.facts.length(one), self._mismatch_length(one)) for one in range(first, last)], np.int64)
+        return np.array(
+            [max(self.facts.length(one), self._mismatch_length(one)) for one in range(first, last)],
+            np.int64,
+        )
 
     def first_at(self, token: int) -> int:
         """The first record that starts at token offset `token` of the store or later."""
@@ -148,7 +171,9 @@ class UnpairedSource(TokenSource):
         """The ids and loss mask of many records; what lies behind the end of one is 0 without loss."""
         pieces: list[tuple[int, int, int, int]] = []
         to = 0
-        for document, start, length in zip(documents.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+        for document, start, length in zip(
+            documents.tolist(), starts.tolist(), lengths.tolist(), strict=True
+        ):
             at = 0
             for number, first, size in self._pieces(document):
                 low, high = max(start, at), min(start + length, at + size)
@@ -171,14 +196,21 @@ class UnpairedSource(TokenSource):
 
     def count_good(self) -> int:
         """Records with a good answer."""
-        return self.num_documents // 2 if self.store.manifest.types is None else self.store.count_types().get(GOOD, (0, 0))[0]
+        return (
+            self.num_documents // 2
+            if self.store.manifest.types is None
+            else self.store.count_types().get(GOOD, (0, 0))[0]
+        )
 
     def _pieces(self, document: int) -> list[tuple[int, int, int]]:
         """What a record is made of: (document of the store, start, tokens). Prompts carry no loss there."""
         if self.matched:
             return [(document, 0, self.facts.length(document))]
         partner, prompt = self.facts.partner(document), self.facts.prompt(document)
-        return [(document, 0, prompt), (partner, self.facts.prompt(partner), self._mismatch_length(document) - prompt)]
+        return [
+            (document, 0, prompt),
+            (partner, self.facts.prompt(partner), self._mismatch_length(document) - prompt),
+        ]
 
     def _mismatch_length(self, document: int) -> int:
         """A mismatch that is too long loses the end of its answer."""
@@ -195,14 +227,23 @@ def is_unpaired(store: Store) -> bool:
 def mismatched(batch: Batch) -> Batch:
     """The mismatches of a microbatch, in the places of its records."""
     extra = batch.extra
-    return replace(batch, tokens=extra[MISMATCH_TOKENS], targets=extra[MISMATCH_TARGETS], loss_weight=extra[MISMATCH_WEIGHT])
+    return replace(
+        batch,
+        tokens=extra[MISMATCH_TOKENS],
+        targets=extra[MISMATCH_TARGETS],
+        loss_weight=extra[MISMATCH_WEIGHT],
+    )
 
 
 def _check(store: Store) -> None:
     if not is_unpaired(store) and not is_preference(store):
-        raise DataError(f"{store.name}: holds no labelled answers. Make them with `headway data tokenize --kind unpaired`.")
+        raise DataError(
+            f"{store.name}: holds no labelled answers. Make them with `headway data tokenize --kind unpaired`."
+        )
     types = store.manifest.types
     if is_unpaired(store) and (types is None or not {GOOD, BAD}.issuperset(types)):
         raise DataError(f"{store.name}: its documents have no labels. Build the store again.")
     if store.num_documents < 2 * (2 if is_preference(store) else 1):
-        raise DataError(f"{store.name}: holds one record; an answer is compared with that of another one. Give two or more.")
+        raise DataError(
+            f"{store.name}: holds one record; an answer is compared with that of another one. Give two or more."
+        )

@@ -44,15 +44,26 @@ class DataContext:
     @property
     def selections(self) -> list[tuple[str, Selection]]:
         """Every source with a name that is used once; a source that is both trained and validated on by a split counts once."""
-        sets: dict[str, Sequence[MixtureSource]] = {"": self.data.train, **{f"{name}: ": many for name, many in self.data.valid.items()}}
+        sets: dict[str, Sequence[MixtureSource]] = {
+            "": self.data.train,
+            **{f"{name}: ": many for name, many in self.data.valid.items()},
+        }
         names = {one.selection.source.name for many in sets.values() for one in many}
         short = len({Path(name).name for name in names}) == len(names)
         found = [
-            (prefix + (Path(one.selection.source.name).name if short else one.selection.source.name), one.selection)
+            (
+                prefix
+                + (Path(one.selection.source.name).name if short else one.selection.source.name),
+                one.selection,
+            )
             for prefix, many in sets.items()
             for one in many
         ]
-        return found if self.config.valid is None or self.config.valid.fraction is None else found[: len(self.data.train)]
+        return (
+            found
+            if self.config.valid is None or self.config.valid.fraction is None
+            else found[: len(self.data.train)]
+        )
 
 
 def data_checks(context: DataContext) -> list[Check]:
@@ -63,7 +74,10 @@ def data_checks(context: DataContext) -> list[Check]:
             checks += masked_checks(name, selection, context)
         elif context.config.train is not None:
             checks += text_checks(name, selection, context)
-        checks += [*length_check(name, selection, context.config), *unknown_check(name, selection, context.tokenizer)]
+        checks += [
+            *length_check(name, selection, context.config),
+            *unknown_check(name, selection, context.tokenizer),
+        ]
     return [*checks, *overlap_checks(context.data)]
 
 
@@ -71,12 +85,19 @@ def masked_checks(name: str, selection: Selection, context: DataContext) -> Iter
     """Targets and stop tokens of conversations, pairs and other data with a loss mask."""
     stops = all_stops(selection.source, context.tokenizer, context.end_ids)
     found, known = count_targets(selection, stops), holds_conversations(selection.source)
-    share = found.targets / max(1, selection.num_tokens - found.samples)  # nothing predicts a first token
+    share = found.targets / max(
+        1, selection.num_tokens - found.samples
+    )  # nothing predicts a first token
     detail = f"{found.samples} samples, {found.targets} target tokens ({share:.0%} of all tokens)"
     if found.without:
         lost = f"{found.without} of {found.samples} samples have no target (the first: document {found.first_without})"
         remedy = "Tokenize them again with `headway data tokenize`, or raise data.seq_len if their answers were cut off."
-        yield Check(f"targets of {name}", "fail" if known or found.without == found.samples else "warn", f"{detail}; {lost}", remedy)
+        yield Check(
+            f"targets of {name}",
+            "fail" if known or found.without == found.samples else "warn",
+            f"{detail}; {lost}",
+            remedy,
+        )
     elif share > 0.999:
         remedy = "If these are conversations, give the chat template ({% generation %} marks answers); prompts should not be targets."
         yield Check(f"targets of {name}", "warn", f"{detail}: prompts are learned too", remedy)
@@ -88,20 +109,32 @@ def masked_checks(name: str, selection: Selection, context: DataContext) -> Iter
 def _stop_check(name: str, ending: int, samples: int, spelled: str) -> Check:
     title = f"stop token of {name}"
     if not spelled:
-        return Check(title, "warn", "is unknown: the data names no chat template and the tokenizer no end token", "Set `tokenizer`.")
+        return Check(
+            title,
+            "warn",
+            "is unknown: the data names no chat template and the tokenizer no end token",
+            "Set `tokenizer`.",
+        )
     detail = f"{spelled} is a target in {ending} of {samples} samples"
     if not ending:
         remedy = "Use the model's chat template (data.train.0.chat_template). If all answers are cut off, raise data.seq_len."
         return Check(title, "fail", f"{detail}: the model would not learn to stop", remedy)
     if ending < FEW_STOPS * samples:
-        return Check(title, "warn", f"{detail}; the others are truncated before it", "Raise data.seq_len, or drop long conversations.")
+        return Check(
+            title,
+            "warn",
+            f"{detail}; the others are truncated before it",
+            "Raise data.seq_len, or drop long conversations.",
+        )
     return Check(title, "ok", detail)
 
 
 def text_checks(name: str, selection: Selection, context: DataContext) -> Iterator[Check]:
     """Whether documents of plain text end with the end token."""
     tokenizer = context.tokenizer
-    if tokenizer is None or tokenizer.eos_id is None or isinstance(selection.source, TokenRange):  # a part of one document has no end
+    if (
+        tokenizer is None or tokenizer.eos_id is None or isinstance(selection.source, TokenRange)
+    ):  # a part of one document has no end
         return
     documents, lengths = selection.pick(0, PROBE_DOCUMENTS)
     documents, lengths = documents[lengths > 0], lengths[lengths > 0]
@@ -113,7 +146,9 @@ def text_checks(name: str, selection: Selection, context: DataContext) -> Iterat
     if ending:
         yield Check(f"end token of {name}", "ok", detail)
     else:
-        remedy = "Tokenize with --append-eos; without it the model does not learn where a text ends."
+        remedy = (
+            "Tokenize with --append-eos; without it the model does not learn where a text ends."
+        )
         yield Check(f"end token of {name}", "warn", detail, remedy)
 
 
@@ -131,8 +166,15 @@ def length_check(name: str, selection: Selection, config: DataConfig) -> Iterato
         return
     if isinstance(selection.source, (PairSource, UnpairedSource)):
         what = "pairs" if isinstance(selection.source, PairSource) else "records"
-        detail = f"{longer} of {total} {what} are longer than data.seq_len={config.seq_len} and left out"
-        yield Check(title, "warn" if longer > MANY_LONG * total else "ok", detail, "Raise data.seq_len." if longer else None)
+        detail = (
+            f"{longer} of {total} {what} are longer than data.seq_len={config.seq_len} and left out"
+        )
+        yield Check(
+            title,
+            "warn" if longer > MANY_LONG * total else "ok",
+            detail,
+            "Raise data.seq_len." if longer else None,
+        )
         return
     mean = cut / total
     detail = f"{total} documents of {mean:.0f} tokens on average; {longer} are longer than data.seq_len={config.seq_len}"
@@ -140,7 +182,10 @@ def length_check(name: str, selection: Selection, config: DataConfig) -> Iterato
         detail += f" and are cut into {pieces} pieces, which do not see each other"
     state, remedy = "ok", None
     if longer > MANY_LONG * total and selection.source.masked:
-        state, remedy = "warn", "Raise data.seq_len: later pieces of a conversation are learned without its beginning."
+        state, remedy = (
+            "warn",
+            "Raise data.seq_len: later pieces of a conversation are learned without its beginning.",
+        )
     if config.packing == "pad" and mean < 0.5 * config.seq_len:
         state, remedy = "warn", "Use data.packing: best_fit."
         detail += f"; {1 - mean / config.seq_len:.0%} of a row is padding"
@@ -157,8 +202,17 @@ def unknown_check(name: str, selection: Selection, tokenizer: Tokenizer | None) 
         counted, found = counted + len(ids), found + int(np.isin(ids, list(unknown)).sum())
     if found:
         state = "warn" if found > MANY_UNKNOWN * counted else "ok"
-        remedy = "Use a tokenizer with byte fallback, or one trained on such text." if state == "warn" else None
-        yield Check(f"unknown tokens of {name}", state, f"{found} of {counted} tokens read are unknown to the tokenizer", remedy)
+        remedy = (
+            "Use a tokenizer with byte fallback, or one trained on such text."
+            if state == "warn"
+            else None
+        )
+        yield Check(
+            f"unknown tokens of {name}",
+            state,
+            f"{found} of {counted} tokens read are unknown to the tokenizer",
+            remedy,
+        )
 
 
 def overlap_checks(data: OpenData) -> Iterator[Check]:
@@ -178,7 +232,12 @@ def overlap_checks(data: OpenData) -> Iterator[Check]:
     what = "" if is_whole else f" (of {quantity(MOST_TOKENS)} tokens that were read)"
     detail = f"{twice} of {read} training documents are exact copies of others{what}"
     many = twice > MANY_TWICE * read
-    yield Check("duplicates", "warn" if many else "ok", detail, "Run `headway data dedup` on the raw data." if many else None)
+    yield Check(
+        "duplicates",
+        "warn" if many else "ok",
+        detail,
+        "Run `headway data dedup` on the raw data." if many else None,
+    )
     for name, mixture in data.valid.items():
         count = shared = 0
         for one in mixture:
@@ -186,7 +245,9 @@ def overlap_checks(data: OpenData) -> Iterator[Check]:
                 count, shared = count + 1, shared + (_digest(ids) in seen)
         detail = f"{shared} of {count} documents of {name} are in the training data too{what}"
         remedy = "Remove them from one side (`headway data dedup` before the split); the validation loss is too good otherwise."
-        yield Check(f"validation set {name}", "warn" if shared else "ok", detail, remedy if shared else None)
+        yield Check(
+            f"validation set {name}", "warn" if shared else "ok", detail, remedy if shared else None
+        )
 
 
 def _digest(ids: Ids) -> bytes:

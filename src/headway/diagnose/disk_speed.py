@@ -63,10 +63,19 @@ def speed_check(name: str, folder: Path) -> Check:
     try:
         found = measure(folder)
     except OSError as error:
-        return Check(name, "fail", f"{folder}: {explain(error, folder)}", "Choose another folder, or repair this one.")
+        return Check(
+            name,
+            "fail",
+            f"{folder}: {explain(error, folder)}",
+            "Choose another folder, or repair this one.",
+        )
     read = "" if found.read is None else f", read {quantity(found.read, 'bytes')}/s"
     detail = f"{folder}: write {quantity(found.write, 'bytes')}/s{read}"
     is_slow = found.write < SLOW_WRITE or (found.read is not None and found.read < SLOW_READ)
     state = "warn" if is_slow else "ok"
-    remedy = None if state == "ok" else "Use a faster disk; until then save less often (checkpoint.every) and with checkpoint.async."
+    remedy = (
+        None
+        if state == "ok"
+        else "Use a faster disk; until then save less often (checkpoint.every) and with checkpoint.async."
+    )
     return Check(name, state, detail, remedy)

@@ -86,7 +86,12 @@ def examine(plan: DoctorPlan, environment: Mapping[str, str]) -> list[Check]:
 def _python() -> Check:
     version = platform.python_version()
     if sys.version_info < MIN_PYTHON:
-        return Check("python", "fail", f"{version}; headway needs 3.11 or newer", "Make a virtual environment with a newer Python.")
+        return Check(
+            "python",
+            "fail",
+            f"{version}; headway needs 3.11 or newer",
+            "Make a virtual environment with a newer Python.",
+        )
     return Check("python", "ok", f"{version} on {platform.system()} {platform.machine()}")
 
 
@@ -95,11 +100,17 @@ def requirements() -> dict[str, str]:
     try:
         lines = metadata.requires("headway") or []
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return dict.fromkeys((name for name in PACKAGES if name != "triton" and name not in EXTRAS), "")
+        return dict.fromkeys(
+            (name for name in PACKAGES if name != "triton" and name not in EXTRAS), ""
+        )
     from packaging.requirements import Requirement
 
     needed = [Requirement(line) for line in lines]
-    return {one.name: str(one.specifier) for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})}
+    return {
+        one.name: str(one.specifier)
+        for one in needed
+        if one.marker is None or one.marker.evaluate({"extra": ""})
+    }
 
 
 def _packages() -> Iterator[Check]:
@@ -115,9 +126,18 @@ def _packages() -> Iterator[Check]:
         if found is None or not SpecifierSet(versions).contains(found, prereleases=True):
             wrong += 1
             have = "is not installed" if found is None else f"is at {found}"
-            yield Check(f"package {name}", "fail", f"{have}; headway needs {name}{versions}", f"Run pip install '{name}{versions}'.")
+            yield Check(
+                f"package {name}",
+                "fail",
+                f"{have}; headway needs {name}{versions}",
+                f"Run pip install '{name}{versions}'.",
+            )
     if not wrong:
-        yield Check("packages", "ok", f"{len(needed)} packages at supported versions, torch {package_version('torch')}")
+        yield Check(
+            "packages",
+            "ok",
+            f"{len(needed)} packages at supported versions, torch {package_version('torch')}",
+        )
 
 
 def _devices() -> Iterator[Check]:
@@ -133,19 +153,36 @@ def _devices() -> Iterator[Check]:
             yield Check("gpu", "ok", "none here: CPU only")
         elif torch.version.cuda is None:
             detail = f"the NVIDIA driver {driver} is here, but torch {torch.__version__} was built without CUDA"
-            yield Check("gpu", "warn", detail, f"Install a CUDA build of torch: {CUDA_TORCH.format(torch_release())}.")
+            yield Check(
+                "gpu",
+                "warn",
+                detail,
+                f"Install a CUDA build of torch: {CUDA_TORCH.format(torch_release())}.",
+            )
         else:
             reason = f": {str(caught[0].message).splitlines()[0]}" if caught else ""
             detail = f"the NVIDIA driver {driver} is here, but torch for CUDA {torch.version.cuda} finds no device{reason}"
-            yield Check("gpu", "warn", detail, "Update the driver, or check CUDA_VISIBLE_DEVICES and the container's GPU access.")
+            yield Check(
+                "gpu",
+                "warn",
+                detail,
+                "Update the driver, or check CUDA_VISIBLE_DEVICES and the container's GPU access.",
+            )
         return
-    yield Check("cuda", "ok", f"torch for CUDA {torch.version.cuda}, driver {driver or 'version unknown'}")
+    yield Check(
+        "cuda", "ok", f"torch for CUDA {torch.version.cuda}, driver {driver or 'version unknown'}"
+    )
     if torch.distributed.is_nccl_available():
         from torch.cuda import nccl
 
         yield Check("nccl", "ok", ".".join(map(str, nccl.version())))
     elif torch.cuda.device_count() > 1:
-        yield Check("nccl", "fail", "this torch has no NCCL, so several GPUs cannot train together", "Install torch from PyPI.")
+        yield Check(
+            "nccl",
+            "fail",
+            "this torch has no NCCL, so several GPUs cannot train together",
+            "Install torch from PyPI.",
+        )
     for index in range(torch.cuda.device_count()):
         yield from _gpu(index)
 
@@ -167,15 +204,25 @@ def _gpu(index: int) -> Iterator[Check]:
         return
     peak = peak_flops(properties.name, "bf16")
     speed = "peak unknown" if peak is None else f"{peak / 1e12:.0f} TFLOP/s in bf16"
-    detail = f"{properties.name}, {quantity(free, 'bytes')} of {quantity(total, 'bytes')} free, {speed}"
+    detail = (
+        f"{properties.name}, {quantity(free, 'bytes')} of {quantity(total, 'bytes')} free, {speed}"
+    )
     if free < 0.5 * total:
         yield Check(
-            name, "warn", f"{detail}; another process uses its memory", "End that process (nvidia-smi shows it) or choose another GPU."
+            name,
+            "warn",
+            f"{detail}; another process uses its memory",
+            "End that process (nvidia-smi shows it) or choose another GPU.",
         )
     else:
         yield Check(name, "ok", detail)
     if not torch.cuda.is_bf16_supported(including_emulation=False):
-        yield Check(f"{name} bf16", "warn", f"{properties.name} has no bf16 arithmetic", "Use precision: fp32 there.")
+        yield Check(
+            f"{name} bf16",
+            "warn",
+            f"{properties.name} has no bf16 arithmetic",
+            "Use precision: fp32 there.",
+        )
 
 
 def _attention() -> Check:
@@ -202,14 +249,25 @@ def _compiler() -> Check:
     found = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
     if found is None:
         return Check(
-            "compile", "warn", "no C++ compiler, so torch.compile cannot work", "Install one (apt-get install g++) or run without compile."
+            "compile",
+            "warn",
+            "no C++ compiler, so torch.compile cannot work",
+            "Install one (apt-get install g++) or run without compile.",
         )
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         return Check(
-            "compile", "warn", "Python's headers are missing, so torch.compile may not work", "Install them (apt-get install python3-dev)."
+            "compile",
+            "warn",
+            "Python's headers are missing, so torch.compile may not work",
+            "Install them (apt-get install python3-dev).",
         )
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
-        return Check("compile", "warn", "triton is not installed, so torch.compile cannot use the GPU", "Run pip install triton.")
+        return Check(
+            "compile",
+            "warn",
+            "triton is not installed, so torch.compile cannot use the GPU",
+            "Run pip install triton.",
+        )
     return Check("compile", "ok", f"{found} and Python's headers")
 
 
@@ -221,7 +279,9 @@ def _memory() -> Check:
         return Check("memory", "ok", f"{quantity(total, 'bytes')}")
     detail = f"{quantity(available, 'bytes')} of {quantity(total, 'bytes')} available"
     if available < LOW_RAM_BYTES:
-        return Check("memory", "warn", detail, "End other programs or choose a smaller model and batch.")
+        return Check(
+            "memory", "warn", detail, "End other programs or choose a smaller model and batch."
+        )
     return Check("memory", "ok", detail)
 
 
@@ -232,7 +292,12 @@ def _folder_clock(folder: Path) -> Iterator[Check]:
         skew = abs(os.fstat(probe.fileno()).st_mtime - time.time())
     if skew > MAX_CLOCK_SKEW_SECONDS:
         detail = f"{folder} can be written, but its clock differs by {skew:.0f} s"
-        yield Check("run folder", "warn", detail, "Synchronise the clocks of this machine and its file server (NTP).")
+        yield Check(
+            "run folder",
+            "warn",
+            detail,
+            "Synchronise the clocks of this machine and its file server (NTP).",
+        )
     else:
         yield Check("run folder", "ok", f"{folder} can be written")
 
@@ -242,6 +307,13 @@ def _tensorboard() -> Check:
         importlib.import_module("tensorboard")
     except ImportError as error:
         if (command := how_to_get("tensorboard")) is not None:
-            return Check("tensorboard", "ok", f"is not installed; runs write metrics.jsonl only ({command})")
-        return Check("tensorboard", "warn", f"cannot be imported: {error}", "Run pip install tensorboard, or train without that tracker.")
+            return Check(
+                "tensorboard", "ok", f"is not installed; runs write metrics.jsonl only ({command})"
+            )
+        return Check(
+            "tensorboard",
+            "warn",
+            f"cannot be imported: {error}",
+            "Run pip install tensorboard, or train without that tracker.",
+        )
     return Check("tensorboard", "ok", package_version("tensorboard") or "version unknown")

@@ -47,10 +47,16 @@ def small_model(model: ModelConfig, seq_len: int) -> tuple[ModelConfig, str]:
     size = sum(prod(spec.shape) for spec in param_specs(model.with_(**plain)))
     if size <= SMALL_PARAMETERS and model.max_seq_len >= seq_len:
         return model.with_(**plain), "the recipe's model"
-    if model.hf_config is not None:  # only its config.json could make a class of transformers smaller
-        return ModelConfig(vocab_size=model.vocab, max_seq_len=max(seq_len, 2)), "a small random llama"
+    if (
+        model.hf_config is not None
+    ):  # only its config.json could make a class of transformers smaller
+        return ModelConfig(
+            vocab_size=model.vocab, max_seq_len=max(seq_len, 2)
+        ), "a small random llama"
     layers, heads = min(2, model.num_layers), 4
-    kv_heads = 1 << max(0, (heads * model.kv_heads // model.num_heads).bit_length() - 1)  # the same share, as a power of two
+    kv_heads = 1 << max(
+        0, (heads * model.kv_heads // model.num_heads).bit_length() - 1
+    )  # the same share, as a power of two
     shape = {
         "preset": None, "hidden_size": 64, "num_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 16,
         "ffn_size": 128, "max_seq_len": max(seq_len, 2), "no_rope_layers": tuple(i for i in model.no_rope_layers if i < layers),
@@ -58,34 +64,65 @@ def small_model(model: ModelConfig, seq_len: int) -> tuple[ModelConfig, str]:
     }  # fmt: skip
     if model.experts is not None:
         first = min(model.experts.first_dense, layers - 1)
-        every, shared = min(model.experts.every, layers - first), min(model.experts.shared_ffn_size, 32)
-        shape["experts"] = {**model.experts.model_dump(), "ffn_size": 32, "shared_ffn_size": shared, "first_dense": first, "every": every}
+        every, shared = (
+            min(model.experts.every, layers - first),
+            min(model.experts.shared_ffn_size, 32),
+        )
+        shape["experts"] = {
+            **model.experts.model_dump(),
+            "ffn_size": 32,
+            "shared_ffn_size": shared,
+            "first_dense": first,
+            "every": every,
+        }
     if model.latent_attention is not None:
         sizes = {"kv_rank": 32, "nope_head_dim": 16, "rope_head_dim": 8, "value_head_dim": 16}
         q_rank = None if model.latent_attention.q_rank is None else 24
-        shape |= {"num_kv_heads": None, "head_dim": None, "latent_attention": {**sizes, "q_rank": q_rank}}
+        shape |= {
+            "num_kv_heads": None,
+            "head_dim": None,
+            "latent_attention": {**sizes, "q_rank": q_rank},
+        }
     return model.with_(**plain, **shape), f"a small random {model.family}"
 
 
 def make_engine(model: ModelConfig, seed: int) -> FlatEngine:
     """An engine of one process with random weights."""
-    spec = EngineSpec(model, NextTokenConfig(), AdamWConfig(), chunk_tokens=1024, seed=seed, attention="auto")
+    spec = EngineSpec(
+        model, NextTokenConfig(), AdamWConfig(), chunk_tokens=1024, seed=seed, attention="auto"
+    )
     engine = assemble(spec)
     assert isinstance(engine, FlatEngine)
-    engine.fill((name, initial_value(name, shape, model, seed)) for name, shape in engine.shapes.items())
+    engine.fill(
+        (name, initial_value(name, shape, model, seed)) for name, shape in engine.shapes.items()
+    )
     return engine
 
 
-def equality_checks(config: DataConfig, sources: tuple[MixtureSource, ...], model: ModelConfig, seed: int) -> list[Check]:
+def equality_checks(
+    config: DataConfig, sources: tuple[MixtureSource, ...], model: ModelConfig, seed: int
+) -> list[Check]:
     """Both checks; a part of the data that gives no rows is said so."""
     seq_len = min(config.seq_len, MOST_SEQ_LEN)
-    config = config.model_copy(update={"seq_len": seq_len, "workers": 0, "skip_batches": "", "pin_memory": False})
+    config = config.model_copy(
+        update={"seq_len": seq_len, "workers": 0, "skip_batches": "", "pin_memory": False}
+    )
     small, which = small_model(model, seq_len)
     plain = tuple(_without_pairs(one) for one in sources)
     try:
-        return [packing_check(config, plain, small, which, seed), accumulation_check(config, plain, small, which, seed)]
+        return [
+            packing_check(config, plain, small, which, seed),
+            accumulation_check(config, plain, small, which, seed),
+        ]
     except HeadwayError as error:
-        return [Check("packing and accumulation", "warn", f"could not be tried on this data: {error}", "Correct the data first.")]
+        return [
+            Check(
+                "packing and accumulation",
+                "warn",
+                f"could not be tried on this data: {error}",
+                "Correct the data first.",
+            )
+        ]
 
 
 def _without_pairs(one: MixtureSource) -> MixtureSource:
@@ -99,15 +136,34 @@ def _without_pairs(one: MixtureSource) -> MixtureSource:
     return MixtureSource(Selection(source.store, limit))
 
 
-def packing_check(config: DataConfig, sources: tuple[MixtureSource, ...], model: ModelConfig, which: str, seed: int) -> Check:
+def packing_check(
+    config: DataConfig,
+    sources: tuple[MixtureSource, ...],
+    model: ModelConfig,
+    which: str,
+    seed: int,
+) -> Check:
     """The loss of documents in packed rows, and of the same documents alone in theirs."""
     title = "packed = unpacked"
     if config.packing == "one_document":
-        return Check(title, "ok", "data.packing is one_document: documents of a row see each other, as the recipe asks")
-    chosen = tuple(MixtureSource(_short_documents(one.selection, config.seq_len)) for one in sources[:1])
+        return Check(
+            title,
+            "ok",
+            "data.packing is one_document: documents of a row see each other, as the recipe asks",
+        )
+    chosen = tuple(
+        MixtureSource(_short_documents(one.selection, config.seq_len)) for one in sources[:1]
+    )
     if not chosen[0].selection.num_documents:
-        return Check(title, "ok", f"no document is shorter than a row of {config.seq_len} tokens; nothing is packed")
-    found = {kind: _loss(config.model_copy(update={"packing": kind}), chosen, model, seed) for kind in ("best_fit", "pad")}
+        return Check(
+            title,
+            "ok",
+            f"no document is shorter than a row of {config.seq_len} tokens; nothing is packed",
+        )
+    found = {
+        kind: _loss(config.model_copy(update={"packing": kind}), chosen, model, seed)
+        for kind in ("best_fit", "pad")
+    }
     (packed, targets, rows), (alone, same, single) = found["best_fit"], found["pad"]
     gap = abs(packed - alone) / max(abs(alone), 1e-9)
     detail = f"{single} documents in {rows} rows: loss {packed:.6f}, alone {alone:.6f} (relative difference {gap:.1e}, {which})"
@@ -133,7 +189,9 @@ class _Chosen(SourceView):
     def __init__(self, source: TokenSource, documents: Longs) -> None:
         super().__init__(source, "", hashlib.sha256(documents.tobytes()).hexdigest()[:16])
         self._documents = documents
-        self._lengths = np.array([int(source.lengths(number, number + 1)[0]) for number in documents.tolist()], np.int64)
+        self._lengths = np.array(
+            [int(source.lengths(number, number + 1)[0]) for number in documents.tolist()], np.int64
+        )
         self.num_documents, self.num_tokens = len(documents), int(self._lengths.sum())
 
     def lengths(self, first: int, last: int) -> Longs:
@@ -149,20 +207,35 @@ class _Chosen(SourceView):
         return self.source.mask(int(self._documents[document]), start, stop)
 
 
-def _loss(config: DataConfig, sources: Sequence[MixtureSource], model: ModelConfig, seed: int) -> tuple[float, int, int]:
+def _loss(
+    config: DataConfig, sources: Sequence[MixtureSource], model: ModelConfig, seed: int
+) -> tuple[float, int, int]:
     """(mean loss, targets, rows) of one pass over the documents."""
     engine = make_engine(model, seed)
-    with Loader(config, sources=sources, rows_per_step=4, micro_rows=4, seed=seed, epochs=1, shuffle=False) as loader:
+    with Loader(
+        config, sources=sources, rows_per_step=4, micro_rows=4, seed=seed, epochs=1, shuffle=False
+    ) as loader:
         steps = [step for step, _ in loader]
-    found = engine.evaluate((batch for step in steps for batch in step.microbatches), StepInfo(0, 1, training=False))
+    found = engine.evaluate(
+        (batch for step in steps for batch in step.microbatches), StepInfo(0, 1, training=False)
+    )
     total, weight = (float(value) for value in found["nll"])
     return total / max(weight, 1.0), round(weight), int(sum(step.totals["rows"] for step in steps))
 
 
-def accumulation_check(config: DataConfig, sources: tuple[MixtureSource, ...], model: ModelConfig, which: str, seed: int) -> Check:
+def accumulation_check(
+    config: DataConfig,
+    sources: tuple[MixtureSource, ...],
+    model: ModelConfig,
+    which: str,
+    seed: int,
+) -> Check:
     """Loss and gradients of one step of ROWS rows: in one microbatch, and in ROWS microbatches of one row."""
     packing = "best_fit" if config.packing == "pad" else config.packing
-    results = [_gradients(config.model_copy(update={"packing": packing}), sources, model, seed, rows) for rows in (ROWS, 1)]
+    results = [
+        _gradients(config.model_copy(update={"packing": packing}), sources, model, seed, rows)
+        for rows in (ROWS, 1)
+    ]
     (whole, grads), (split, others) = results
     gap = abs(whole - split) / max(abs(whole), 1e-9)
     largest, name = max((_relative(grads[name], others[name]), name) for name in grads)
@@ -174,13 +247,21 @@ def accumulation_check(config: DataConfig, sources: tuple[MixtureSource, ...], m
 
 
 def _gradients(
-    config: DataConfig, sources: Sequence[MixtureSource], model: ModelConfig, seed: int, micro_rows: int
+    config: DataConfig,
+    sources: Sequence[MixtureSource],
+    model: ModelConfig,
+    seed: int,
+    micro_rows: int,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     engine = make_engine(model, seed)
-    with Loader(config, sources=sources, rows_per_step=ROWS, micro_rows=micro_rows, seed=seed) as loader:
+    with Loader(
+        config, sources=sources, rows_per_step=ROWS, micro_rows=micro_rows, seed=seed
+    ) as loader:
         step: StepBatch = next(loader)[0]
     result = engine.forward_backward(step, StepInfo(0, 1))
-    return float(result.loss), {name: grad.clone() for buffer in engine.buffers for name, grad in buffer.gradients.items()}
+    return float(result.loss), {
+        name: grad.clone() for buffer in engine.buffers for name, grad in buffer.gradients.items()
+    }
 
 
 def _relative(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -79,7 +79,9 @@ def read_gpu_health() -> tuple[list[GpuHealth], Check | None]:
     fields = list(QUERY)
     while True:
         text, problem = _ask([f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"])
-        unknown = re.search(r'Field "([\w.]+)" is not a valid field', "" if problem is None else problem.detail)
+        unknown = re.search(
+            r'Field "([\w.]+)" is not a valid field', "" if problem is None else problem.detail
+        )
         if unknown is None or unknown[1] not in fields:
             return ([], problem) if text is None else (parse_gpu_health(text, fields), None)
         place = fields.index(unknown[1])  # drivers rename fields and drop old ones
@@ -91,17 +93,39 @@ def _ask(arguments: Sequence[str]) -> tuple[str | None, Check | None]:
     if program is None:
         return None, None
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False)
+        done = subprocess.run(
+            [program, *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         detail = f"nvidia-smi did not answer within {TIMEOUT_SECONDS} s; a GPU may hang"
-        return None, Check("gpu health", "fail", detail, "Look for Xid errors in dmesg; reset the GPU or restart the machine.")
+        return None, Check(
+            "gpu health",
+            "fail",
+            detail,
+            "Look for Xid errors in dmesg; reset the GPU or restart the machine.",
+        )
     except OSError as error:
-        return None, Check("gpu health", "warn", f"nvidia-smi cannot be run: {error.strerror}", "Repair the driver's installation.")
+        return None, Check(
+            "gpu health",
+            "warn",
+            f"nvidia-smi cannot be run: {error.strerror}",
+            "Repair the driver's installation.",
+        )
     if done.returncode != 0:
         lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
         if "no devices were found" in lines[0].lower():
             return None, None
-        return None, Check("gpu health", "fail", f"nvidia-smi failed: {lines[0][:200]}", "Repair the driver, or restart the machine.")
+        return None, Check(
+            "gpu health",
+            "fail",
+            f"nvidia-smi failed: {lines[0][:200]}",
+            "Repair the driver, or restart the machine.",
+        )
     return done.stdout, None
 
 
@@ -113,7 +137,10 @@ def parse_gpu_health(text: str, fields: Sequence[str] = QUERY) -> list[GpuHealth
         if len(row) != len(fields) or not row[0].strip().isdecimal():
             continue
         value = dict.fromkeys(QUERY, "")
-        value |= {old_names.get(name, name): field.strip() for name, field in zip(fields, row, strict=True)}
+        value |= {
+            old_names.get(name, name): field.strip()
+            for name, field in zip(fields, row, strict=True)
+        }
         rate = _number(value["utilization.gpu"])
         found.append(
             GpuHealth(
@@ -172,7 +199,12 @@ def health_checks(gpus: Sequence[GpuHealth]) -> Iterator[Check]:
     names = Counter(gpu.name for gpu in gpus)
     if len(names) > 1:
         detail = ", ".join(f"{count} x {name}" for name, count in names.items())
-        yield Check("gpu types", "warn", f"different GPUs: {detail}", "Every step waits for the slowest: choose one type (--gpus A800).")
+        yield Check(
+            "gpu types",
+            "warn",
+            f"different GPUs: {detail}",
+            "Every step waits for the slowest: choose one type (--gpus A800).",
+        )
 
 
 def _health(gpu: GpuHealth) -> Check:
@@ -190,7 +222,10 @@ def _describe(gpu: GpuHealth) -> str:
     if gpu.celsius is not None:
         parts.append(f"{gpu.celsius:.0f} °C")
     if gpu.watts is not None:
-        parts.append(f"{gpu.watts:.0f} W" + (f" of {gpu.limit_watts:.0f} W" if gpu.limit_watts is not None else ""))
+        parts.append(
+            f"{gpu.watts:.0f} W"
+            + (f" of {gpu.limit_watts:.0f} W" if gpu.limit_watts is not None else "")
+        )
     if gpu.uncorrected_errors is None:
         parts.append("no ECC")
     elif not gpu.uncorrected_errors and not gpu.corrected_errors:
@@ -212,16 +247,32 @@ def _faults(gpu: GpuHealth) -> Iterator[tuple[str, str]]:
 
 def _doubts(gpu: GpuHealth) -> Iterator[tuple[str, str]]:
     if gpu.pages_pending or gpu.remap_pending:
-        yield "faulty memory is replaced at the next reset", "Reset the GPU (nvidia-smi --gpu-reset) before a long run."
+        yield (
+            "faulty memory is replaced at the next reset",
+            "Reset the GPU (nvidia-smi --gpu-reset) before a long run.",
+        )
     if gpu.corrected_errors is not None and gpu.corrected_errors > MANY_CORRECTED:
-        yield f"{gpu.corrected_errors} corrected ECC errors", "Watch this GPU; its memory may be failing."
+        yield (
+            f"{gpu.corrected_errors} corrected ECC errors",
+            "Watch this GPU; its memory may be failing.",
+        )
     if gpu.throttle_bits & (0x20 | 0x10) and not gpu.throttle_bits & (0x8 | 0x40 | 0x80):
-        yield f"slowed by {', '.join(gpu.slowed_by)}", "Check cooling, and power limits (nvidia-smi -q -d PERFORMANCE)."
+        yield (
+            f"slowed by {', '.join(gpu.slowed_by)}",
+            "Check cooling, and power limits (nvidia-smi -q -d PERFORMANCE).",
+        )
     if gpu.celsius is not None and gpu.celsius >= HOT_CELSIUS:
         yield f"hot ({gpu.celsius:.0f} °C)", "Check cooling; it slows down at its limit."
     if gpu.link is not None and gpu.best_link is not None and gpu.link[1] < gpu.best_link[1]:
-        yield f"PCIe x{gpu.link[1]} of x{gpu.best_link[1]}", "Check how the card is seated, or the riser."
-    if gpu.memory_bytes and gpu.used_bytes is not None and gpu.used_bytes > BUSY_MEMORY_SHARE * gpu.memory_bytes:
+        yield (
+            f"PCIe x{gpu.link[1]} of x{gpu.best_link[1]}",
+            "Check how the card is seated, or the riser.",
+        )
+    if (
+        gpu.memory_bytes
+        and gpu.used_bytes is not None
+        and gpu.used_bytes > BUSY_MEMORY_SHARE * gpu.memory_bytes
+    ):
         yield (
             f"{gpu.used_bytes / gpu.memory_bytes:.0%} of its memory is in use",
             "End that process (nvidia-smi shows it) or choose another GPU.",
@@ -236,8 +287,18 @@ def read_topology() -> Check | None:
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
     """The link of each pair of GPUs, i < j, as in nvidia-smi's matrix."""
-    lines = [re.split(r"\t+|\s{2,}", re.sub(r"\x1b\[[0-9;]*m", "", line).strip()) for line in text.splitlines()]
-    heading = next((cells for cells in lines if cells and cells[0] == "GPU0" and (len(cells) < 2 or not cells[1].startswith("X"))), None)
+    lines = [
+        re.split(r"\t+|\s{2,}", re.sub(r"\x1b\[[0-9;]*m", "", line).strip())
+        for line in text.splitlines()
+    ]
+    heading = next(
+        (
+            cells
+            for cells in lines
+            if cells and cells[0] == "GPU0" and (len(cells) < 2 or not cells[1].startswith("X"))
+        ),
+        None,
+    )
     columns = [cell for cell in heading or [] if re.fullmatch(r"GPU\d+", cell)]
     found: dict[tuple[int, int], str] = {}
     for cells in lines:
@@ -256,7 +317,10 @@ def topology_check(links: Mapping[tuple[int, int], str]) -> Check | None:
     if not links:
         return None
     kinds = Counter("NV" if re.fullmatch(r"NV\d+", link) else link for link in links.values())
-    detail = ", ".join(f"{count} of {len(links)} pairs: {LINKS.get(kind, kind)}" for kind, count in kinds.most_common())
+    detail = ", ".join(
+        f"{count} of {len(links)} pairs: {LINKS.get(kind, kind)}"
+        for kind, count in kinds.most_common()
+    )
     exact = sorted({link for link in links.values() if re.fullmatch(r"NV\d+", link)})
     if exact:
         detail += f" ({', '.join(exact)})"
@@ -264,5 +328,10 @@ def topology_check(links: Mapping[tuple[int, int], str]) -> Check | None:
         remedy = "Put tensor and context ranks on GPUs that NVLink connects (--gpus names them)."
         return Check("gpu topology", "warn", detail, remedy)
     if "SYS" in kinds:
-        return Check("gpu topology", "warn", detail, "Prefer strategy ddp or zero1 over tensor parallelism here; pick GPUs of one socket.")
+        return Check(
+            "gpu topology",
+            "warn",
+            detail,
+            "Prefer strategy ddp or zero1 over tensor parallelism here; pick GPUs of one socket.",
+        )
     return Check("gpu topology", "ok", detail)

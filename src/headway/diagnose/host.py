@@ -84,7 +84,10 @@ def host_facts(gpus: tuple[str, ...] = (), same: Mapping[str, str] | None = None
         _code_digest(),
         cuda_of_torch() if importlib.util.find_spec("torch") is not None else None,
         driver_version(),
-        next((version for name in NCCL_PACKAGES if (version := package_version(name)) is not None), None),
+        next(
+            (version for name in NCCL_PACKAGES if (version := package_version(name)) is not None),
+            None,
+        ),
         gpus,
         dict(same or {}),
     )
@@ -99,10 +102,17 @@ def _code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def host_checks(folder: Path, needs: HostNeeds, environment: Mapping[str, str]) -> tuple[HostFacts, list[Check]]:
+def host_checks(
+    folder: Path, needs: HostNeeds, environment: Mapping[str, str]
+) -> tuple[HostFacts, list[Check]]:
     """The facts of this host and its fast checks: about a second, most of it nvidia-smi."""
     gpus, problem = read_gpu_health()
-    checks = [*disk_checks(folder), *shared_memory_check(), *open_files_check(needs.ranks), *variable_checks(environment)]
+    checks = [
+        *disk_checks(folder),
+        *shared_memory_check(),
+        *open_files_check(needs.ranks),
+        *variable_checks(environment),
+    ]
     if needs.port is not None:
         checks.append(port_check(needs.port))
     if problem is not None:
@@ -126,7 +136,12 @@ def gpu_count_check(count: int, needs: HostNeeds) -> Iterator[Check]:
     """Whether each rank gets a GPU."""
     if needs.gpu_ranks and count < needs.ranks:
         detail = f"{count} visible, {needs.ranks} ranks need one each"
-        yield Check("gpu count", "fail", detail, "Start fewer ranks on this host, or check CUDA_VISIBLE_DEVICES and the driver.")
+        yield Check(
+            "gpu count",
+            "fail",
+            detail,
+            "Start fewer ranks on this host, or check CUDA_VISIBLE_DEVICES and the driver.",
+        )
 
 
 def disk_checks(folder: Path) -> Iterator[Check]:
@@ -136,7 +151,12 @@ def disk_checks(folder: Path) -> Iterator[Check]:
     if free < NO_DISK_BYTES:
         yield Check("disk", "fail", detail, "Free some space or choose another run.dir.")
     elif free < LOW_DISK_BYTES:
-        yield Check("disk", "warn", detail, "Checkpoints take 12 bytes per parameter each: free some space or choose another run.dir.")
+        yield Check(
+            "disk",
+            "warn",
+            detail,
+            "Checkpoints take 12 bytes per parameter each: free some space or choose another run.dir.",
+        )
     else:
         yield Check("disk", "ok", detail)
     try:
@@ -150,8 +170,18 @@ def shared_memory_check(place: Path = SHARED_MEMORY) -> Iterator[Check]:
     if not place.is_dir():
         return
     free = shutil.disk_usage(place).free
-    state = "fail" if free < NO_SHARED_MEMORY_BYTES else "warn" if free < LOW_SHARED_MEMORY_BYTES else "ok"
-    remedy = None if state == "ok" else "Start the container with --ipc=host or --shm-size=16g, or empty the folder."
+    state = (
+        "fail"
+        if free < NO_SHARED_MEMORY_BYTES
+        else "warn"
+        if free < LOW_SHARED_MEMORY_BYTES
+        else "ok"
+    )
+    remedy = (
+        None
+        if state == "ok"
+        else "Start the container with --ipc=host or --shm-size=16g, or empty the folder."
+    )
     yield Check("shared memory", state, f"{quantity(free, 'bytes')} free in {place}", remedy)
 
 
@@ -167,7 +197,11 @@ def open_files_check(ranks: int = 1) -> Iterator[Check]:
         return
     needed = NO_OPEN_FILES + 16 * ranks
     state = "fail" if hard < needed else "warn" if hard < LOW_OPEN_FILES else "ok"
-    remedy = None if state == "ok" else "Raise the hard limit (ulimit -Hn 65536, or nofile in /etc/security/limits.conf)."
+    remedy = (
+        None
+        if state == "ok"
+        else "Raise the hard limit (ulimit -Hn 65536, or nofile in /etc/security/limits.conf)."
+    )
     yield Check("open files", state, f"at most {hard} per process", remedy)
 
 
@@ -180,9 +214,16 @@ def variable_checks(environment: Mapping[str, str]) -> Iterator[Check]:
         if not value or value.startswith("^"):
             continue
         exact = value.startswith("=") or variable == "GLOO_SOCKET_IFNAME"
-        if not any(name == part or (not exact and name.startswith(part)) for part in wanted for name in have):
+        if not any(
+            name == part or (not exact and name.startswith(part))
+            for part in wanted
+            for name in have
+        ):
             yield Check(
-                variable, "fail", f"is {value!r}; this host has {', '.join(sorted(have))}", "Name an interface of this host, or unset it."
+                variable,
+                "fail",
+                f"is {value!r}; this host has {', '.join(sorted(have))}",
+                "Name an interface of this host, or unset it.",
             )
     for variable, words in DEAD_VARIABLES.items():
         if variable in environment:
@@ -196,11 +237,21 @@ def port_check(port: int, host: str = "") -> Check:
         try:
             probe.bind((host, port))
         except OSError as error:
-            return Check(f"port {port}", "fail", f"cannot be used: {error.strerror}", "Choose another port for --master, or end its user.")
+            return Check(
+                f"port {port}",
+                "fail",
+                f"cannot be used: {error.strerror}",
+                "Choose another port for --master, or end its user.",
+            )
     return Check(f"port {port}", "ok", "is free")
 
 
 def cores_check(ranks: int, cores: int) -> Iterator[Check]:
     """Whether every rank has a core."""
     if ranks > cores:
-        yield Check("cores", "warn", f"{cores} cores for {ranks} ranks", "Ask for more CPUs per task; loading data will be slow.")
+        yield Check(
+            "cores",
+            "warn",
+            f"{cores} cores for {ranks} ranks",
+            "Ask for more CPUs per task; loading data will be slow.",
+        )

@@ -96,26 +96,42 @@ class StoreExchange:
 
 
 def preflight(
-    exchange: Exchange, folder: Path, needs: HostNeeds = HostNeeds(), environment: Mapping[str, str] | None = None
+    exchange: Exchange,
+    folder: Path,
+    needs: HostNeeds = HostNeeds(),
+    environment: Mapping[str, str] | None = None,
 ) -> list[Check]:
     """Check all hosts of a job; each of them calls this. `folder` is where the run will be. Leaves nothing behind."""
     facts, mine = host_checks(folder, needs, os.environ if environment is None else environment)
-    answers = [json.loads(text) for text in exchange.swap(json.dumps([facts.to_json(), [check.to_json() for check in mine]]))]
+    answers = [
+        json.loads(text)
+        for text in exchange.swap(
+            json.dumps([facts.to_json(), [check.to_json() for check in mine]])
+        )
+    ]
     hosts = [HostFacts.from_json(one[0]) for one in answers]
     checks = [Check.from_json(one) for one in answers[0][1]] if exchange.size == 1 else []
     if exchange.size > 1:
         for name, (_, found) in zip(host_names(hosts), answers, strict=True):
-            checks += [check.on(name) for check in map(Check.from_json, found) if check.state != "ok"]
+            checks += [
+                check.on(name) for check in map(Check.from_json, found) if check.state != "ok"
+            ]
         checks.append(Check("hosts", "ok", f"{exchange.size} answered"))
         offsets = clock_offsets(exchange)
-        checks += [*compare_hosts(hosts, offsets), *shared_folder_checks(exchange, folder, host_names(hosts))]
+        checks += [
+            *compare_hosts(hosts, offsets),
+            *shared_folder_checks(exchange, folder, host_names(hosts)),
+        ]
     return checks
 
 
 def host_names(hosts: Sequence[HostFacts]) -> list[str]:
     """A name for each host; equal names get the node's number."""
     counts = Counter(one.host for one in hosts)
-    return [one.host if counts[one.host] == 1 else f"{one.host} (node {node})" for node, one in enumerate(hosts)]
+    return [
+        one.host if counts[one.host] == 1 else f"{one.host} (node {node})"
+        for node, one in enumerate(hosts)
+    ]
 
 
 def require(checks: Sequence[Check]) -> None:
@@ -125,7 +141,10 @@ def require(checks: Sequence[Check]) -> None:
             log.warning("%s: %s. %s", check.name, check.detail, check.remedy or "")
     failed = failures(checks)
     if failed:
-        lines = [f"{check.name}: {check.detail.rstrip('.')}. {check.remedy or ''}".strip() for check in failed]
+        lines = [
+            f"{check.name}: {check.detail.rstrip('.')}. {check.remedy or ''}".strip()
+            for check in failed
+        ]
         raise LaunchError("the job was not started. " + " ".join(lines))
 
 
@@ -136,7 +155,9 @@ def clock_offsets(exchange: Exchange) -> list[float]:
     return [one - times[0] for one in times]
 
 
-def compare_hosts(hosts: Sequence[HostFacts], offsets: Sequence[float] | None = None) -> list[Check]:
+def compare_hosts(
+    hosts: Sequence[HostFacts], offsets: Sequence[float] | None = None
+) -> list[Check]:
     """What must be equal on all hosts: code, versions, GPUs; and clocks, if their offsets in seconds are known."""
     names = host_names(hosts)
     checks: list[Check] = []
@@ -146,20 +167,58 @@ def compare_hosts(hosts: Sequence[HostFacts], offsets: Sequence[float] | None = 
         found = _difference(names, [one.packages.get(name, "missing") for one in hosts])
         if found is not None:
             state = "fail" if name in MUST_BE_EQUAL else "warn"
-            different.append(Check(f"package {name}", state, f"differs: {found}", "Install the same version on all hosts."))
+            different.append(
+                Check(
+                    f"package {name}",
+                    state,
+                    f"differs: {found}",
+                    "Install the same version on all hosts.",
+                )
+            )
     if not any(check.name == "package headway" for check in different):
         found = _difference(names, [one.code for one in hosts])
         if found is not None:
             different.append(
-                Check("headway's code", "fail", f"differs: {found}", "Install the same build on all hosts, or one shared folder.")
+                Check(
+                    "headway's code",
+                    "fail",
+                    f"differs: {found}",
+                    "Install the same build on all hosts, or one shared folder.",
+                )
             )
-    checks += different or [Check("versions", "ok", f"{len(packages)} packages and headway's code are equal on {len(hosts)} hosts")]
+    checks += different or [
+        Check(
+            "versions",
+            "ok",
+            f"{len(packages)} packages and headway's code are equal on {len(hosts)} hosts",
+        )
+    ]
     for title, values, state, remedy in (
-        ("python", [one.python.rpartition(".")[0] for one in hosts], "fail", "Use one Python version on all hosts."),
-        ("cuda", [str(one.cuda) for one in hosts], "fail", "Install the same torch build on all hosts."),
-        ("nccl", [str(one.nccl) for one in hosts], "fail", "Install the same torch build on all hosts."),
+        (
+            "python",
+            [one.python.rpartition(".")[0] for one in hosts],
+            "fail",
+            "Use one Python version on all hosts.",
+        ),
+        (
+            "cuda",
+            [str(one.cuda) for one in hosts],
+            "fail",
+            "Install the same torch build on all hosts.",
+        ),
+        (
+            "nccl",
+            [str(one.nccl) for one in hosts],
+            "fail",
+            "Install the same torch build on all hosts.",
+        ),
         ("driver", [str(one.driver) for one in hosts], "warn", "Update the older drivers."),
-        ("gpus", [_count_names(one.gpus) for one in hosts], "warn", "Every step waits for the slowest host: use hosts of one kind."),
+        (
+            "gpus",
+            [_count_names(one.gpus) for one in hosts],
+            "warn",
+            "Every step waits for the slowest host: use hosts of one kind.",
+        ),
     ):
         found = _difference(names, values)
         if found is not None:
@@ -179,8 +238,15 @@ def clock_checks(names: Sequence[str], offsets: Sequence[float] | None) -> Itera
     if worst <= MAX_CLOCK_SKEW_SECONDS:
         yield Check("clocks", "ok", f"within {worst:.2f} s on {len(names)} hosts")
         return
-    apart = ", ".join(f"{name} {offset:+.1f} s" for name, offset in zip(names, offsets, strict=True))
-    yield Check("clocks", "warn", f"differ: {apart}", "Synchronise the clocks (NTP); logs, time-outs of S3 and file times go wrong.")
+    apart = ", ".join(
+        f"{name} {offset:+.1f} s" for name, offset in zip(names, offsets, strict=True)
+    )
+    yield Check(
+        "clocks",
+        "warn",
+        f"differ: {apart}",
+        "Synchronise the clocks (NTP); logs, time-outs of S3 and file times go wrong.",
+    )
 
 
 def _difference(names: Sequence[str], values: Sequence[str]) -> str | None:
@@ -188,7 +254,8 @@ def _difference(names: Sequence[str], values: Sequence[str]) -> str | None:
     if len(set(values)) < 2:
         return None
     return "; ".join(
-        f"{value} on {', '.join(n for n, v in zip(names, values, strict=True) if v == value)}" for value in dict.fromkeys(values)
+        f"{value} on {', '.join(n for n, v in zip(names, values, strict=True) if v == value)}"
+        for value in dict.fromkeys(values)
     )
 
 
@@ -206,7 +273,9 @@ def shared_folder_checks(exchange: Exchange, folder: Path, names: Sequence[str])
         place.mkdir(parents=True, exist_ok=True)
         (place / f"node-{exchange.rank}").write_text(token)
         if exchange.rank == 0:
-            (place / "replaced").write_text(CONTENT)  # before anybody looks: NFS remembers for a while that a file was missing
+            (place / "replaced").write_text(
+                CONTENT
+            )  # before anybody looks: NFS remembers for a while that a file was missing
     except OSError as error:
         problem = f"cannot write: {error.strerror}"
     written = exchange.swap(problem)
@@ -216,7 +285,11 @@ def shared_folder_checks(exchange: Exchange, folder: Path, names: Sequence[str])
     torn = _rename_trouble(place, exchange.rank) if is_shared else ""
     troubles = exchange.swap(torn)
     with suppress(OSError):
-        for path in (*place.glob("node-*"), *place.glob("replaced*")) if exchange.rank == 0 or not is_shared else ():
+        for path in (
+            (*place.glob("node-*"), *place.glob("replaced*"))
+            if exchange.rank == 0 or not is_shared
+            else ()
+        ):
             path.unlink(missing_ok=True)
         place.rmdir()
     remove_empty(made)
@@ -259,7 +332,9 @@ def _rename_trouble(place: Path, rank: int) -> str:
         except FileNotFoundError:
             return "the file was missing for a moment"
         except OSError as error:
-            if error.errno == errno.ESTALE:  # NFS: the file that was opened has been replaced; a reader opens it again
+            if (
+                error.errno == errno.ESTALE
+            ):  # NFS: the file that was opened has been replaced; a reader opens it again
                 continue
             return f"reading failed: {error.strerror}"
         if text != CONTENT:
@@ -268,12 +343,25 @@ def _rename_trouble(place: Path, rank: int) -> str:
 
 
 def _shared_folder_findings(
-    folder: Path, names: Sequence[str], written: Sequence[str], seen: Sequence[Sequence[int]], troubles: Sequence[str]
+    folder: Path,
+    names: Sequence[str],
+    written: Sequence[str],
+    seen: Sequence[Sequence[int]],
+    troubles: Sequence[str],
 ) -> list[Check]:
     remedy = "Use a folder that all hosts share (NFS, Lustre, ...) for run.dir."
     if any(written):
-        detail = "; ".join(f"{name}: {text}" for name, text in zip(names, written, strict=True) if text)
-        return [Check(SHARED_FOLDER, "fail", f"{folder}: {detail}", "Make the folder writable on every host.")]
+        detail = "; ".join(
+            f"{name}: {text}" for name, text in zip(names, written, strict=True) if text
+        )
+        return [
+            Check(
+                SHARED_FOLDER,
+                "fail",
+                f"{folder}: {detail}",
+                "Make the folder writable on every host.",
+            )
+        ]
     if any(seen):
         pairs = [
             f"{name} does not see what {', '.join(names[node] for node in nodes)} wrote"
@@ -283,8 +371,17 @@ def _shared_folder_findings(
         return [Check(SHARED_FOLDER, "fail", f"{folder}: {'; '.join(pairs)}", remedy)]
     checks = [Check(SHARED_FOLDER, "ok", f"{folder} is one folder on {len(names)} hosts")]
     if any(troubles):
-        detail = "; ".join(f"{name}: {text}" for name, text in zip(names, troubles, strict=True) if text)
-        checks.append(Check("atomic rename", "fail", f"{folder}: {detail}", "Use another file system for run.dir; checkpoints need this."))
+        detail = "; ".join(
+            f"{name}: {text}" for name, text in zip(names, troubles, strict=True) if text
+        )
+        checks.append(
+            Check(
+                "atomic rename",
+                "fail",
+                f"{folder}: {detail}",
+                "Use another file system for run.dir; checkpoints need this.",
+            )
+        )
     else:
         checks.append(Check("atomic rename", "ok", "a replaced file is always whole"))
     return checks

@@ -16,7 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.diagnose.slow_ranks import HISTORY, SlowRule, slow_ranks, slower_than_before, write_report
+from headway.diagnose.slow_ranks import (
+    HISTORY,
+    SlowRule,
+    slow_ranks,
+    slower_than_before,
+    write_report,
+)
 from headway.diagnose.trace import StepSummary, summarize_trace, write_page
 from headway.errors import ConfigError
 from headway.runtime.storage import write_atomic
@@ -39,7 +45,9 @@ class ProfilePlan:
 
     def __post_init__(self) -> None:
         if self.first_step < 2:
-            raise ConfigError(f"--profile-from is {self.first_step}; it must be at least 2, because the step before warms up the profiler.")
+            raise ConfigError(
+                f"--profile-from is {self.first_step}; it must be at least 2, because the step before warms up the profiler."
+            )
         if self.num_steps < 1:
             raise ConfigError(f"--profile-steps is {self.num_steps}; it must be at least 1.")
         if self.rule.ratio < 1:
@@ -120,8 +128,13 @@ class Recorder:
             log.warning("the run ended before a whole step was recorded; there is only %s", trace)
             return
         self.summary = summary
-        write_atomic(self._path(f"profile-{who}.txt"), write_page(summary, process.rank, process.world, self.target.compute.name))
-        write_atomic(self._path(f"profile-{who}.json"), json.dumps(asdict(summary), indent=2) + "\n")
+        write_atomic(
+            self._path(f"profile-{who}.txt"),
+            write_page(summary, process.rank, process.world, self.target.compute.name),
+        )
+        write_atomic(
+            self._path(f"profile-{who}.json"), json.dumps(asdict(summary), indent=2) + "\n"
+        )
         log.info(
             "profiled %d steps of %.1f ms: compute %.0f %%, optimizer %.0f %%, communication exposed %.0f %%, data wait %.0f %%; %s",
             summary.num_steps, summary.step * 1e3, *(100 * part / summary.step for part in

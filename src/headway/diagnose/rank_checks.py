@@ -45,7 +45,9 @@ class _Leaders:
         ranks = sorted({nodes.index(node) for node in nodes})
         self.is_one = group.rank in ranks
         self.rank, self.size = (ranks.index(group.rank) if self.is_one else -1), len(ranks)
-        self.handle = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
+        self.handle = dist.new_group(
+            ranks, backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS)
+        )
 
     def swap(self, text: str) -> list[str]:
         """The texts of all nodes."""
@@ -54,30 +56,58 @@ class _Leaders:
         return found
 
 
-def check_ranks(group: RankGroup, process: Process, device: torch.device, plan: DoctorPlan, environment: Mapping[str, str]) -> RanksReport:
+def check_ranks(
+    group: RankGroup,
+    process: Process,
+    device: torch.device,
+    plan: DoctorPlan,
+    environment: Mapping[str, str],
+) -> RanksReport:
     """Check every host of the group, and measure compute on and collectives between all ranks."""
     nodes = group.gather(process.node)
     ranks_here = nodes.count(process.node)
     # srun shows each task its own GPU and its own cores: what the first rank of a host sees is not all that the host's ranks have.
     gpus = group.gather(gpu_identity(device))
     cores = group.gather(sorted(core_numbers()))
-    cores_here = {core for node, numbers in zip(nodes, cores, strict=True) if node == process.node for core in numbers}
+    cores_here = {
+        core
+        for node, numbers in zip(nodes, cores, strict=True)
+        if node == process.node
+        for core in numbers
+    }
     leaders = _Leaders(group, nodes)
     mine: list[Check] = []
     if leaders.is_one:
-        local = examine(DoctorPlan(plan.run_dir, plan.cache_dir, None, ranks_here, len(cores_here)), environment)
+        local = examine(
+            DoctorPlan(plan.run_dir, plan.cache_dir, None, ranks_here, len(cores_here)), environment
+        )
         hosts = [(socket.gethostname(), [one.to_json() for one in local])]
         answers = [json.loads(text)[0] for text in leaders.swap(json.dumps(hosts))]
         needs = HostNeeds(ranks_here)
         known = {one.name for one in local}
-        found = [one for one in preflight(leaders, plan.folder, needs, environment) if one.name not in known]
-        mine = [*_by_host(answers), *(one for one in found if leaders.size == 1 or ": " not in one.name)]
+        found = [
+            one
+            for one in preflight(leaders, plan.folder, needs, environment)
+            if one.name not in known
+        ]
+        mine = [
+            *_by_host(answers),
+            *(one for one in found if leaders.size == 1 or ": " not in one.name),
+        ]
     first = group.gather([one.to_json() for one in mine])[0]
     checks = [Check.from_json(one) for one in first]
     checks += gpu_checks(gpus)
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
-    bandwidths = [measure(group, name, size, device) for size in sizes for name in ("all_reduce", "all_gather")]
-    checks += [sums_check(group, device), *compute_checks(group, device), *bandwidth_checks(bandwidths, device, leaders.size)]
+    bandwidths = [
+        measure(group, name, size, device)
+        for size in sizes
+        for name in ("all_reduce", "all_gather")
+    ]
+    checks += [
+        sums_check(group, device),
+        *compute_checks(group, device),
+        *bandwidth_checks(bandwidths, device, leaders.size),
+    ]
     return RanksReport(tuple(checks), tuple(bandwidths))
 
 
@@ -106,7 +136,14 @@ def gpu_checks(gpus: Sequence[str | None]) -> list[Check]:
     shared = [users for users in ranks.values() if len(users) > 1]
     if shared:
         detail = f"ranks {', '.join(map(str, shared[0]))} compute on the same GPU"
-        return [Check("gpu count", "fail", detail, "Start fewer ranks, or show each rank its GPU: `srun --gpus-per-task=1`.")]
+        return [
+            Check(
+                "gpu count",
+                "fail",
+                detail,
+                "Start fewer ranks, or show each rank its GPU: `srun --gpus-per-task=1`.",
+            )
+        ]
     return [Check("gpu count", "ok", f"{len(ranks)} ranks, each with a GPU of its own")]
 
 
@@ -118,7 +155,9 @@ def _by_host(answers: Sequence[Any]) -> list[Check]:
     for node, (host, found) in enumerate(answers):
         bad = [check for check in map(Check.from_json, found) if check.state != "ok"]
         name = f"{host} (node {node})"
-        checks += [check.on(name) for check in bad] or [Check(name, "ok", f"{len(found)} checks passed")]
+        checks += [check.on(name) for check in bad] or [
+            Check(name, "ok", f"{len(found)} checks passed")
+        ]
     return checks
 
 
@@ -129,14 +168,18 @@ def measure(group: RankGroup, collective: str, size_bytes: int, device: torch.de
     part = torch.zeros(count // group.size, device=device)
 
     def run() -> None:
-        (group.all_reduce(whole) if collective == "all_reduce" else group.all_gather(whole, part)).wait()
+        (
+            group.all_reduce(whole) if collective == "all_reduce" else group.all_gather(whole, part)
+        ).wait()
 
     run()  # the first one connects the ranks
     once = _seconds(group, device, run, 1)
     repeats = max(1, min(MOST_REPEATS, int(SECONDS_PER_CASE / max(once, 1e-6))))
     seconds = _seconds(group, device, run, repeats) / repeats
     sent = (2 if collective == "all_reduce" else 1) * (group.size - 1) / group.size
-    return Bandwidth(collective, count * 4, seconds, count * 4 / seconds, sent * count * 4 / seconds)
+    return Bandwidth(
+        collective, count * 4, seconds, count * 4 / seconds, sent * count * 4 / seconds
+    )
 
 
 def _seconds(group: RankGroup, device: torch.device, run: Any, repeats: int) -> float:
@@ -173,7 +216,11 @@ def sums_check(group: RankGroup, device: torch.device) -> Check:
 def compute_checks(group: RankGroup, device: torch.device) -> list[Check]:
     """The speed of one matrix product on each rank, by itself, and whether equal devices compute equal results."""
     size = 8192 if device.type == "cuda" else 256
-    dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    dtype = (
+        torch.bfloat16
+        if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        else torch.float32
+    )
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
     product = a @ b
@@ -197,7 +244,10 @@ def _speed_check(found: Sequence[tuple[str, str, float, str]], *, is_gpu: bool) 
     detail = f"matrix products at {middle / 1e12:.2f} TFLOP/s (median), slowest {worst}"
     if is_gpu and rates[slowest] < SLOW_RANK * middle:
         return Check(
-            "compute", "warn", detail, f"Every step waits for rank {slowest}: look at that GPU's clocks, heat and other processes."
+            "compute",
+            "warn",
+            detail,
+            f"Every step waits for rank {slowest}: look at that GPU's clocks, heat and other processes.",
         )
     return Check("compute", "ok", detail)
 
@@ -212,15 +262,26 @@ def _result_check(found: Sequence[tuple[str, str, float, str]]) -> list[Check]:
             where = ", ".join(f"rank {rank} on {found[rank][0]}" for rank in other)
             return [
                 Check(
-                    "equal results", "fail", f"{where} computed another product than the other {name}", "Test that GPU (dcgmi diag -r 3)."
+                    "equal results",
+                    "fail",
+                    f"{where} computed another product than the other {name}",
+                    "Test that GPU (dcgmi diag -r 3).",
                 )
             ]
-    return [Check("equal results", "ok", f"the same product on {len(found)} ranks")] if found[0][1] != "cpu" else []
+    return (
+        [Check("equal results", "ok", f"the same product on {len(found)} ranks")]
+        if found[0][1] != "cpu"
+        else []
+    )
 
 
-def bandwidth_checks(bandwidths: Sequence[Bandwidth], device: torch.device, nodes: int) -> list[Check]:
+def bandwidth_checks(
+    bandwidths: Sequence[Bandwidth], device: torch.device, nodes: int
+) -> list[Check]:
     """Whether the largest all-reduce is as fast as the slowest usual link."""
-    best = max((one for one in bandwidths if one.collective == "all_reduce"), key=lambda one: one.bytes)
+    best = max(
+        (one for one in bandwidths if one.collective == "all_reduce"), key=lambda one: one.bytes
+    )
     detail = f"all-reduce of {quantity(best.bytes, 'bytes')}: {best.bus / 1e9:.2f} GB/s per rank"
     limit = SLOW_NETWORK if nodes > 1 else SLOW_NODE
     if device.type == "cuda" and best.bus < limit:

@@ -30,9 +30,15 @@ class RanksReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"checks": [check.to_json() for check in self.checks], "bandwidth": [asdict(one) for one in self.bandwidths]}
+        return {
+            "checks": [check.to_json() for check in self.checks],
+            "bandwidth": [asdict(one) for one in self.bandwidths],
+        }
 
     @staticmethod
     def from_json(given: Mapping[str, Any]) -> RanksReport:
         """The report that `to_json` described."""
-        return RanksReport(tuple(map(Check.from_json, given["checks"])), tuple(Bandwidth(**one) for one in given["bandwidth"]))
+        return RanksReport(
+            tuple(map(Check.from_json, given["checks"])),
+            tuple(Bandwidth(**one) for one in given["bandwidth"]),
+        )

@@ -42,7 +42,13 @@ class RankTimes:
 
     def plus(self, compute: float, data_wait: float, total: float) -> RankTimes:
         """These times and those of one more step."""
-        return RankTimes(self.compute + compute, self.data_wait + data_wait, self.total + total, self.num_steps + 1, self.host)
+        return RankTimes(
+            self.compute + compute,
+            self.data_wait + data_wait,
+            self.total + total,
+            self.num_steps + 1,
+            self.host,
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,9 @@ def slow_ranks(times: Mapping[str, Sequence[float]], rule: SlowRule) -> list[Out
     return found
 
 
-def slower_than_before(timer: str, rank: int, history: Sequence[float], rule: SlowRule) -> list[Outlier]:
+def slower_than_before(
+    timer: str, rank: int, history: Sequence[float], rule: SlowRule
+) -> list[Outlier]:
     """Whether the last of a rank's times is longer than the ten before it."""
     before = list(history[-HISTORY - 1 : -1])
     if not before or mean(before) < rule.min_seconds or history[-1] <= rule.ratio * mean(before):
@@ -101,12 +109,16 @@ def slow_in_training(everyone: Sequence[RankTimes], rule: SlowRule) -> dict[int,
         found[one.rank] = f"{one} over {num_steps} steps"
     for rank, seconds in enumerate(waits):
         if steps >= rule.min_seconds and seconds - usual(waits) > (rule.ratio - 1) * steps:
-            others = f"ranks wait {usual(waits):.3f} s on average, {num_steps} steps take {steps:.3f} s"
+            others = (
+                f"ranks wait {usual(waits):.3f} s on average, {num_steps} steps take {steps:.3f} s"
+            )
             found[rank] = f"rank {rank}: waited {seconds:.3f} s for its data; {others}"
     return {rank: f"{text}, on {everyone[rank].host}" for rank, text in sorted(found.items())}
 
 
-def write_report(times: Mapping[str, Sequence[float]], outliers: Sequence[Outlier], rule: SlowRule) -> str:
+def write_report(
+    times: Mapping[str, Sequence[float]], outliers: Sequence[Outlier], rule: SlowRule
+) -> str:
     """A table of all ranks, and the outliers."""
     timers = list(times)
     lines = [
@@ -130,14 +142,18 @@ class SlowRankReporter:
         self.every = every
         self._slow: frozenset[int] = frozenset()
 
-    def after_step(self, step: int, ratio: float | None, world: RankGroup, take_times: Callable[[], RankTimes]) -> list[str]:
+    def after_step(
+        self, step: int, ratio: float | None, world: RankGroup, take_times: Callable[[], RankTimes]
+    ) -> list[str]:
         """Every `every` steps, exchange the times of all ranks; returns a text for each rank that has become slow.
 
         All ranks call it together. The times are measured already, so that nothing waits for the device.
         """
         if ratio is None or world.size == 1 or step % self.every:
             return []
-        found = slow_in_training(world.gather(replace(take_times(), host=socket.gethostname())), SlowRule(ratio))
+        found = slow_in_training(
+            world.gather(replace(take_times(), host=socket.gethostname())), SlowRule(ratio)
+        )
         new = [text for rank, text in found.items() if rank not in self._slow]
         self._slow = frozenset(found)
         return new

@@ -94,14 +94,20 @@ class StepSummary:
 def summarize_trace(events: Sequence[Mapping[str, Any]]) -> StepSummary | None:
     """The summary of a trace; None if it holds no whole step."""
     timed = [event for event in events if event.get("ph") == "X" and event.get("dur")]
-    steps = union(_interval(one) for one in timed if str(one["name"]).startswith("ProfilerStep") and one.get("cat") == "user_annotation")
+    steps = union(
+        _interval(one)
+        for one in timed
+        if str(one["name"]).startswith("ProfilerStep") and one.get("cat") == "user_annotation"
+    )
     num = len({one["name"] for one in timed if str(one["name"]).startswith("ProfilerStep")})
     if not num:
         return None
     on_device = any(one.get("cat") == "kernel" for one in timed)
     work = [one for one in timed if _is_compute(one, on_device)]
     busy = intersection(union(_interval(one) for one in work), steps)
-    communication = intersection(union(_interval(one) for one in timed if _is_communication(one, on_device)), steps)
+    communication = intersection(
+        union(_interval(one) for one in timed if _is_communication(one, on_device)), steps
+    )
     optimizer = _annotated(timed, TRACE_OPTIMIZER, on_device)
     data = _annotated(timed, TRACE_DATA, on_device=False)
     exposed = difference(communication, busy)
@@ -130,7 +136,10 @@ def _interval(event: Mapping[str, Any]) -> Interval:
 
 def _is_communication(event: Mapping[str, Any], on_device: bool) -> bool:
     """With kernels in the trace, only kernels count as communication, not the host events about them."""
-    return bool(COMMUNICATION.match(str(event["name"]))) and (event.get("cat") == "kernel") is on_device
+    return (
+        bool(COMMUNICATION.match(str(event["name"])))
+        and (event.get("cat") == "kernel") is on_device
+    )
 
 
 def _is_compute(event: Mapping[str, Any], on_device: bool) -> bool:
@@ -142,10 +151,14 @@ def _is_compute(event: Mapping[str, Any], on_device: bool) -> bool:
 
 def _annotated(timed: Sequence[Mapping[str, Any]], name: str, on_device: bool) -> Intervals:
     wanted = "gpu_user_annotation" if on_device else "user_annotation"
-    return union(_interval(one) for one in timed if one["name"] == name and one.get("cat") == wanted)
+    return union(
+        _interval(one) for one in timed if one["name"] == name and one.get("cat") == wanted
+    )
 
 
-def _longest(work: Sequence[Mapping[str, Any]], on_device: bool, num_steps: int, count: int = 12) -> tuple[tuple[str, int, float], ...]:
+def _longest(
+    work: Sequence[Mapping[str, Any]], on_device: bool, num_steps: int, count: int = 12
+) -> tuple[tuple[str, int, float], ...]:
     """The operations with the most self time: without the time of the operations they call."""
     seconds: dict[str, float] = {}
     calls: dict[str, int] = {}
@@ -163,7 +176,9 @@ def _longest(work: Sequence[Mapping[str, Any]], on_device: bool, num_steps: int,
                 seconds[stack[-1][1]] -= end - begin
             stack.append((end, name))
     first = sorted(seconds, key=lambda name: -seconds[name])[:count]
-    return tuple((name, round(calls[name] / num_steps), seconds[name] * 1e-6 / num_steps) for name in first)
+    return tuple(
+        (name, round(calls[name] / num_steps), seconds[name] * 1e-6 / num_steps) for name in first
+    )
 
 
 def write_page(summary: StepSummary, rank: int, world: int, device: str) -> str:
@@ -181,7 +196,14 @@ def write_page(summary: StepSummary, rank: int, world: int, device: str) -> str:
         ("rest", summary.rest),
     ):
         lines.append(f"{label:<26}{value * 1e3:>14.2f}{value / summary.step:>9.1%}")
-    lines += ["", f"{'communication, hidden':<26}{summary.hidden_communication * 1e3:>14.2f}   (behind the above)", ""]
+    lines += [
+        "",
+        f"{'communication, hidden':<26}{summary.hidden_communication * 1e3:>14.2f}   (behind the above)",
+        "",
+    ]
     lines.append(f"{'operations by self time':<60}{'calls':>8}{'ms per step':>14}")
-    lines += [f"{name[:58]:<60}{calls:>8}{seconds * 1e3:>14.2f}" for name, calls, seconds in summary.operations]
+    lines += [
+        f"{name[:58]:<60}{calls:>8}{seconds * 1e3:>14.2f}"
+        for name, calls, seconds in summary.operations
+    ]
     return "\n".join(lines) + "\n"

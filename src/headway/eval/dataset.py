@@ -60,7 +60,9 @@ class ReadOptions:
         if self.split not in ("file", "line"):
             raise ConfigError(f"--split is {self.split!r}; it must be 'file' or 'line'.")
         if self.max_samples is not None and not 1 <= self.max_samples <= MAX_SAMPLES:
-            raise ConfigError(f"--max-samples is {self.max_samples}; it must be from 1 to {MAX_SAMPLES}.")
+            raise ConfigError(
+                f"--max-samples is {self.max_samples}; it must be from 1 to {MAX_SAMPLES}."
+            )
 
 
 @dataclass(frozen=True)
@@ -80,19 +82,32 @@ class HubText:
         found = in_cache(self.repo_id, dataset=True, revision=self.revision)
         if found is None:
             return []
-        return sorted([*found.glob(f"{self.folder}/test-*.parquet"), *found.glob(f"{self.folder}/test/*.parquet")])
+        return sorted(
+            [
+                *found.glob(f"{self.folder}/test-*.parquet"),
+                *found.glob(f"{self.folder}/test/*.parquet"),
+            ]
+        )
 
     def command(self) -> str:
         """The command that downloads it."""
         revision = f" --revision {self.revision}" if self.revision else ""
-        return f"headway download {self.repo_id} --dataset{revision} --include '{self.folder}/test*'"
+        return (
+            f"headway download {self.repo_id} --dataset{revision} --include '{self.folder}/test*'"
+        )
 
 
 SUITES: Mapping[str, Mapping[str, HubText]] = {
     "default": {
         "wikitext-2": HubText("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "\n\n"),
         "wikitext-103": HubText("Salesforce/wikitext", "wikitext-103-raw-v1", "text", "\n\n"),
-        "ptb": HubText("ptb-text-only/ptb_text_only", "penn_treebank", "sentence", "\n\n", "refs/convert/parquet"),
+        "ptb": HubText(
+            "ptb-text-only/ptb_text_only",
+            "penn_treebank",
+            "sentence",
+            "\n\n",
+            "refs/convert/parquet",
+        ),
         "lambada": HubText("cimec/lambada", "plain_text", "text", None),
     }
 }
@@ -110,7 +125,9 @@ def parse_datasets(given: Sequence[str], suite: str | None = None) -> list[Datas
     datasets = _members(suite, named) if suite is not None else []
     datasets += [Dataset(name, tuple(paths)) for name, paths in named.items()]
     if not datasets:
-        raise ConfigError("no data to score is given. Use --data PATH, --data NAME=PATH or --suite default.")
+        raise ConfigError(
+            "no data to score is given. Use --data PATH, --data NAME=PATH or --suite default."
+        )
     return datasets
 
 
@@ -139,20 +156,30 @@ def _members(suite: str, named: dict[str, list[str]]) -> list[Dataset]:
     return datasets
 
 
-def read_eval_documents(dataset: Dataset, loaded: LoadedModel, options: ReadOptions = ReadOptions()) -> Iterator[EvalDocument]:
+def read_eval_documents(
+    dataset: Dataset, loaded: LoadedModel, options: ReadOptions = ReadOptions()
+) -> Iterator[EvalDocument]:
     """Documents to score: token stores as they are, raw files through the model's tokenizer."""
     return islice(_documents(dataset, loaded, options), options.max_samples)
 
 
-def read_texts(data: Sequence[str], loaded: LoadedModel, bos: bool | None) -> Callable[[], Iterator[EvalDocument]] | None:
+def read_texts(
+    data: Sequence[str], loaded: LoadedModel, bos: bool | None
+) -> Callable[[], Iterator[EvalDocument]] | None:
     """A function that reads all documents of `data` from the start each time; None without data."""
     datasets = parse_datasets(data) if data else []
     if not datasets:
         return None
-    return lambda: (document for dataset in datasets for document in read_eval_documents(dataset, loaded, ReadOptions(bos=bos)))
+    return lambda: (
+        document
+        for dataset in datasets
+        for document in read_eval_documents(dataset, loaded, ReadOptions(bos=bos))
+    )
 
 
-def _documents(dataset: Dataset, loaded: LoadedModel, options: ReadOptions) -> Iterator[EvalDocument]:
+def _documents(
+    dataset: Dataset, loaded: LoadedModel, options: ReadOptions
+) -> Iterator[EvalDocument]:
     if options.text_key is not None:
         dataset = replace(dataset, text_key=options.text_key)
     kinds: dict[str, StoreKind] = {path: data_kind(path) for path in dataset.paths}
@@ -176,7 +203,9 @@ def data_kind(path: str) -> StoreKind:
         return "raw"
 
 
-def _stored(path: Path, kind: StoreKind, loaded: LoadedModel, options: ReadOptions) -> Iterator[EvalDocument]:
+def _stored(
+    path: Path, kind: StoreKind, loaded: LoadedModel, options: ReadOptions
+) -> Iterator[EvalDocument]:
     from headway.store.open import open_source
     from headway.store.source import iter_documents
     from headway.tokenizer.chat import expected_bos_ids
@@ -184,36 +213,68 @@ def _stored(path: Path, kind: StoreKind, loaded: LoadedModel, options: ReadOptio
     store = open_source(path, kind)
     by_type = options.by in ("type", "domain") and any(store.count_types())
     if options.by not in (None, "file") and not by_type:
-        raise ConfigError(f"--by is {options.by!r}; {path} is a token store, whose documents have no keys. Use --by file or --by type.")
-    if loaded.tokenizer is not None and store.fingerprint not in (None, loaded.tokenizer.fingerprint):
-        raise DataError(f"{path}: was made with another tokenizer than the one of {loaded.path}. Give the text itself, or another store.")
+        raise ConfigError(
+            f"--by is {options.by!r}; {path} is a token store, whose documents have no keys. Use --by file or --by type."
+        )
+    if loaded.tokenizer is not None and store.fingerprint not in (
+        None,
+        loaded.tokenizer.fingerprint,
+    ):
+        raise DataError(
+            f"{path}: was made with another tokenizer than the one of {loaded.path}. Give the text itself, or another store."
+        )
     # A store is scored unchanged unless --bos is given; a begin token that is already there is not added twice.
-    lead = tuple(expected_bos_ids(loaded.tokenizer, True)) if options.bos and loaded.tokenizer is not None else ()
+    lead = (
+        tuple(expected_bos_ids(loaded.tokenizer, True))
+        if options.bos and loaded.tokenizer is not None
+        else ()
+    )
     for item in iter_documents(store, split_packs=True):
         highest = int(item.ids.max()) if len(item.ids) else 0
         if highest >= loaded.config.vocab:
-            raise DataError(f"{path}: holds id {highest}; the model has {loaded.config.vocab} ids. Give data made with its tokenizer.")
+            raise DataError(
+                f"{path}: holds id {highest}; the model has {loaded.config.vocab} ids. Give data made with its tokenizer."
+            )
         ids = item.ids.tolist()
         part = None if options.by is None else item.type if by_type else str(path)
         yield EvalDocument(ids[1:] if lead and ids[:1] == [*lead] else ids, None, part, lead)
 
 
-def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, options: ReadOptions) -> Iterator[EvalDocument]:
+def _encoded(
+    raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, options: ReadOptions
+) -> Iterator[EvalDocument]:
     from headway.text.read import read_blocks
     from headway.tokenizer.chat import expected_bos_ids
 
     tokenizer = loaded.tokenizer
     if tokenizer is None:
-        raise ConfigError(f"{loaded.path} has no tokenizer, so text cannot be scored. Give a token store as --data.")
+        raise ConfigError(
+            f"{loaded.path} has no tokenizer, so text cannot be scored. Give a token store as --data."
+        )
     # Before every window, not only the first: a model that needs it fails in the later ones.
     lead = tuple(expected_bos_ids(tokenizer, options.bos))
     split, by_key = "line" if options.split == "line" else "file", options.by not in (None, "file")
     documents = read_blocks(raw, text_key=dataset.text_key, split=split, keep_record=by_key)
-    texts: Iterable[tuple[Iterator[str], str | None]] = ((blocks, _part(document, options.by)) for document, blocks in documents)
+    texts: Iterable[tuple[Iterator[str], str | None]] = (
+        (blocks, _part(document, options.by)) for document, blocks in documents
+    )
     if dataset.join is not None:
         if options.by is not None:
-            raise ConfigError(f"--by is {options.by!r}; {dataset.name} is scored as one text. Leave --by or --suite out.")
-        texts = [(iter([dataset.join.join("".join(blocks) for blocks, _ in islice(texts, options.max_samples))]), None)]
+            raise ConfigError(
+                f"--by is {options.by!r}; {dataset.name} is scored as one text. Leave --by or --suite out."
+            )
+        texts = [
+            (
+                iter(
+                    [
+                        dataset.join.join(
+                            "".join(blocks) for blocks, _ in islice(texts, options.max_samples)
+                        )
+                    ]
+                ),
+                None,
+            )
+        ]
     for blocks, part in texts:
         ids, size = encode_blocks(blocks, tokenizer)
         yield EvalDocument(ids, size, part, lead)
@@ -226,7 +287,9 @@ def _part(document: Document, by: str | None) -> str | None:
     found: Any = document.record
     for key in by.split("."):
         if not isinstance(found, Mapping) or key not in found:
-            raise DataError(f"{document.place}: has no key {by!r}, by which --by splits. Give a key that every record has, or file.")
+            raise DataError(
+                f"{document.place}: has no key {by!r}, by which --by splits. Give a key that every record has, or file."
+            )
         found = found[key]
     return str(found)
 

@@ -36,9 +36,13 @@ class SamplePlan:
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_prompt <= MAX_PER_PROMPT:
-            raise ConfigError(f"--samples is {self.per_prompt}; it must be from 1 to {MAX_PER_PROMPT}.")
+            raise ConfigError(
+                f"--samples is {self.per_prompt}; it must be from 1 to {MAX_PER_PROMPT}."
+            )
         if self.template is not None and not self.prompts:
-            raise ConfigError(f"--chat-template is {self.template!r}, and there is no prompt. Give --prompt or --prompts-file.")
+            raise ConfigError(
+                f"--chat-template is {self.template!r}, and there is no prompt. Give --prompt or --prompts-file."
+            )
         if "" in self.prompts:
             raise ConfigError("a prompt is empty. Give some text.")
         if self.prompts:
@@ -49,7 +53,9 @@ class SamplePlan:
         from headway.infer.generate import GenerateOptions
         from headway.infer.sampling import Sampling
 
-        return GenerateOptions(self.max_new_tokens, sampling=Sampling(self.temperature, seed=self.seed))
+        return GenerateOptions(
+            self.max_new_tokens, sampling=Sampling(self.temperature, seed=self.seed)
+        )
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,9 @@ class Evaluation:
         return asdict(self)
 
 
-def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, group: RankGroup | None = None) -> Evaluation:
+def evaluate(
+    loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, group: RankGroup | None = None
+) -> Evaluation:
     """Measure one model, over several ranks if there are; only the first generates samples."""
     for dataset in plan.datasets:
         # A wrong key or path in the last dataset shows before the first one is scored.
@@ -146,7 +154,12 @@ def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, gr
         log.debug("%s: score %s", loaded.path, dataset.name)
         documents = read_eval_documents(dataset, loaded, plan.read_options)
         results[dataset.name] = perplexity(
-            loaded, documents, window=plan.window, stride=plan.stride, batch_tokens=plan.batch_tokens, group=group
+            loaded,
+            documents,
+            window=plan.window,
+            stride=plan.stride,
+            batch_tokens=plan.batch_tokens,
+            group=group,
         )
     samples = _samples(loaded, plan.samples) if group is None or group.rank == 0 else []
     tokenizer = loaded.tokenizer.fingerprint if loaded.tokenizer is not None else None
@@ -194,5 +207,9 @@ def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[GeneratedSample]:
 
     prompts = [prompt for prompt in plan.prompts for _ in range(plan.per_prompt)]
     options = plan.options()
-    made = generate(loaded, prompts, options) if plan.template is None else answer(loaded, prompts, plan.template, options)
+    made = (
+        generate(loaded, prompts, options)
+        if plan.template is None
+        else answer(loaded, prompts, plan.template, options)
+    )
     return [GeneratedSample(prompt, one.text) for prompt, one in zip(prompts, made, strict=True)]

@@ -51,7 +51,9 @@ class HarnessPlan:
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be {least} or more.")
         if self.task_dir is not None and not self.task_dir.is_dir():
-            raise ConfigError(f"--task-dir is {str(self.task_dir)!r}, which is not a folder. Give a folder of tasks in YAML.")
+            raise ConfigError(
+                f"--task-dir is {str(self.task_dir)!r}, which is not a folder. Give a folder of tasks in YAML."
+            )
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,21 @@ class TaskMetric:
 
     def cells(self) -> list[str]:
         """As a row under `COLUMNS`."""
-        value = str(self.value) if isinstance(self.value, str) else f"{self.value:.4f}" if abs(self.value) < 1e6 else f"{self.value:.4e}"
+        value = (
+            str(self.value)
+            if isinstance(self.value, str)
+            else f"{self.value:.4f}"
+            if abs(self.value) < 1e6
+            else f"{self.value:.4e}"
+        )
         texts = ("" if one is None else str(one) for one in (self.shots, self.filter, self.name))
-        return [self.task, *texts, value, "" if self.stderr is None else f"{self.stderr:.4f}", str(self.samples or "")]
+        return [
+            self.task,
+            *texts,
+            value,
+            "" if self.stderr is None else f"{self.stderr:.4f}",
+            str(self.samples or ""),
+        ]
 
 
 @dataclass(frozen=True)
@@ -91,8 +105,19 @@ class HarnessResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        named = {"headway": __version__, "model": self.model, "path": self.path, "masks": self.masks, "lm_eval": self.harness}
-        return json.loads(json.dumps({**named, "metrics": [vars(one) for one in self.metrics], **self.details}, default=_plain))
+        named = {
+            "headway": __version__,
+            "model": self.model,
+            "path": self.path,
+            "masks": self.masks,
+            "lm_eval": self.harness,
+        }
+        return json.loads(
+            json.dumps(
+                {**named, "metrics": [vars(one) for one in self.metrics], **self.details},
+                default=_plain,
+            )
+        )
 
 
 def check_installed() -> None:
@@ -100,7 +125,9 @@ def check_installed() -> None:
     need("lm_eval", "headway eval harness")
 
 
-def run_harness(answers: HarnessModel, plan: HarnessPlan, *, name: str | None = None) -> HarnessResult | None:
+def run_harness(
+    answers: HarnessModel, plan: HarnessPlan, *, name: str | None = None
+) -> HarnessResult | None:
     """Run the tasks; None on every rank but the first."""
     check_installed()
     offline = {} if plan.online else OFFLINE  # read when the libraries are imported
@@ -112,14 +139,30 @@ def run_harness(answers: HarnessModel, plan: HarnessPlan, *, name: str | None = 
         loaded = _load(manager, plan)
         manager.load = lambda _: loaded  # read once
         found: Any = lm_eval.simple_evaluate(
-            as_lm(answers), tasks=list(plan.tasks), num_fewshot=plan.shots, limit=plan.limit, task_manager=manager
+            as_lm(answers),
+            tasks=list(plan.tasks),
+            num_fewshot=plan.shots,
+            limit=plan.limit,
+            task_manager=manager,
         )
     if found is None or (answers.group is not None and answers.group.rank != 0):
         return None
     path = str(answers.loaded.path)
-    kept = {key: found[key] for key in ("results", "groups", "versions", "n-shot", "n-samples", "configs") if key in found}
+    kept = {
+        key: found[key]
+        for key in ("results", "groups", "versions", "n-shot", "n-samples", "configs")
+        if key in found
+    }
     masks = answers.loaded.describe_masks()
-    return HarnessResult(name or path, path, masks, lm_eval.__version__, list(_metrics(found)), kept, found.get("samples", {}))
+    return HarnessResult(
+        name or path,
+        path,
+        masks,
+        lm_eval.__version__,
+        list(_metrics(found)),
+        kept,
+        found.get("samples", {}),
+    )
 
 
 def as_lm(answers: HarnessModel) -> Any:
@@ -153,7 +196,9 @@ def _manager(plan: HarnessPlan) -> Any:
     for task in _unknown(manager, plan.tasks):
         near = difflib.get_close_matches(task, manager.all_tasks, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"--tasks has {task!r}; there is no such task. `lm-eval ls tasks` lists them, --task-dir adds your own.{hint}")
+        raise ConfigError(
+            f"--tasks has {task!r}; there is no such task. `lm-eval ls tasks` lists them, --task-dir adds your own.{hint}"
+        )
     return manager
 
 
@@ -164,10 +209,20 @@ def _unknown(manager: Any, tasks: Sequence[str]) -> list[str]:
 def _load(manager: Any, plan: HarnessPlan) -> Any:
     try:
         return manager.load(manager.match_tasks(list(plan.tasks)))
-    except (OSError, ValueError, ImportError) as error:  # each library raises a different error for missing data
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+    ) as error:  # each library raises a different error for missing data
         said = " ".join(str(error).split())
-        offline = "" if plan.online else " Tasks read data from this machine alone; --online lets them fetch it."
-        raise DataError(f"the data of --tasks {' '.join(plan.tasks)} cannot be read: {said}.{offline}") from None
+        offline = (
+            ""
+            if plan.online
+            else " Tasks read data from this machine alone; --online lets them fetch it."
+        )
+        raise DataError(
+            f"the data of --tasks {' '.join(plan.tasks)} cannot be read: {said}.{offline}"
+        ) from None
 
 
 def _metrics(found: Mapping[str, Any]) -> Iterator[TaskMetric]:
@@ -180,19 +235,39 @@ def _metrics(found: Mapping[str, Any]) -> Iterator[TaskMetric]:
             error = numbers.get(f"{name}_stderr,{way}")
             number = value if isinstance(value, str) else float(value)
             stderr = None if error is None or isinstance(error, str) else float(error)
-            yield TaskMetric(task, shots, "" if way == "none" else way, name, number, stderr, counts.get("effective"))
+            yield TaskMetric(
+                task,
+                shots,
+                "" if way == "none" else way,
+                name,
+                number,
+                stderr,
+                counts.get("effective"),
+            )
 
 
 def write_results(folder: Path, result: HarnessResult, *, samples: bool = False) -> None:
     """Write results.json and report.md, and the documents with their answers if they are wanted."""
     make_report_folder(folder)
-    write_atomic(folder / RESULTS, json.dumps(result.to_json(), ensure_ascii=False, indent=2) + "\n")
-    named = f"`{result.model}`, masks: {in_words(result.masks)}; lm-evaluation-harness {result.harness}"
-    lines = ["# Tasks", "", named, "", *markdown_table(COLUMNS, (one.cells() for one in result.metrics))]
+    write_atomic(
+        folder / RESULTS, json.dumps(result.to_json(), ensure_ascii=False, indent=2) + "\n"
+    )
+    named = (
+        f"`{result.model}`, masks: {in_words(result.masks)}; lm-evaluation-harness {result.harness}"
+    )
+    lines = [
+        "# Tasks",
+        "",
+        named,
+        "",
+        *markdown_table(COLUMNS, (one.cells() for one in result.metrics)),
+    ]
     write_atomic(folder / REPORT, "\n".join(lines))
     if samples:
         for task, documents in result.samples.items():
-            text = "".join(json.dumps(one, ensure_ascii=False, default=_plain) + "\n" for one in documents)
+            text = "".join(
+                json.dumps(one, ensure_ascii=False, default=_plain) + "\n" for one in documents
+            )
             write_atomic(folder / f"samples-{task.replace('/', '_')}.jsonl", text)
 
 

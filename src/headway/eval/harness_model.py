@@ -32,23 +32,42 @@ MAX_NEW_TOKENS = 256
 """The harness's default where a task sets no length."""
 LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # Settings of generation that change nothing.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {"num_beams": (1, None), "repetition_penalty": (1, None), "use_cache": (True, None)}
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (1, None),
+    "repetition_penalty": (1, None),
+    "use_cache": (True, None),
+}
 
 
 class HarnessModel:
     """A loaded model behind the three requests of the harness."""
 
-    def __init__(self, loaded: LoadedModel, *, batch_tokens: int = BATCH_TOKENS, group: RankGroup | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        batch_tokens: int = BATCH_TOKENS,
+        group: RankGroup | None = None,
+    ) -> None:
         if loaded.tokenizer is None:
-            raise ConfigError(f"{loaded.path}: holds no tokenizer, and tasks need one. Put tokenizer.json and tokenizer_config.json there.")
+            raise ConfigError(
+                f"{loaded.path}: holds no tokenizer, and tasks need one. Put tokenizer.json and tokenizer_config.json there."
+            )
         check_windows(None, None, batch_tokens)
-        self.loaded, self.tokenizer, self.batch_tokens, self.group = loaded, loaded.tokenizer, batch_tokens, group
+        self.loaded, self.tokenizer, self.batch_tokens, self.group = (
+            loaded,
+            loaded.tokenizer,
+            batch_tokens,
+            group,
+        )
         self.limit = loaded.config.max_seq_len
 
     @property
     def prefix(self) -> int:
         """The id put before a text without context."""
-        first = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
+        first = (
+            self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
+        )
         if first is None:
             raise ConfigError(
                 f"{self.loaded.path}: its tokenizer has neither a begin nor an end token, which a text without context needs."
@@ -85,7 +104,10 @@ class HarnessModel:
         from headway.infer.generate import generate_from_ids
 
         found: dict[int, str] = {}
-        plans = [(index, context, *generate_options(settings)) for index, (context, settings) in enumerate(requests)]
+        plans = [
+            (index, context, *generate_options(settings))
+            for index, (context, settings) in enumerate(requests)
+        ]
         for options in dict.fromkeys(plan[2] for plan in plans):
             room = self.limit - options.max_new_tokens
             if room < 1:
@@ -94,11 +116,20 @@ class HarnessModel:
                     "text. Give its generation_kwargs a smaller max_gen_toks."
                 )
             share = self._share([plan for plan in plans if plan[2] == options])
-            prompts = [(context, (self.encode(context) or [self.prefix])[-room:]) for _, context, _, _ in share]
-            rows = max(1, self.batch_tokens // (max((len(ids) for _, ids in prompts), default=0) + options.max_new_tokens))
+            prompts = [
+                (context, (self.encode(context) or [self.prefix])[-room:])
+                for _, context, _, _ in share
+            ]
+            rows = max(
+                1,
+                self.batch_tokens
+                // (max((len(ids) for _, ids in prompts), default=0) + options.max_new_tokens),
+            )
             made_all = generate_from_ids(self.loaded, prompts, replace(options, rows=rows))
             for (index, _, _, until), made in zip(share, made_all, strict=True):
-                found[index] = _cut_text(self.tokenizer.decode(made.token_ids, skip_special=True), until)
+                found[index] = _cut_text(
+                    self.tokenizer.decode(made.token_ids, skip_special=True), until
+                )
         return self._together(found, len(requests))
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -128,12 +159,16 @@ class HarnessModel:
                     "a task requests the likelihood of an empty text. Every choice or text of a task must have at least one token."
                 )
             if len(scored) > self.limit:
-                raise ConfigError(f"a task has an answer of {len(scored)} tokens; the model's max_seq_len is {self.limit}.")
+                raise ConfigError(
+                    f"a task has an answer of {len(scored)} tokens; the model's max_seq_len is {self.limit}."
+                )
             ids = [*before, *scored][-(self.limit + 1) :]
             rows.append(ScoreWindow(ids, max(1, len(ids) - len(scored)), index))
         found: dict[int, tuple[float, bool]] = {}
         batches = self._share(list(sorted_batches(rows, self.batch_tokens)))
-        with progress("score", total=sum(len(batch) for batch in batches), unit="requests") as advance:
+        with progress(
+            "score", total=sum(len(batch) for batch in batches), unit="requests"
+        ) as advance:
             for batch in batches:
                 found |= self._sums(batch)
                 advance(len(batch))
@@ -142,9 +177,17 @@ class HarnessModel:
     def _sums(self, batch: Sequence[ScoreWindow]) -> dict[int, tuple[float, bool]]:
         scores = score(self.loaded, batch)
         if not np.isfinite(scores.nll).all():
-            raise CheckpointError(f"{self.loaded.path}: its loss is not finite. The weights are damaged, or overflow in this precision.")
-        nll, wrong = (np.bincount(scores.row, weights=w, minlength=len(batch)) for w in (scores.nll, 1 - scores.correct))
-        return {int(row.label or 0): (-float(nll[at]), bool(wrong[at] == 0)) for at, row in enumerate(batch)}
+            raise CheckpointError(
+                f"{self.loaded.path}: its loss is not finite. The weights are damaged, or overflow in this precision."
+            )
+        nll, wrong = (
+            np.bincount(scores.row, weights=w, minlength=len(batch))
+            for w in (scores.nll, 1 - scores.correct)
+        )
+        return {
+            int(row.label or 0): (-float(nll[at]), bool(wrong[at] == 0))
+            for at, row in enumerate(batch)
+        }
 
     def _share(self, work: list[T]) -> list[T]:
         return work if self.group is None else work[self.group.rank :: self.group.size]
@@ -170,11 +213,22 @@ def generate_options(settings: Mapping[str, Any]) -> tuple[GenerateOptions, tupl
         temperature = 1.0 if sample else 0.0
     among = {key: value for key in ("top_k", "top_p") if (value := left.pop(key, None))}
     # Without sampling the likeliest token is taken, which is always among them.
-    choice: dict[str, Any] = {"temperature": float(temperature), **among} if sample is not False and temperature > 0 else {}
+    choice: dict[str, Any] = (
+        {"temperature": float(temperature), **among}
+        if sample is not False and temperature > 0
+        else {}
+    )
     for key, value in left.items():
         if value not in NEUTRAL.get(key, ()):
-            raise ConfigError(f"a task's generation_kwargs has {key} {value!r}, which headway does not support. Remove it from the task.")
-    return GenerateOptions(int(lengths[0]) if lengths else MAX_NEW_TOKENS, stop=stops, special=True, sampling=Sampling(**choice)), stops
+            raise ConfigError(
+                f"a task's generation_kwargs has {key} {value!r}, which headway does not support. Remove it from the task."
+            )
+    return GenerateOptions(
+        int(lengths[0]) if lengths else MAX_NEW_TOKENS,
+        stop=stops,
+        special=True,
+        sampling=Sampling(**choice),
+    ), stops
 
 
 def _cut_text(text: str, stops: Sequence[str]) -> str:

@@ -36,7 +36,9 @@ def footprint(masks: HeadMasks | None, prompt: int, new: int, chunk: int) -> Foo
     full_cells, full_peak = _cells(prompt, new, chunk, total)
     if masks is None:
         return Footprint(full_cells / cells, full_peak / total)
-    slots = (DEFAULT_SINKS if masks.sinks is None else masks.sinks) + (DEFAULT_WINDOW if masks.window is None else masks.window)
+    slots = (DEFAULT_SINKS if masks.sinks is None else masks.sinks) + (
+        DEFAULT_WINDOW if masks.window is None else masks.window
+    )
     kept_cells, kept_peak = _cells(prompt, new, chunk, slots)
     streaming = masks.sparsity
     share = (streaming * kept_cells + (1 - streaming) * full_cells) / cells
@@ -58,7 +60,9 @@ def _cells(prompt: int, new: int, chunk: int, slots: int) -> tuple[int, int]:
     return cells, most
 
 
-def critical_footprint(full_score: float, points: Sequence[tuple[float, float]], enough: float = ENOUGH) -> float | None:
+def critical_footprint(
+    full_score: float, points: Sequence[tuple[float, float]], enough: float = ENOUGH
+) -> float | None:
     """The smallest footprint at which the score is enough; points are (footprint, score), the full model's among them.
 
     None where the full model itself scores nothing, so that there is nothing to keep.

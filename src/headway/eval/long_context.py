@@ -58,15 +58,23 @@ class LongPlan:
     """Put the begin token before prompts and texts; None: where the model expects it. A template has its own."""
 
     def __post_init__(self) -> None:
-        for name, values in (("--tasks", self.tasks), ("--lengths", self.lengths), ("--depths", self.depths)):
+        for name, values in (
+            ("--tasks", self.tasks),
+            ("--lengths", self.lengths),
+            ("--depths", self.depths),
+        ):
             if (not values and name != "--tasks") or len(set(values)) < len(values):
-                raise ConfigError(f"{name} is {', '.join(map(str, values)) or 'empty'}; give one or more different values.")
+                raise ConfigError(
+                    f"{name} is {', '.join(map(str, values)) or 'empty'}; give one or more different values."
+                )
         for task in self.tasks:
             find_task(task)
         if min(self.lengths) < 1:
             raise ConfigError(f"--lengths holds {min(self.lengths)}; a length is 1 or more.")
         if any(not 0 <= depth <= 1 for depth in self.depths):
-            raise ConfigError(f"--depths is {', '.join(map(str, self.depths))}; depths must be between 0 (the beginning) and 1 (the end).")
+            raise ConfigError(
+                f"--depths is {', '.join(map(str, self.depths))}; depths must be between 0 (the beginning) and 1 (the end)."
+            )
         for name, value, most in (
             ("--samples", self.samples, MAX_SAMPLES),
             ("--chunk-tokens", self.chunk_tokens, MAX_TOKENS),
@@ -77,7 +85,11 @@ class LongPlan:
 
     def chunk(self, length: int) -> int:
         """Tokens of a prompt of this length that go through the model at once."""
-        return min(MAX_CHUNK, max(1, length // CHUNKS)) if self.chunk_tokens is None else self.chunk_tokens
+        return (
+            min(MAX_CHUNK, max(1, length // CHUNKS))
+            if self.chunk_tokens is None
+            else self.chunk_tokens
+        )
 
     def whole(self) -> list[int]:
         """Lengths that go through the model in one chunk, so that nothing is evicted while a prompt is read."""
@@ -120,7 +132,9 @@ class VariantResult:
 
     def score(self, task: str, length: int | None = None) -> float:
         """Mean over the cases of a task, at one length or at all."""
-        chosen = [cell for cell in self.cells if cell.task == task and length in (None, cell.length)]
+        chosen = [
+            cell for cell in self.cells if cell.task == task and length in (None, cell.length)
+        ]
         return sum(cell.score * cell.cases for cell in chosen) / sum(cell.cases for cell in chosen)
 
 
@@ -167,7 +181,9 @@ def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[LongCase]:
                 for sample in range(plan.samples):
                     seed = (plan.seed, length, depth, sample)
                     new = _answer_tokens(smallest(task, depth, seed), tokenizer)
-                    case, _ = fit(task, lambda case: len(ids_of(case)), length, depth, seed, room=new)
+                    case, _ = fit(
+                        task, lambda case: len(ids_of(case)), length, depth, seed, room=new
+                    )
                     found.append(LongCase(task, length, depth, case, ids_of(case), new))
     return found
 
@@ -205,7 +221,13 @@ def variant_in_words(variant: MaskVariant) -> str:
 
 def prompts_of(tokenizer: Tokenizer, plan: LongPlan) -> Callable[[Case], list[int]]:
     """How a case becomes the ids of a prompt: plain text after the begin token, or a question in a chat and the answer's beginning."""
-    from headway.tokenizer.chat import Segment, Turn, encode_segments, expected_bos_ids, find_template
+    from headway.tokenizer.chat import (
+        Segment,
+        Turn,
+        encode_segments,
+        expected_bos_ids,
+        find_template,
+    )
 
     if plan.template is None:
         before = expected_bos_ids(tokenizer, plan.bos)
@@ -239,14 +261,21 @@ def evaluate_long(
 ) -> LongResult:
     """Evaluate every variant on the same cases. With `results_dir`, results are stored there and not measured again."""
     if loaded.tokenizer is None:
-        raise ConfigError(f"{loaded.path}: holds no tokenizer, which prompts need. Put tokenizer.json and tokenizer_config.json there.")
+        raise ConfigError(
+            f"{loaded.path}: holds no tokenizer, which prompts need. Put tokenizer.json and tokenizer_config.json there."
+        )
     if max(plan.lengths) > loaded.config.max_seq_len:
         raise ConfigError(
             f"--lengths holds {max(plan.lengths)}; the model's max_seq_len is {loaded.config.max_seq_len}. Give lengths up to that."
         )
     cases = make_cases(loaded.tokenizer, plan)
     prompts, notes = prompts_in_words(loaded.tokenizer, plan), plan_notes(plan)
-    log.info("%s: prompts are %s; masks %s", loaded.path, prompts, "; ".join(map(variant_in_words, variants)))
+    log.info(
+        "%s: prompts are %s; masks %s",
+        loaded.path,
+        prompts,
+        "; ".join(map(variant_in_words, variants)),
+    )
     for note in notes:
         log.warning("%s", note)
     key = "" if results_dir is None or texts is None else _texts_key(texts())
@@ -256,7 +285,11 @@ def evaluate_long(
     full = results[0]
     critical: dict[str, float | None] = {}
     for task in plan.tasks:
-        points = [(one.footprints[task], one.score(task)) for one in results if not one.name.startswith("random")]
+        points = [
+            (one.footprints[task], one.score(task))
+            for one in results
+            if not one.name.startswith("random")
+        ]
         critical[task] = critical_footprint(full.score(task), points) if len(points) > 1 else None
     chunks = {length: plan.chunk(length) for length in plan.lengths}
     return LongResult(name or str(loaded.path), plan, results, critical, chunks, prompts, notes)
@@ -272,7 +305,9 @@ def _load_or_measure(
     texts_key: str,
 ) -> VariantResult:
     key = _key(loaded, variant, plan, texts_key) if results_dir is not None else ""
-    file = results_dir / f"{variant.name.replace(' ', '-')}.json" if results_dir is not None else None
+    file = (
+        results_dir / f"{variant.name.replace(' ', '-')}.json" if results_dir is not None else None
+    )
     if file is not None and file.is_file():
         content = load_json(file)
         if content.get("key") == key:
@@ -297,12 +332,18 @@ def _texts_key(texts: Iterable[EvalDocument]) -> str:
 def _key(loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, texts_key: str) -> str:
     """A hash of everything a variant's numbers depend on."""
     weights = [str(float(parameter.float().sum())) for parameter in loaded.model.parameters()]
-    content = json.dumps([asdict(plan), repr(variant.masks), weights, texts_key, str(loaded.device)])
+    content = json.dumps(
+        [asdict(plan), repr(variant.masks), weights, texts_key, str(loaded.device)]
+    )
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _measure(
-    loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: list[LongCase], texts: Callable[[], Iterable[EvalDocument]] | None
+    loaded: LoadedModel,
+    variant: MaskVariant,
+    plan: LongPlan,
+    cases: list[LongCase],
+    texts: Callable[[], Iterable[EvalDocument]] | None,
 ) -> VariantResult:
     from headway.eval.perplexity import perplexity
     from headway.infer.decode import measure_speed
@@ -313,7 +354,9 @@ def _measure(
     shares: dict[str, list[float]] = {task: [] for task in plan.tasks}
     peaks: list[float] = []
     for asked, (score, written) in zip(cases, answers, strict=True):
-        groups.setdefault((asked.task, asked.length, None if asked.case.depth is None else asked.depth), []).append(score)
+        groups.setdefault(
+            (asked.task, asked.length, None if asked.case.depth is None else asked.depth), []
+        ).append(score)
         found = footprint(masks, len(asked.ids), written, plan.chunk(asked.length))
         shares[asked.task].append(found.share)
         peaks.append(found.peak)
@@ -322,7 +365,11 @@ def _measure(
         found = footprint(masks, longest, 0, plan.chunk(longest))
         shares, peaks = {"": [found.share]}, [found.peak]
     speed = measure_speed(loaded, longest, rows=plan.rows, chunk_tokens=plan.chunk(longest))
-    scored = None if texts is None else perplexity(loaded, texts(), window=longest, batch_tokens=plan.rows * longest).to_json()
+    scored = (
+        None
+        if texts is None
+        else perplexity(loaded, texts(), window=longest, batch_tokens=plan.rows * longest).to_json()
+    )
     means = {task: sum(values) / len(values) for task, values in shares.items()}
     mean = sum(means.values()) / len(means)
     return VariantResult(
@@ -343,7 +390,9 @@ def _measure(
     )
 
 
-def _answer(loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: list[LongCase]) -> list[tuple[float, int]]:
+def _answer(
+    loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: list[LongCase]
+) -> list[tuple[float, int]]:
     """Score and generated tokens of every case; the cases of one task and length form a batch."""
     from headway.infer.generate import GenerateOptions, generate_from_ids
     from headway.tokenizer.chat import answer_end
@@ -358,8 +407,16 @@ def _answer(loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: li
         for indices in groups.values():
             some = [cases[index] for index in indices]
             most = max(asked.new_tokens for asked in some)
-            options = GenerateOptions(most, some[0].case.stop, stop_ids, rows=plan.rows, chunk_tokens=plan.chunk(some[0].length))
-            made = generate_from_ids(loaded, [(asked.case.prompt, asked.ids) for asked in some], options)
+            options = GenerateOptions(
+                most,
+                some[0].case.stop,
+                stop_ids,
+                rows=plan.rows,
+                chunk_tokens=plan.chunk(some[0].length),
+            )
+            made = generate_from_ids(
+                loaded, [(asked.case.prompt, asked.ids) for asked in some], options
+            )
             for index, asked, one in zip(indices, some, made, strict=True):
                 results[index] = (asked.case.score(one.text), len(one.token_ids))
             advance(len(some))

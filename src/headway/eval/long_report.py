@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 from headway import __version__
 from headway.eval.long_context import LongResult, VariantResult
-from headway.eval.report import REPORT, RESULTS, can_draw, make_report_folder, markdown_table, only_drawn, png
+from headway.eval.report import (
+    REPORT,
+    RESULTS,
+    can_draw,
+    make_report_folder,
+    markdown_table,
+    only_drawn,
+    png,
+)
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -57,7 +65,11 @@ def heat_map(result: LongResult) -> Figure:
     columns = min(len(variants), MAX_COLUMNS)
     rows = math.ceil(len(variants) / columns)
     width = max(2.6, 0.62 * len(lengths) + 1.2)
-    figure = Figure(figsize=(width * columns + 1.2, (0.42 * len(depths) + 1.3) * rows), dpi=120, layout="constrained")
+    figure = Figure(
+        figsize=(width * columns + 1.2, (0.42 * len(depths) + 1.3) * rows),
+        dpi=120,
+        layout="constrained",
+    )
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     image = None
     for axes, variant in zip(grid, variants, strict=False):
@@ -65,10 +77,16 @@ def heat_map(result: LongResult) -> Figure:
         image = axes.imshow(table, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for y, row in enumerate(table):
             for x, value in enumerate(row):
-                text, colour = "" if math.isnan(value) else f"{value:.2f}", "white" if abs(value - 0.5) > 0.38 else "black"
+                text, colour = (
+                    "" if math.isnan(value) else f"{value:.2f}",
+                    "white" if abs(value - 0.5) > 0.38 else "black",
+                )
                 axes.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
         axes.set_title(variant.name, fontsize=10)
-        axes.set_xticks(range(len(lengths)), [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths])
+        axes.set_xticks(
+            range(len(lengths)),
+            [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths],
+        )
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     for axes in grid[len(variants) :]:
         axes.remove()
@@ -88,12 +106,22 @@ def scores(result: LongResult) -> Figure:
     figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots()
     random = [one for one in result.variants if one.name.startswith("random")]
-    chosen = sorted((one for one in result.variants if one not in random), key=lambda one: one.footprint)
+    chosen = sorted(
+        (one for one in result.variants if one not in random), key=lambda one: one.footprint
+    )
     for task in result.plan.tasks:
-        (line,) = axes.plot([100 * one.footprints[task] for one in chosen], [one.score(task) for one in chosen], marker="o", label=task)
+        (line,) = axes.plot(
+            [100 * one.footprints[task] for one in chosen],
+            [one.score(task) for one in chosen],
+            marker="o",
+            label=task,
+        )
         if random:
             axes.scatter(
-                [100 * one.footprints[task] for one in random], [one.score(task) for one in random], marker="x", color=line.get_color()
+                [100 * one.footprints[task] for one in random],
+                [one.score(task) for one in random],
+                marker="x",
+                color=line.get_color(),
             )
     if random:
         axes.scatter([], [], marker="x", color="grey", label="random masks")
@@ -114,7 +142,11 @@ def _mean(variant: VariantResult, length: int, depth: float) -> float:
 def write_long_report(folder: Path, result: LongResult, preface: Sequence[str] = ()) -> None:
     """Write the folder, replacing an existing report. `preface` is put at the top of report.md."""
     make_report_folder(folder)
-    write_atomic(folder / RESULTS, json.dumps({"headway": __version__, **result.to_json()}, ensure_ascii=False, indent=2) + "\n")
+    write_atomic(
+        folder / RESULTS,
+        json.dumps({"headway": __version__, **result.to_json()}, ensure_ascii=False, indent=2)
+        + "\n",
+    )
     pictures = draw_long_plots(folder, result)
     write_atomic(folder / REPORT, "\n".join(only_drawn(_lines(result, pictures, preface))) + "\n")
 
@@ -143,8 +175,17 @@ def score_table(result: LongResult) -> tuple[list[str], list[list[str]]]:
     rows: list[list[str]] = []
     for task in result.plan.tasks:
         critical = result.critical[task]
-        rows.append([task, *(f"{one.score(task):.3f}" for one in result.variants), "" if critical is None else f"{critical:.1%}"])
-    means = [sum(one.score(task) for task in result.plan.tasks) / len(result.plan.tasks) for one in result.variants]
+        rows.append(
+            [
+                task,
+                *(f"{one.score(task):.3f}" for one in result.variants),
+                "" if critical is None else f"{critical:.1%}",
+            ]
+        )
+    means = [
+        sum(one.score(task) for task in result.plan.tasks) / len(result.plan.tasks)
+        for one in result.variants
+    ]
     return columns, [*rows, ["mean", *(f"{mean:.3f}" for mean in means), ""]]
 
 
@@ -206,10 +247,17 @@ def _by_length(result: LongResult) -> Iterable[str]:
 def _perplexity(variants: Sequence[VariantResult]) -> Iterable[str]:
     found = [one.perplexity for one in variants]
     assert all(one is not None for one in found)
-    losses = [{(bucket["first"], bucket["last"]): bucket["loss"] for bucket in one["positions"]} for one in found if one is not None]
+    losses = [
+        {(bucket["first"], bucket["last"]): bucket["loss"] for bucket in one["positions"]}
+        for one in found
+        if one is not None
+    ]
     yield "## Loss by tokens of context"
     yield ""
-    rows = [[f"{first}-{last}", *(f"{buckets[first, last]:.4f}" for buckets in losses)] for first, last in losses[0]]
+    rows = [
+        [f"{first}-{last}", *(f"{buckets[first, last]:.4f}" for buckets in losses)]
+        for first, last in losses[0]
+    ]
     rows.append(["all", *(f"{one['loss']:.4f}" for one in found if one is not None)])
     rows.append(["perplexity", *(f"{one['perplexity']:.3f}" for one in found if one is not None)])
     yield from markdown_table(["context", *(one.name for one in variants)], rows)

@@ -66,7 +66,14 @@ def _key(task: str, seed: Sequence[float | str]) -> str:
     return "-".join(map(str, (task, *seed)))
 
 
-def fit(task: str, count: Callable[[Case], int], length: int, depth: float, seed: Sequence[float | str], room: int = 0) -> tuple[Case, int]:
+def fit(
+    task: str,
+    count: Callable[[Case], int],
+    length: int,
+    depth: float,
+    seed: Sequence[float | str],
+    room: int = 0,
+) -> tuple[Case, int]:
     """The longest case that leaves `room` in `length` tokens as `count` counts them, and its tokens; the same for the same seed."""
     write = find_task(task)
     key = _key(task, seed)
@@ -174,16 +181,28 @@ def case(lines: list[str], asked: str, values: Sequence[str], depth: float) -> C
     numbers, are = ("numbers", "are") if len(values) > 1 else ("number", "is")
     question = f"What {are} the special magic {numbers} for {asked} mentioned in the text?"
     start = f"The special magic {numbers} for {asked} mentioned in the text {are}"
-    return Case(f"{INTRODUCTION}{' '.join(lines)}\n{question} {start}", tuple(values), depth, answer_start=start)
+    return Case(
+        f"{INTRODUCTION}{' '.join(lines)}\n{question} {start}",
+        tuple(values),
+        depth,
+        answer_start=start,
+    )
 
 
 def write_passkey(rng: random.Random, units: int, depth: float) -> Case:
     """A pass key in noise, in the words such tests are known by. The key among `units` sentences."""
     (key,) = numbers(rng, 1, digits=5)
-    lines = placed(rng, noise(rng, units), [f"The pass key is {key}. Remember it. {key} is the pass key."], depth)
+    lines = placed(
+        rng,
+        noise(rng, units),
+        [f"The pass key is {key}. Remember it. {key} is the pass key."],
+        depth,
+    )
     opening = "There is important information hidden inside a lot of irrelevant text. Find it and memorize it.\n"
     start = "The pass key is"
-    return Case(f"{opening}{' '.join(lines)}\nWhat is the pass key? {start}", (key,), depth, ("\n",), start)
+    return Case(
+        f"{opening}{' '.join(lines)}\nWhat is the pass key? {start}", (key,), depth, ("\n",), start
+    )
 
 
 VALUE_DIGITS = 3
@@ -193,7 +212,9 @@ def pairs(rng: random.Random, number: int) -> list[tuple[str, str]]:
     """Different keys, each with a number; the keys of a short table are single words."""
     words = [*ADJECTIVES, *NOUNS]
     names = rng.sample(words, number) if number <= len(words) else keys(rng, number)
-    return [(name, str(rng.randrange(10 ** (VALUE_DIGITS - 1), 10**VALUE_DIGITS))) for name in names]
+    return [
+        (name, str(rng.randrange(10 ** (VALUE_DIGITS - 1), 10**VALUE_DIGITS))) for name in names
+    ]
 
 
 def table(lines: list[tuple[str, str]]) -> str:
@@ -234,7 +255,9 @@ def write_needle_multi_query(rng: random.Random, units: int, depth: float) -> Ca
     Needles of several names among `units` sentences; the first at the depth, the others anywhere.
     """
     names, values = keys(rng, QUERIES), numbers(rng, QUERIES)
-    lines = placed(rng, noise(rng, units), [needle(*pair) for pair in zip(names, values, strict=True)], depth)
+    lines = placed(
+        rng, noise(rng, units), [needle(*pair) for pair in zip(names, values, strict=True)], depth
+    )
     return case(lines, ", ".join(names[:-1]) + f" and {names[-1]}", values, depth)
 
 
@@ -266,13 +289,21 @@ def write_variable_tracking(rng: random.Random, units: int, depth: float) -> Cas
     values = numbers(rng, CHAINS, digits=5)
     chains = [list(names)[chain * (HOPS + 1) : (chain + 1) * (HOPS + 1)] for chain in range(CHAINS)]
     lines = noise(rng, units)
-    places = sorted((rng.randint(0, units), chain, hop) for chain in range(CHAINS) for hop in range(HOPS + 1))
-    upcoming = [iter(_assignments(chain, value)) for chain, value in zip(chains, values, strict=True)]
+    places = sorted(
+        (rng.randint(0, units), chain, hop) for chain in range(CHAINS) for hop in range(HOPS + 1)
+    )
+    upcoming = [
+        iter(_assignments(chain, value)) for chain, value in zip(chains, values, strict=True)
+    ]
     for shift, (place, chain, _) in enumerate(places):
         lines.insert(place + shift, next(upcoming[chain]))
     opening = "Memorize and track the chain of variable assignments hidden in the following text.\n"
-    question = f"Find all variables that are assigned the value {values[0]} in the text above. They are:"
-    return Case(f"{opening}{' '.join(lines)}\n{question}", tuple(chains[0]), None, answer_start="They are:")
+    question = (
+        f"Find all variables that are assigned the value {values[0]} in the text above. They are:"
+    )
+    return Case(
+        f"{opening}{' '.join(lines)}\n{question}", tuple(chains[0]), None, answer_start="They are:"
+    )
 
 
 def _assignments(chain: list[str], value: str) -> list[str]:

@@ -91,13 +91,28 @@ def write_picture_report(path: Path, report: PictureReport) -> None:
     check_report_path(path)
     body = [f"<h1>{_text(report.title)}</h1>", _figures(report.figures)]
     if report.answers:
-        body += ["<h2>Answers</h2>", _table(("media", "question", "answer"), [_answer(row) for row in report.answers[:MOST_ROWS]])]
+        body += [
+            "<h2>Answers</h2>",
+            _table(
+                ("media", "question", "answer"),
+                [_answer(row) for row in report.answers[:MOST_ROWS]],
+            ),
+        ]
         body.append(_left_out(len(report.answers)))
     if report.retrievals:
         rows = [_retrieval(row) for row in report.retrievals[:MOST_ROWS]]
-        body += ["<h2>Retrieval</h2>", _table(("query", "wanted", "rank", "found first"), rows), _left_out(len(report.retrievals))]
+        body += [
+            "<h2>Retrieval</h2>",
+            _table(("query", "wanted", "rank", "found first"), rows),
+            _left_out(len(report.retrievals)),
+        ]
     head = f'<meta charset="utf-8"><title>{_text(report.title)}</title><style>{STYLE}</style>'
-    write_atomic(path, f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n")
+    write_atomic(
+        path,
+        f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n'
+        + "\n".join(body)
+        + "\n</body></html>\n",
+    )
 
 
 def _left_out(rows: int) -> str:
@@ -105,14 +120,23 @@ def _left_out(rows: int) -> str:
 
 
 def _figures(figures: Mapping[str, object]) -> str:
-    shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in figures.items()}
-    return "<dl>" + "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in shown.items()) + "</dl>"
+    shown = {
+        name: f"{value:.4g}" if isinstance(value, float) else str(value)
+        for name, value in figures.items()
+    }
+    return (
+        "<dl>"
+        + "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in shown.items())
+        + "</dl>"
+    )
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{_text(name)}</th>" for name in heads)
     return (
-        f"<table><tr>{head}</tr>" + "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows) + "</table>"
+        f"<table><tr>{head}</tr>"
+        + "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+        + "</table>"
     )
 
 
@@ -123,12 +147,18 @@ def _answer(row: AnswerRow) -> tuple[str, str, str]:
         answer += f'<pre class="dim">expected: {_text(row.expected or "")}</pre>'
     if row.note:
         answer += f'<p class="dim">{_text(row.note)}</p>'
-    return "".join(map(_shown, row.media)) or '<span class="dim">none</span>', f"<pre>{_text(row.question)}</pre>", answer
+    return (
+        "".join(map(_shown, row.media)) or '<span class="dim">none</span>',
+        f"<pre>{_text(row.question)}</pre>",
+        answer,
+    )
 
 
 def _retrieval(row: RetrievalRow) -> tuple[str, str, str, str]:
     rank = f'<span class="{"right" if row.rank == 1 else "wrong"}">{row.rank}</span>'
-    found = "".join(f"<div>{_shown(one)} <span class='dim'>{score:.3f}</span></div>" for one, score in row.found)
+    found = "".join(
+        f"<div>{_shown(one)} <span class='dim'>{score:.3f}</span></div>" for one, score in row.found
+    )
     return _shown(row.query), _shown(row.wanted), rank, found
 
 
@@ -145,7 +175,10 @@ def _shown(item: MediaRef | str) -> str:
         if item.modality == "video":
             frames = decode_video(item, VideoSpec(FRAMES, ImageSpec(THUMBNAIL, None, "pad"))).frames
             return _picture(np.concatenate(list(frames), axis=2), item.name)
-        return _picture(decode_image(item, ImageSpec(THUMBNAIL, None, "pad", pad_colour=(127, 127, 127))), item.name)
+        return _picture(
+            decode_image(item, ImageSpec(THUMBNAIL, None, "pad", pad_colour=(127, 127, 127))),
+            item.name,
+        )
     except (DataError, ConfigError) as problem:
         return f'<p class="wrong">{_text(str(problem))}</p>'
 

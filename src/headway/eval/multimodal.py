@@ -75,12 +75,19 @@ class MultimodalScores:
 
     def figures(self) -> dict[str, object]:
         """The numbers by their names."""
-        named: dict[str, object] = {"answers": self.records, "right": self.right, "right with blank media": self.blank, "valid": self.valid}
+        named: dict[str, object] = {
+            "answers": self.records,
+            "right": self.right,
+            "right with blank media": self.blank,
+            "valid": self.valid,
+        }
         named["records dropped"] = self.dropped or None
         return {name: value for name, value in named.items() if value is not None}
 
 
-def evaluate_multimodal(loaded: LoadedModel, path: Path | str, plan: MultimodalPlan) -> MultimodalScores:
+def evaluate_multimodal(
+    loaded: LoadedModel, path: Path | str, plan: MultimodalPlan
+) -> MultimodalScores:
     """Answer the records of a file and compare."""
     rows: list[AnswerRow] = []
     blanks: list[bool] = []
@@ -89,10 +96,18 @@ def evaluate_multimodal(loaded: LoadedModel, path: Path | str, plan: MultimodalP
     with progress("answer", unit="records", total=plan.limit) as advance:
         while chunk := list(islice(questions, plan.options.rows)):
             answers = answer_media(loaded, chunk, plan.template, plan.options)
-            rows += [_row(one, found.text, plan.schema) for one, found in zip(chunk, answers, strict=True)]
+            rows += [
+                _row(one, found.text, plan.schema)
+                for one, found in zip(chunk, answers, strict=True)
+            ]
             if plan.blank:
-                blind = answer_media(loaded, [_blanked(one) for one in chunk], plan.template, plan.options)
-                blanks += [same_answer(found.text, one.expected or "") for one, found in zip(chunk, blind, strict=True)]
+                blind = answer_media(
+                    loaded, [_blanked(one) for one in chunk], plan.template, plan.options
+                )
+                blanks += [
+                    same_answer(found.text, one.expected or "")
+                    for one, found in zip(chunk, blind, strict=True)
+                ]
             advance(len(chunk))
     if not rows:
         raise ConfigError(f"{path}: no record could be asked.")
@@ -114,7 +129,13 @@ def _questions(path: Path | str, drop_bad: bool, dropped: list[int]) -> Iterator
 
 
 def _blanked(question: MediaQuestion) -> MediaQuestion:
-    return replace(question, media=tuple(MediaRef(ref.modality, data=BLANKS[ref.modality], name="blank") for ref in question.media))
+    return replace(
+        question,
+        media=tuple(
+            MediaRef(ref.modality, data=BLANKS[ref.modality], name="blank")
+            for ref in question.media
+        ),
+    )
 
 
 def _row(question: MediaQuestion, answer: str, schema: AnswerSchema | None) -> AnswerRow:
@@ -123,7 +144,9 @@ def _row(question: MediaQuestion, answer: str, schema: AnswerSchema | None) -> A
     return AnswerRow(asked, answer, question.media, question.expected, "; ".join(problems))
 
 
-def _scores(rows: Sequence[AnswerRow], blanks: list[bool] | None, schema: AnswerSchema | None, dropped: int) -> MultimodalScores:
+def _scores(
+    rows: Sequence[AnswerRow], blanks: list[bool] | None, schema: AnswerSchema | None, dropped: int
+) -> MultimodalScores:
     judged = [number for number, row in enumerate(rows) if row.is_right is not None]
 
     def share(numbers: Sequence[int]) -> float:
@@ -154,4 +177,7 @@ def plain_question(text: str) -> str:
 def as_json(scores: MultimodalScores) -> dict[str, Any]:
     """The numbers, without the rows."""
     named = ("records", "right", "blank", "valid", "dropped")
-    return {**{name: getattr(scores, name) for name in named}, "questions": [vars(one) for one in scores.questions]}
+    return {
+        **{name: getattr(scores, name) for name in named},
+        "questions": [vars(one) for one in scores.questions],
+    }

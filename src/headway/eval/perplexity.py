@@ -18,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.eval.scoring import ConfidenceBin, PositionBucket, ScoreWindow, TokenSums, batches, score, windows
+from headway.eval.scoring import (
+    ConfidenceBin,
+    PositionBucket,
+    ScoreWindow,
+    TokenSums,
+    batches,
+    score,
+    windows,
+)
 from headway.runtime.progress import progress
 
 if TYPE_CHECKING:
@@ -56,7 +64,9 @@ class TokenBytes:
 
     def begins_with_space(self, token: int) -> bool:
         """Whether the first byte a token spells is a space."""
-        return self.tokenizer.decode_bytes([*self._anchor, token])[self._anchor_bytes :].startswith(b" ")
+        return self.tokenizer.decode_bytes([*self._anchor, token])[self._anchor_bytes :].startswith(
+            b" "
+        )
 
     def _size(self, token: int) -> int:
         if token in self._special:
@@ -154,7 +164,9 @@ class Perplexity:
         """The numbers to plot over checkpoints."""
         names = ("loss", "perplexity", "bits_per_byte", "accuracy", "calibration_error")
         return {name: getattr(self, name) for name in names} | {
-            "loss_by_context": {f"{bucket.first}-{bucket.last}": bucket.loss for bucket in self.positions}
+            "loss_by_context": {
+                f"{bucket.first}-{bucket.last}": bucket.loss for bucket in self.positions
+            }
         }
 
 
@@ -173,14 +185,22 @@ class _Seen:
         self.bytes_known &= scored_bytes is not None
         self.num_bytes += scored_bytes or 0.0
 
-    def windows(self, documents: Iterable[EvalDocument], window: int, stride: int, table: TokenBytes | None) -> Iterator[ScoreWindow]:
+    def windows(
+        self, documents: Iterable[EvalDocument], window: int, stride: int, table: TokenBytes | None
+    ) -> Iterator[ScoreWindow]:
         for document in documents:
-            found = None if table is None or document.num_bytes is None else DocumentBytes(table, document.ids, document.num_bytes)
+            found = (
+                None
+                if table is None or document.num_bytes is None
+                else DocumentBytes(table, document.ids, document.num_bytes)
+            )
             lead = len(document.lead)
             for begin, end, first in windows(len(document.ids), window, stride, lead):
                 if found is not None:
                     found.window(first, end)
-                yield ScoreWindow([*document.lead, *document.ids[begin:end]], lead + first - begin, document.part)
+                yield ScoreWindow(
+                    [*document.lead, *document.ids[begin:end]], lead + first - begin, document.part
+                )
             scored = None if found is None else found.scored()
             self.count(scored)
             if document.part is not None:
@@ -193,7 +213,9 @@ class _Seen:
 def check_windows(window: int | None, stride: int | None, batch_tokens: int) -> None:
     """Refuse impossible windows; None is the model's own."""
     if window is not None and not 2 <= window <= MAX_TOKENS:
-        raise ConfigError(f"--window is {window}; it must be at least 2, one token of context and one to score, and at most {MAX_TOKENS}.")
+        raise ConfigError(
+            f"--window is {window}; it must be at least 2, one token of context and one to score, and at most {MAX_TOKENS}."
+        )
     if stride is not None and (stride < 1 or (window is not None and stride > window)):
         most = "" if window is None else f" and at most the window of {window}"
         raise ConfigError(f"--stride is {stride}; it must be at least 1{most}.")
@@ -217,18 +239,26 @@ def perplexity(
     check_windows(window, stride, batch_tokens)
     if window > loaded.config.max_seq_len and rank == 0:
         log.warning(
-            "window is %d; the model's max_seq_len is %d: it was not trained on longer contexts.", window, loaded.config.max_seq_len
+            "window is %d; the model's max_seq_len is %d: it was not trained on longer contexts.",
+            window,
+            loaded.config.max_seq_len,
         )
     seen, sums = _Seen(), TokenSums()
     table = None if loaded.tokenizer is None else TokenBytes(loaded.tokenizer)
-    with progress("score" if world == 1 else f"score on rank {rank} of {world}", unit="tokens") as advance:
+    with progress(
+        "score" if world == 1 else f"score on rank {rank} of {world}", unit="tokens"
+    ) as advance:
         # Every rank makes the same batches, so a token is computed in the same batch for any number of ranks.
-        for index, batch in enumerate(batches(seen.windows(documents, window, stride, table), batch_tokens)):
+        for index, batch in enumerate(
+            batches(seen.windows(documents, window, stride, table), batch_tokens)
+        ):
             if index % world != rank:
                 continue
             scores = score(loaded, batch)
             if not np.isfinite(scores.nll).all():
-                raise CheckpointError(f"{loaded.path}: its loss is not finite. The weights are damaged, or overflow in this precision.")
+                raise CheckpointError(
+                    f"{loaded.path}: its loss is not finite. The weights are damaged, or overflow in this precision."
+                )
             sums.add(scores, [row.label for row in batch])
             advance(len(scores.nll))
     if group is not None:
@@ -259,7 +289,17 @@ def _parts(seen: _Seen, sums: TokenSums) -> list[PartPerplexity]:
         tokens, nll, correct = sums.part(name)
         if tokens:
             loss = nll / tokens
-            found.append(PartPerplexity(name, loss, _exp(loss), tokens, part.bits_per_byte(nll), correct / tokens, part.documents))
+            found.append(
+                PartPerplexity(
+                    name,
+                    loss,
+                    _exp(loss),
+                    tokens,
+                    part.bits_per_byte(nll),
+                    correct / tokens,
+                    part.documents,
+                )
+            )
     return found
 
 

@@ -32,7 +32,16 @@ RESULTS, REPORT = "results.json", "report.md"
 log = logging.getLogger("headway")
 LOSS_BY_POSITION, RELIABILITY, TRAINING = "loss-by-position.png", "reliability.png", "training.png"
 NUMBERS = ("loss", "perplexity", "bits/byte", "accuracy", "ECE", "tokens", "documents")
-MODELS = ("model", "rope_theta", "layers without RoPE", "masks", "begin token", "mean perplexity", "std", "range")
+MODELS = (
+    "model",
+    "rope_theta",
+    "layers without RoPE",
+    "masks",
+    "begin token",
+    "mean perplexity",
+    "std",
+    "range",
+)
 """The spread is over the datasets."""
 PART_NUMBERS = ("loss", "perplexity", "bits/byte", "accuracy", "tokens", "documents")
 TRAINING_COLUMNS = ("run", "set", "number", "first validation", "last validation")
@@ -48,7 +57,11 @@ def model_cells(one: Evaluation) -> list[str]:
     theta = "unknown" if one.rope_theta is None else f"{one.rope_theta:g}"
     layers = ", ".join(map(str, one.no_rope_layers)) or "none"
     found = one.perplexities
-    over = ["", "", ""] if found is None else [f"{found.mean:.3f}", f"{found.std:.3f}", f"{found.min:.3f} - {found.max:.3f}"]
+    over = (
+        ["", "", ""]
+        if found is None
+        else [f"{found.mean:.3f}", f"{found.std:.3f}", f"{found.min:.3f} - {found.max:.3f}"]
+    )
     return [one.model, theta, layers, in_words(one.masks), one.begin or "none", *over]
 
 
@@ -65,7 +78,14 @@ def part_cells(part: PartPerplexity) -> list[str]:
 
 def _cells(result: Perplexity | PartPerplexity) -> list[str]:
     bits = "unknown" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
-    return [f"{result.loss:.4f}", f"{result.perplexity:.3f}", bits, f"{result.accuracy:.1%}", str(result.tokens), str(result.documents)]
+    return [
+        f"{result.loss:.4f}",
+        f"{result.perplexity:.3f}",
+        bits,
+        f"{result.accuracy:.1%}",
+        str(result.tokens),
+        str(result.documents),
+    ]
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
@@ -95,7 +115,10 @@ def training_lines(trainings: Sequence[TrainingCurves]) -> Iterable[str]:
     if table := [row for one in trainings for row in training_rows(one)]:
         yield from markdown_table(TRAINING_COLUMNS, table)
     if any(
-        point.numbers.get("rewards/accuracies") == 0 and point.step == 0 for one in trainings for at in one.valid.values() for point in at
+        point.numbers.get("rewards/accuracies") == 0 and point.step == 0
+        for one in trainings
+        for at in one.valid.values()
+        for point in at
     ):
         yield "A reward is the gain of a model over its reference. Before the first step both are identical, so no pair is won."
         yield ""
@@ -112,10 +135,14 @@ def write_report(folder: Path, evaluations: Sequence[Evaluation]) -> None:
     """Write the folder; a report that is already there is replaced."""
     make_report_folder(folder)
     results = {"headway": __version__, "models": [one.to_json() for one in evaluations]}
-    write_atomic(folder / RESULTS, json.dumps(results, ensure_ascii=False, indent=2, allow_nan=False) + "\n")
+    write_atomic(
+        folder / RESULTS, json.dumps(results, ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+    )
     if evaluations[0].datasets and can_draw():
         draw_plots(folder, evaluations)
-    if (trainings := [one for evaluation in evaluations for one in evaluation.training]) and can_draw():
+    if (
+        trainings := [one for evaluation in evaluations for one in evaluation.training]
+    ) and can_draw():
         write_atomic(folder / TRAINING, draw_training(trainings))
     write_atomic(folder / REPORT, "\n".join(only_drawn(_lines(evaluations))) + "\n")
 
@@ -129,7 +156,9 @@ def only_drawn(lines: Iterable[str]) -> Iterable[str]:
     """The lines of a report; without matplotlib its pictures are left out. Text of models is indented, so it is never taken for one."""
     if can_draw():
         return lines
-    log.warning("the report has no pictures: matplotlib is not installed (%s)", how_to_get("matplotlib"))
+    log.warning(
+        "the report has no pictures: matplotlib is not installed (%s)", how_to_get("matplotlib")
+    )
     return (line for line in lines if not line.startswith("!["))
 
 
@@ -151,7 +180,12 @@ def _scores(evaluations: Sequence[Evaluation]) -> Iterable[str]:
         yield f"- `{one.model}`: windows of {first.window} tokens with stride {first.stride}"
     yield ""
     yield from markdown_table(
-        ["dataset", "model", *NUMBERS], ([name, one.model, *score_cells(one.datasets[name])] for name in datasets for one in evaluations)
+        ["dataset", "model", *NUMBERS],
+        (
+            [name, one.model, *score_cells(one.datasets[name])]
+            for name in datasets
+            for one in evaluations
+        ),
     )
     yield from markdown_table(MODELS, map(model_cells, evaluations))
     yield "Mean, standard deviation and range of the perplexity are over the datasets."
@@ -171,11 +205,17 @@ def _scores(evaluations: Sequence[Evaluation]) -> Iterable[str]:
 
 def _parts(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> Iterable[str]:
     for name in datasets:
-        rows = [[part.name, one.model, *part_cells(part)] for one in evaluations for part in one.datasets[name].parts]
+        rows = [
+            [part.name, one.model, *part_cells(part)]
+            for one in evaluations
+            for part in one.datasets[name].parts
+        ]
         if rows:
             yield f"## Parts of {name}"
             yield ""
-            yield from markdown_table(["part", "model", *PART_NUMBERS], sorted(rows, key=lambda row: row[0]))
+            yield from markdown_table(
+                ["part", "model", *PART_NUMBERS], sorted(rows, key=lambda row: row[0])
+            )
 
 
 def _positions(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> Iterable[str]:
@@ -184,11 +224,20 @@ def _positions(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> It
     yield f"![loss by position]({LOSS_BY_POSITION})"
     yield ""
     for name in datasets:
-        found = [{(bucket.first, bucket.last): bucket.loss for bucket in one.datasets[name].positions} for one in evaluations]
+        found = [
+            {(bucket.first, bucket.last): bucket.loss for bucket in one.datasets[name].positions}
+            for one in evaluations
+        ]
         spans = sorted({span for buckets in found for span in buckets})
         yield f"### {name}"
         yield ""
-        cells = ([f"{first}-{last}", *(_loss_and_perplexity(buckets.get((first, last))) for buckets in found)] for first, last in spans)
+        cells = (
+            [
+                f"{first}-{last}",
+                *(_loss_and_perplexity(buckets.get((first, last))) for buckets in found),
+            ]
+            for first, last in spans
+        )
         yield from markdown_table(["context", *(one.model for one in evaluations)], cells)
 
 
@@ -207,7 +256,9 @@ def _samples(evaluations: Sequence[Evaluation]) -> Iterable[str]:
             yield ""
             yield f"**{one.model}**{' answers' if asked else ''}:"
             yield ""
-            yield from _indented(one.samples[at].text if asked else sample.prompt + one.samples[at].text)
+            yield from _indented(
+                one.samples[at].text if asked else sample.prompt + one.samples[at].text
+            )
 
 
 def _indented(text: str) -> Iterable[str]:
@@ -219,24 +270,38 @@ def draw_plots(folder: Path, evaluations: Sequence[Evaluation]) -> None:
     """Write one plot per kind of number, with a panel per dataset and a line per model."""
     for name, draw in ((LOSS_BY_POSITION, _loss_by_position), (RELIABILITY, _reliability)):
 
-        def panel(axes: Axes, dataset: str, draw: Callable[[Axes, Sequence[Evaluation], str], None] = draw) -> None:
+        def panel(
+            axes: Axes, dataset: str, draw: Callable[[Axes, Sequence[Evaluation], str], None] = draw
+        ) -> None:
             draw(axes, evaluations, dataset)
             axes.set_title(_plain(dataset))
 
         figure, first = _panels(list(evaluations[0].datasets), panel, extra_height=0.4)
         if len(evaluations) > 1:
             lines = [line for line in first.get_lines() if line.get_marker() == "o"]
-            figure.legend(lines, [_plain(one.model) for one in evaluations], loc="outside lower center", ncols=1)
+            figure.legend(
+                lines,
+                [_plain(one.model) for one in evaluations],
+                loc="outside lower center",
+                ncols=1,
+            )
         write_atomic(folder / name, png(figure))
 
 
 def draw_training(trainings: Sequence[TrainingCurves]) -> bytes:
     """A PNG: the loss of each run, and the rewards of a preference run."""
-    panels = [(one, number) for one in trainings for number in TRAINING_PLOTS if number == "loss" or _has(one, number)]
+    panels = [
+        (one, number)
+        for one in trainings
+        for number in TRAINING_PLOTS
+        if number == "loss" or _has(one, number)
+    ]
     return png(_panels(panels, lambda axes, panel: _training_panel(axes, *panel))[0])
 
 
-def _panels(items: Sequence[T], draw: Callable[[Axes, T], None], extra_height: float = 0.0) -> tuple[Figure, Axes]:
+def _panels(
+    items: Sequence[T], draw: Callable[[Axes, T], None], extra_height: float = 0.0
+) -> tuple[Figure, Axes]:
     """A figure with a panel for each item, and its first panel."""
     # Figure, not pyplot: pyplot keeps figures and a choice of screen for the whole process.
     from matplotlib.figure import Figure
@@ -262,10 +327,24 @@ def png(figure: Figure) -> bytes:
 
 def _training_panel(axes: Axes, training: TrainingCurves, number: str) -> None:
     if number == "loss" and training.loss:
-        axes.plot([step for step, _ in training.loss], [loss for _, loss in training.loss], color="lightgrey", label="training")
+        axes.plot(
+            [step for step, _ in training.loss],
+            [loss for _, loss in training.loss],
+            color="lightgrey",
+            label="training",
+        )
     for name, points in training.valid.items():
-        known = [(point.step, value) for point in points if (value := point.numbers.get(number)) is not None]
-        axes.plot([step for step, _ in known], [value for _, value in known], marker="o", label=_plain(name))
+        known = [
+            (point.step, value)
+            for point in points
+            if (value := point.numbers.get(number)) is not None
+        ]
+        axes.plot(
+            [step for step, _ in known],
+            [value for _, value in known],
+            marker="o",
+            label=_plain(name),
+        )
     axes.set_title(_plain(training.run), fontsize="small")
     axes.set_xlabel("step")
     axes.set_ylabel(number)
@@ -285,7 +364,9 @@ def _cell(point: ValidationPoint, number: str) -> str:
 def _loss_by_position(axes: Axes, evaluations: Sequence[Evaluation], dataset: str) -> None:
     for one in evaluations:
         buckets = one.datasets[dataset].positions
-        axes.plot([bucket.first for bucket in buckets], [bucket.loss for bucket in buckets], marker="o")
+        axes.plot(
+            [bucket.first for bucket in buckets], [bucket.loss for bucket in buckets], marker="o"
+        )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("tokens of context (from here to twice as many)")
@@ -297,12 +378,27 @@ def _reliability(axes: Axes, evaluations: Sequence[Evaluation], dataset: str) ->
     only = evaluations[0].datasets[dataset] if len(evaluations) == 1 else None
     if only is not None:
         share = [bin.tokens / only.tokens for bin in only.bins]
-        axes.bar([bin.low for bin in only.bins], share, 1 / NUM_BINS, align="edge", color="lightgrey")
-        axes.text(0.03, 0.93, f"ECE {only.calibration_error:.4f}; grey: share of tokens", transform=axes.transAxes)
+        axes.bar(
+            [bin.low for bin in only.bins], share, 1 / NUM_BINS, align="edge", color="lightgrey"
+        )
+        axes.text(
+            0.03,
+            0.93,
+            f"ECE {only.calibration_error:.4f}; grey: share of tokens",
+            transform=axes.transAxes,
+        )
     for one in evaluations:
         bins = one.datasets[dataset].bins
-        points = [(bin.confidence, bin.accuracy) for bin in bins if bin.confidence is not None and bin.accuracy is not None]
-        axes.plot([confidence for confidence, _ in points], [accuracy for _, accuracy in points], marker="o")
+        points = [
+            (bin.confidence, bin.accuracy)
+            for bin in bins
+            if bin.confidence is not None and bin.accuracy is not None
+        ]
+        axes.plot(
+            [confidence for confidence, _ in points],
+            [accuracy for _, accuracy in points],
+            marker="o",
+        )
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1)
     axes.set_xlabel("probability of the first choice")

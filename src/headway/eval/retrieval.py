@@ -49,21 +49,31 @@ class RetrievalScores:
         return 1 / self.candidates
 
 
-def evaluate_retrieval(model: Path, data: str, limit: int | None = None) -> tuple[list[RetrievalScores], list[RetrievalRow]]:
+def evaluate_retrieval(
+    model: Path, data: str, limit: int | None = None
+) -> tuple[list[RetrievalScores], list[RetrievalRow]]:
     """The scores of every direction, and the queries of all of them."""
     import torch
 
     folder = aligner_folder(model)
     if folder is None:
-        raise ConfigError(f"{model}: is not a run of phase 1 with its encoders (recipe multimodal/align).")
+        raise ConfigError(
+            f"{model}: is not a run of phase 1 with its encoders (recipe multimodal/align)."
+        )
     heads = read_aligner(folder)
-    names = [name for name in ("text", "image", "audio") if f"heads.{name}.proj.weight" in heads.tensors]
+    names = [
+        name for name in ("text", "image", "audio") if f"heads.{name}.proj.weight" in heads.tensors
+    ]
     samples = list(islice(read_samples(data, names), limit))
     scores: list[RetrievalScores] = []
     rows: list[RetrievalRow] = []
     vectors = {name: _vectors(folder, heads, name, samples) for name in names}
     for first, second in permutations(names, 2):
-        both = [number for number, one in enumerate(samples) if first in one.items and second in one.items]
+        both = [
+            number
+            for number, one in enumerate(samples)
+            if first in one.items and second in one.items
+        ]
         if len(both) < 2:
             continue
         queries, keys = (np.stack([vectors[name][n] for n in both]) for name in (first, second))
@@ -77,38 +87,66 @@ def evaluate_retrieval(model: Path, data: str, limit: int | None = None) -> tupl
         scores.append(replace(scored, ceiling=recall_ceiling(first_contents, second_contents)))
         for at, number in enumerate(both):
             best = np.argsort(-similarity[at], kind="stable")[:SHOWN]
-            found = tuple((_item(samples[both[int(one)]], second), float(similarity[at, one])) for one in best)
-            rows.append(RetrievalRow(_item(samples[number], first), _item(samples[number], second), int(np.ceil(ranks[at])), found))
+            found = tuple(
+                (_item(samples[both[int(one)]], second), float(similarity[at, one])) for one in best
+            )
+            rows.append(
+                RetrievalRow(
+                    _item(samples[number], first),
+                    _item(samples[number], second),
+                    int(np.ceil(ranks[at])),
+                    found,
+                )
+            )
     if not scores:
-        raise ConfigError(f"{data}: fewer than two records have two of {', '.join(names)}; nothing can be ranked.")
+        raise ConfigError(
+            f"{data}: fewer than two records have two of {', '.join(names)}; nothing can be ranked."
+        )
     return scores, rows
 
 
-def _scores(pair: str, higher: np.ndarray, equal: np.ndarray, ranks: np.ndarray, gap: float) -> RetrievalScores:
+def _scores(
+    pair: str, higher: np.ndarray, equal: np.ndarray, ranks: np.ndarray, gap: float
+) -> RetrievalScores:
     def recall(k: int) -> float:
         return float(np.clip((k - higher) / equal, 0, 1).mean())
 
     median = float(np.sort(ranks)[(len(ranks) - 1) // 2])
-    return RetrievalScores(pair, len(ranks), recall(1), recall(5), recall(10), float((1 / ranks).mean()), median, gap)
+    return RetrievalScores(
+        pair, len(ranks), recall(1), recall(5), recall(10), float((1 / ranks).mean()), median, gap
+    )
 
 
 def _item(sample: Sample, name: str) -> MediaRef | str:
     return sample.items[name]
 
 
-def _vectors(folder: Path, heads: AlignerHeads, name: str, samples: list[Sample]) -> dict[int, np.ndarray]:
+def _vectors(
+    folder: Path, heads: AlignerHeads, name: str, samples: list[Sample]
+) -> dict[int, np.ndarray]:
     """The unit vectors of one modality, by sample."""
     there = [number for number, one in enumerate(samples) if name in one.items]
     if not there:
         return {}
     encoder = open_encoder(aligned_encoder_text(folder, name), name)
-    weight, bias, proj = (heads.tensors[f"heads.{name}.{leaf}"].numpy() for leaf in ("norm.weight", "norm.bias", "proj.weight"))
+    weight, bias, proj = (
+        heads.tensors[f"heads.{name}.{leaf}"].numpy()
+        for leaf in ("norm.weight", "norm.bias", "proj.weight")
+    )
     found: dict[int, np.ndarray] = {}
     for start in range(0, len(there), ENCODED_AT_ONCE):
         some = there[start : start + ENCODED_AT_ONCE]
-        features = encoder.encode(np.stack([encoder.input.read(samples[number].items[name]) for number in some])).reshape(len(some), -1)
+        features = encoder.encode(
+            np.stack([encoder.input.read(samples[number].items[name]) for number in some])
+        ).reshape(len(some), -1)
         centred = features - features.mean(1, keepdims=True)
         normed = centred / np.sqrt((centred**2).mean(1, keepdims=True) + EPS) * weight + bias
         values = normed @ proj.T
-        found |= dict(zip(some, values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12), strict=True))
+        found |= dict(
+            zip(
+                some,
+                values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12),
+                strict=True,
+            )
+        )
     return found

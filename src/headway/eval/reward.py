@@ -23,7 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.eval.reward_data import Candidates, ReadCounts, RecordKind, RewardSource, read_candidates
+from headway.eval.reward_data import (
+    Candidates,
+    ReadCounts,
+    RecordKind,
+    RewardSource,
+    read_candidates,
+)
 from headway.eval.scoring import ScoreWindow, sorted_batches
 from headway.runtime.progress import progress
 from headway.runtime.storage import check_writable, writing
@@ -114,7 +120,10 @@ def evaluate_reward(
     check_source(loaded, source, batch_tokens)
     counts, seen = ReadCounts(), _Seen()
     is_first = group is None or group.rank == 0
-    with _lines(out if is_first else None, source.path) as file, progress("score", unit="answers") as advance:
+    with (
+        _lines(out if is_first else None, source.path) as file,
+        progress("score", unit="answers") as advance,
+    ):
         for block in read_candidates(source, loaded, counts):
             flat = [ids for one in block for ids in one.ids]
             scores, start = score_answers(loaded, flat, batch_tokens, group), 0
@@ -123,12 +132,16 @@ def evaluate_reward(
                 start += len(one.ids)
                 seen.add(one.kind, own)
                 if file is not None:
-                    file.write(json.dumps(with_scores(one, own.tolist()), ensure_ascii=False) + "\n")
+                    file.write(
+                        json.dumps(with_scores(one, own.tolist()), ensure_ascii=False) + "\n"
+                    )
                 if keep is not None:
                     keep(with_scores(one, own.tolist()))
             advance(len(flat))
         if seen.kind is None:
-            raise DataError(f"{source.path}: nothing to score; {counts.bad} of {counts.records} records cannot be read.")
+            raise DataError(
+                f"{source.path}: nothing to score; {counts.bad} of {counts.records} records cannot be read."
+            )
     return _report(seen, seen.kind, counts, loaded, source, out)
 
 
@@ -136,13 +149,18 @@ def check_source(loaded: LoadedModel, source: RewardSource, batch_tokens: int) -
     """Refuse impossible limits."""
     longest = loaded.config.max_seq_len
     if source.max_length is not None and not 2 <= source.max_length <= longest:
-        raise ConfigError(f"--max-length is {source.max_length}; it must be from 2 to the model's max_seq_len of {longest}.")
+        raise ConfigError(
+            f"--max-length is {source.max_length}; it must be from 2 to the model's max_seq_len of {longest}."
+        )
     if batch_tokens < 1:
         raise ConfigError(f"--batch-tokens is {batch_tokens}; it must be at least 1.")
 
 
 def score_answers(
-    loaded: LoadedModel, answers: Sequence[Sequence[int]], batch_tokens: int = BATCH_TOKENS, group: RankGroup | None = None
+    loaded: LoadedModel,
+    answers: Sequence[Sequence[int]],
+    batch_tokens: int = BATCH_TOKENS,
+    group: RankGroup | None = None,
 ) -> Floats:
     """The score of every answer, in order; answers of similar length are computed together."""
     rank, world = (0, 1) if group is None else (group.rank, group.size)
@@ -151,11 +169,15 @@ def score_answers(
     rows = [ScoreWindow(ids, 0, index) for index, ids in enumerate(answers)]
     for number, batch in enumerate(sorted_batches(rows, batch_tokens)):
         if number % world == rank:
-            scores[[int(row.label or 0) for row in batch]] = _score(loaded, [row.ids for row in batch])
+            scores[[int(row.label or 0) for row in batch]] = _score(
+                loaded, [row.ids for row in batch]
+            )
     if group is not None and world > 1:
         scores = np.sum(group.gather(scores), axis=0)
     if not np.isfinite(scores).all():
-        raise CheckpointError(f"{loaded.path}: its scores are not finite. The weights are damaged, or overflow in this precision.")
+        raise CheckpointError(
+            f"{loaded.path}: its scores are not finite. The weights are damaged, or overflow in this precision."
+        )
     return scores
 
 
@@ -171,12 +193,22 @@ def _score(loaded: LoadedModel, answers: Sequence[Sequence[int]]) -> Floats:
         tokens[index, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
     highest = int(tokens.max())
     if highest >= loaded.config.vocab:
-        raise DataError(f"the data holds id {highest}; the model has ids below {loaded.config.vocab}. It was made with another tokenizer.")
-    position = torch.arange(tokens.shape[1], dtype=torch.int32, device=loaded.device).expand(tokens.shape)
+        raise DataError(
+            f"the data holds id {highest}; the model has ids below {loaded.config.vocab}. It was made with another tokenizer."
+        )
+    position = torch.arange(tokens.shape[1], dtype=torch.int32, device=loaded.device).expand(
+        tokens.shape
+    )
     bounds = torch.stack([torch.zeros_like(lengths), lengths], dim=1).to(loaded.device)
     with torch.inference_mode():
         hidden = loaded.model.prefill(tokens.to(loaded.device), position)
-        return ScoreHead(hidden, loaded.model.head_weight).of_documents(bounds)[:, 0].double().cpu().numpy()
+        return (
+            ScoreHead(hidden, loaded.model.head_weight)
+            .of_documents(bounds)[:, 0]
+            .double()
+            .cpu()
+            .numpy()
+        )
 
 
 def with_scores(one: Candidates, scores: Sequence[float]) -> dict[str, Any]:
@@ -209,7 +241,14 @@ def _lines(out: Path | None, data: str) -> Iterator[TextIO | None]:
         temporary.unlink(missing_ok=True)
 
 
-def _report(seen: _Seen, kind: RecordKind, counts: ReadCounts, loaded: LoadedModel, source: RewardSource, out: Path | None) -> RewardReport:
+def _report(
+    seen: _Seen,
+    kind: RecordKind,
+    counts: ReadCounts,
+    loaded: LoadedModel,
+    source: RewardSource,
+    out: Path | None,
+) -> RewardReport:
     scores, first = np.concatenate(seen.scores), np.concatenate(seen.firsts)
     found: dict[str, Any] = {}
     values = scores
@@ -239,7 +278,10 @@ def histogram(values: Floats, bins: int = BINS) -> list[RewardBin]:
     first, last = math.floor(low / width), max(math.floor(low / width) + 1, math.ceil(high / width))
     edges = [step * width for step in range(first, last + 1)]
     counted, _ = np.histogram(values, np.array(edges))
-    return [RewardBin(start, end, int(count)) for start, end, count in zip(edges, edges[1:], counted, strict=False)]
+    return [
+        RewardBin(start, end, int(count))
+        for start, end, count in zip(edges, edges[1:], counted, strict=False)
+    ]
 
 
 def round_up(width: float) -> float:

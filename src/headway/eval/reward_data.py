@@ -23,7 +23,13 @@ from headway.prepare.encode import PairEncoder, pair_segments
 from headway.prepare.parse_chat import PreferencePair, parse_conversation, parse_preference
 from headway.text.document import Record
 from headway.text.record_keys import LABELS, LISTS, PAIR, KeyMap
-from headway.tokenizer.chat import Rendered, Segment, default_template, encode_segments, find_template
+from headway.tokenizer.chat import (
+    Rendered,
+    Segment,
+    default_template,
+    encode_segments,
+    find_template,
+)
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
@@ -71,7 +77,9 @@ class ReadCounts:
     more: Counter[str] = field(default_factory=Counter)
 
 
-def read_candidates(source: RewardSource, loaded: LoadedModel, counts: ReadCounts) -> Iterator[list[Candidates]]:
+def read_candidates(
+    source: RewardSource, loaded: LoadedModel, counts: ReadCounts
+) -> Iterator[list[Candidates]]:
     """The candidates of all records, some records at a time; records of two kinds are refused."""
     from headway.eval.dataset import data_kind
 
@@ -86,20 +94,29 @@ def read_candidates(source: RewardSource, loaded: LoadedModel, counts: ReadCount
         for one in block:
             first = first or one.kind
             if one.kind != first:
-                raise DataError(f"{source.path}: holds a {first} and a {one.kind}. Put each kind into a file of its own.")
+                raise DataError(
+                    f"{source.path}: holds a {first} and a {one.kind}. Put each kind into a file of its own."
+                )
         yield block
 
 
-def _stored(source: RewardSource, loaded: LoadedModel, counts: ReadCounts) -> Iterator[list[Candidates]]:
+def _stored(
+    source: RewardSource, loaded: LoadedModel, counts: ReadCounts
+) -> Iterator[list[Candidates]]:
     """Pairs of a store, cut where they are longer than the model reads."""
     from headway.data.pairs import num_pairs
     from headway.store.reader import open_store
 
     if source.chat_template is not None or source.keys.pairs:
-        raise ConfigError(f"--data is {source.path!r}, a token store: --chat-template and --keys are for records. Leave them out.")
+        raise ConfigError(
+            f"--data is {source.path!r}, a token store: --chat-template and --keys are for records. Leave them out."
+        )
     store = open_store(Path(source.path))
     pairs = num_pairs(store)
-    if loaded.tokenizer is not None and store.fingerprint not in (None, loaded.tokenizer.fingerprint):
+    if loaded.tokenizer is not None and store.fingerprint not in (
+        None,
+        loaded.tokenizer.fingerprint,
+    ):
         raise DataError(
             f"{source.path}: was made with another tokenizer than the one of {loaded.path}. Give the records, or another store."
         )
@@ -110,7 +127,10 @@ def _stored(source: RewardSource, loaded: LoadedModel, counts: ReadCounts) -> It
     longest = source.max_length or loaded.config.max_seq_len
     numbers = range(pairs if source.limit is None else min(pairs, source.limit))
     for start in range(0, len(numbers), READ_AT_ONCE):
-        block = [_pair_of(store, number, longest, counts) for number in numbers[start : start + READ_AT_ONCE]]
+        block = [
+            _pair_of(store, number, longest, counts)
+            for number in numbers[start : start + READ_AT_ONCE]
+        ]
         yield block
 
 
@@ -121,15 +141,24 @@ def _pair_of(store: Store, number: int, longest: int, counts: ReadCounts) -> Can
     return Candidates("pair", {"pair": number}, tuple(ids[-longest:].tolist() for ids in whole))
 
 
-def _raw(source: RewardSource, loaded: LoadedModel, counts: ReadCounts) -> Iterator[list[Candidates]]:
+def _raw(
+    source: RewardSource, loaded: LoadedModel, counts: ReadCounts
+) -> Iterator[list[Candidates]]:
     from headway.text.read import read_records
 
     tokenizer = loaded.tokenizer
     if tokenizer is None:
-        raise ConfigError(f"{loaded.path}: has no tokenizer, so records cannot be scored. Put its files there, or give a store of pairs.")
+        raise ConfigError(
+            f"{loaded.path}: has no tokenizer, so records cannot be scored. Put its files there, or give a store of pairs."
+        )
     name = source.chat_template or default_template(tokenizer)
     longest = source.max_length or loaded.config.max_seq_len
-    encoder = CandidateEncoder(tokenizer, find_template(name, tokenizer), PairEncoder(longest, longest // 2, source.keys), source.drop_bad)
+    encoder = CandidateEncoder(
+        tokenizer,
+        find_template(name, tokenizer),
+        PairEncoder(longest, longest // 2, source.keys),
+        source.drop_bad,
+    )
     records = islice(read_records(source.path), source.limit)
     while block := list(islice(records, READ_AT_ONCE)):
         yield encoder.encode(block, counts)
@@ -173,14 +202,22 @@ class CandidateEncoder:
 
     def _conversation(self, record: Record) -> list[Segment]:
         """A conversation, with loss on its last answer alone, which says where it ends."""
-        plain = replace(record, data={key: value for key, value in record.data.items() if key not in LABELS})
+        plain = replace(
+            record, data={key: value for key, value in record.data.items() if key not in LABELS}
+        )
         conversation = parse_conversation(plain, self.pairs.keys)
         prompt, answer = conversation.turns[:-1], conversation.turns[-1:]
         if answer[0].role != "assistant":
-            raise DataError(f"{record.place}: the last turn is the {answer[0].role}'s; an answer of the assistant is scored.")
-        return pair_segments(PreferencePair(prompt, answer, answer, conversation.tools), self.template)[0]
+            raise DataError(
+                f"{record.place}: the last turn is the {answer[0].role}'s; an answer of the assistant is scored."
+            )
+        return pair_segments(
+            PreferencePair(prompt, answer, answer, conversation.tools), self.template
+        )[0]
 
-    def _ids(self, results: Sequence[Rendered | DataError], kind: RecordKind, counts: ReadCounts) -> Iterator[Sequence[int]]:
+    def _ids(
+        self, results: Sequence[Rendered | DataError], kind: RecordKind, counts: ReadCounts
+    ) -> Iterator[Sequence[int]]:
         rendered: list[Rendered] = []
         for one in results:
             if isinstance(one, DataError):
@@ -195,7 +232,9 @@ class CandidateEncoder:
 
     def _bad(self, record: Record, error: DataError, counts: ReadCounts) -> None:
         if not self.drop_bad:
-            where = str(error) if str(error).startswith(record.place) else f"{record.place}: {error}"
+            where = (
+                str(error) if str(error).startswith(record.place) else f"{record.place}: {error}"
+            )
             raise DataError(f"{where} --drop-bad leaves such records out.") from None
         counts.bad += 1
 
@@ -215,5 +254,11 @@ def answered(record: Record) -> list[Record]:
         raise DataError(f"{record.place}: {GENERATIONS} is no list of texts.")
     listed = next((key for key in LISTS if isinstance(data.get(key), list)), None)
     if listed is not None:
-        return [replace(record, data={**data, listed: [*data[listed], {"role": "assistant", "content": text}]}) for text in texts]
+        return [
+            replace(
+                record,
+                data={**data, listed: [*data[listed], {"role": "assistant", "content": text}]},
+            )
+            for text in texts
+        ]
     return [replace(record, data={**data, "response": text}) for text in texts]

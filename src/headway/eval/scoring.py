@@ -110,7 +110,9 @@ def score(loaded: LoadedModel, rows: Sequence[ScoreWindow]) -> TokenScores:
         scored[index, row.first - 1 : len(row.ids) - 1] = True
     highest = int(tokens.max())
     if highest >= loaded.config.vocab:
-        raise DataError(f"the data holds id {highest}; the model has ids below {loaded.config.vocab}. It was made with another tokenizer.")
+        raise DataError(
+            f"the data holds id {highest}; the model has ids below {loaded.config.vocab}. It was made with another tokenizer."
+        )
     context = torch.arange(1, length + 1).expand(len(rows), length)[scored]
     row_of = torch.arange(len(rows))[:, None].expand(len(rows), length)[scored]
     targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1))[scored].to(loaded.device)
@@ -133,7 +135,9 @@ def _hidden(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
 
     rows, length = tokens.shape
     if loaded.masks is None:
-        position = torch.arange(length, dtype=torch.int32, device=tokens.device).expand(rows, length)
+        position = torch.arange(length, dtype=torch.int32, device=tokens.device).expand(
+            rows, length
+        )
         return loaded.model.prefill(tokens, position)
     cache = loaded.new_cache(rows, length, [length] * rows)
     return torch.cat(list(chunks(loaded.model, tokens, cache)), dim=1)
@@ -187,7 +191,9 @@ class TokenSums:
         # frexp is exact where a logarithm in floating point could round a power of two down.
         bucket = np.frexp(scores.context.astype(np.float64))[1] - 1
         _count(self._positions, bucket, scores.nll, scores.correct)
-        bin_index = np.clip(np.ceil(scores.confidence * NUM_BINS).astype(np.int64) - 1, 0, NUM_BINS - 1)
+        bin_index = np.clip(
+            np.ceil(scores.confidence * NUM_BINS).astype(np.int64) - 1, 0, NUM_BINS - 1
+        )
         _count(self._bins, bin_index, scores.confidence, scores.correct)
         if any(label is not None for label in labels):
             by_row = np.zeros((3, len(labels)))
@@ -227,7 +233,13 @@ class TokenSums:
     def positions(self) -> list[PositionBucket]:
         """Means by length of context, empty buckets left out."""
         return [
-            PositionBucket(2**power, 2 ** (power + 1) - 1, int(tokens), float(nll / tokens), float(correct / tokens))
+            PositionBucket(
+                2**power,
+                2 ** (power + 1) - 1,
+                int(tokens),
+                float(nll / tokens),
+                float(correct / tokens),
+            )
             for power, (tokens, nll, correct) in enumerate(self._positions.T)
             if tokens
         ]

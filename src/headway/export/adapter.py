@@ -12,7 +12,14 @@ from headway.export.huggingface import MARK, Dtype, atomic_folder, converted, sa
 from headway.infer.load import FINAL, find_model_of_family
 from headway.infer.stored_adapter import StoredAdapter
 from headway.model.adapter.config import AdapterConfig
-from headway.model.adapter.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_settings, is_adapter, notes_of, their_tensors
+from headway.model.adapter.peft import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_settings,
+    is_adapter,
+    notes_of,
+    their_tensors,
+)
 from headway.optim.groups import ADAPTER
 from headway.runtime.digests import write_digests
 from headway.runtime.storage import writing
@@ -27,7 +34,13 @@ FOLDER = "adapter"
 
 
 def write_adapter(
-    values: Mapping[str, torch.Tensor], config: AdapterConfig, model: ModelConfig, out: Path, *, base: str | None, dtype: Dtype = "float32"
+    values: Mapping[str, torch.Tensor],
+    config: AdapterConfig,
+    model: ModelConfig,
+    out: Path,
+    *,
+    base: str | None,
+    dtype: Dtype = "float32",
 ) -> None:
     """Write a PEFT folder from low-rank updates and fully trained parameters; replaces an earlier adapter there."""
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not is_adapter(out)):
@@ -36,21 +49,39 @@ def write_adapter(
         )
     whole = [name for name in values if ADAPTER not in name]
     settings = adapter_settings(config, model, whole, base)
-    tensors = {name: converted(name, value, dtype).contiguous().clone() for name, value in their_tensors(values, config, model)}
+    tensors = {
+        name: converted(name, value, dtype).contiguous().clone()
+        for name, value in their_tensors(values, config, model)
+    }
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
         save_weights(tensors, folder / ADAPTER_WEIGHTS, MARK | notes_of(config, model))
-        (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        (folder / ADAPTER_CONFIG).write_text(
+            json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+        )
         write_digests(folder)
 
 
-def export_adapter(model: Path | str, out: Path, *, dtype: Dtype = "float32", family: str | None = None) -> None:
+def export_adapter(
+    model: Path | str, out: Path, *, dtype: Dtype = "float32", family: str | None = None
+) -> None:
     """Write only the adapter of what `--model` names: a run or a checkpoint that was trained with one, or an adapter folder."""
     path = Path(model)
-    inside = next((folder for folder in (path / FINAL / FOLDER, path / FOLDER) if is_adapter(folder)), path)
+    inside = next(
+        (folder for folder in (path / FINAL / FOLDER, path / FOLDER) if is_adapter(folder)), path
+    )
     found = find_model_of_family(inside, family)
     adapter: StoredAdapter | None = found.adapter
     if adapter is None:
-        raise ConfigError(f"{path}: was trained without an adapter. Leave --adapter out to export the whole model.")
+        raise ConfigError(
+            f"{path}: was trained without an adapter. Leave --adapter out to export the whole model."
+        )
     names = set(adapter.full_weights())
-    values = {**adapter.updates(), **({name: value for name, value in adapter.base_weights() if name in names} if names else {})}
+    values = {
+        **adapter.updates(),
+        **(
+            {name: value for name, value in adapter.base_weights() if name in names}
+            if names
+            else {}
+        ),
+    }
     write_adapter(values, adapter.config, found.config, out, base=adapter.base, dtype=dtype)

@@ -8,7 +8,13 @@ from typing import Any
 from headway.errors import CheckpointError, ConfigError
 from headway.export.huggingface import atomic_folder
 from headway.infer.aligner import find_aligner
-from headway.model.loading.aligner_file import heads_of, is_aligner_folder, read_aligner, write_aligner, write_aligner_folder
+from headway.model.loading.aligner_file import (
+    heads_of,
+    is_aligner_folder,
+    read_aligner,
+    write_aligner,
+    write_aligner_folder,
+)
 from headway.runtime.storage import check_writable, writing
 
 
@@ -20,10 +26,14 @@ def export_aligner(model: Path, out: Path) -> dict[str, Any]:
     if out.suffix in (".pt", ".safetensors"):
         write_aligner(heads, out)
     elif stored is None:
-        raise ConfigError(f"out is {str(out)!r}; a file of heads is converted to a file. Give a name that ends in .safetensors or .pt.")
+        raise ConfigError(
+            f"out is {str(out)!r}; a file of heads is converted to a file. Give a name that ends in .safetensors or .pt."
+        )
     else:
         if out.exists() and not is_aligner_folder(out) and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"out is {str(out)!r}, which holds something else. Give a folder that does not exist yet.")
+            raise ConfigError(
+                f"out is {str(out)!r}, which holds something else. Give a folder that does not exist yet."
+            )
         with writing(out, error=CheckpointError), atomic_folder(out) as folder:
             write_aligner_folder(folder, stored.config, stored.weights, stored.log_scales)
     widths = {name: heads.width_of(name) for name in heads.modalities}

@@ -71,7 +71,14 @@ class GgufExport:
     """Tensors by the type they are stored as."""
 
 
-def export_gguf(model: Path | str, out: Path, *, kind: GgufType = "f16", name: str | None = None, family: str | None = None) -> GgufExport:
+def export_gguf(
+    model: Path | str,
+    out: Path,
+    *,
+    kind: GgufType = "f16",
+    name: str | None = None,
+    family: str | None = None,
+) -> GgufExport:
     """Write the model that `--model` names. An earlier GGUF file at `out` is replaced; a file of another kind there is refused."""
     from headway.tokenizer.gguf_vocabulary import to_metadata
     from headway.tokenizer.load import load_tokenizer
@@ -82,15 +89,24 @@ def export_gguf(model: Path | str, out: Path, *, kind: GgufType = "f16", name: s
     found.check_head()
     config, architecture = _target(found.config)
     if found.tokenizer_folder is None:
-        raise ConfigError(f"{found.path}: has no tokenizer, and a GGUF file needs one. Put its files next to the model.")
+        raise ConfigError(
+            f"{found.path}: has no tokenizer, and a GGUF file needs one. Put its files next to the model."
+        )
     tokenizer = load_tokenizer(found.tokenizer_folder)
     check_vocabulary(tokenizer, found.tokenizer_folder, config)
     values = _shape_values(config, architecture) | to_metadata(tokenizer, config.vocab)
     values |= _end_values(found, tokenizer)
     if found.config.head_gates is not None:
-        log.info("%s: its head masks are left out: a GGUF file has no place for them, and every head keeps the whole context.", found.path)
+        log.info(
+            "%s: its head masks are left out: a GGUF file has no place for them, and every head keeps the whole context.",
+            found.path,
+        )
     title = name if name is not None else _title(found)
-    general = {"general.name": title, "general.file_type": FILE_TYPES[kind], "general.quantization_version": QUANTISATION_VERSION}
+    general = {
+        "general.name": title,
+        "general.file_type": FILE_TYPES[kind],
+        "general.quantization_version": QUANTISATION_VERSION,
+    }
     file = _GgufWriter(out, config, architecture, kind)
     with writing(out, error=CheckpointError):
         stored = file.write(general | values, _completed(config, found))
@@ -104,22 +120,32 @@ def parse_type(name: str) -> GgufType:
     for known in FILE_TYPES:
         if name.lower() == known:
             return known  # pyright: ignore[reportReturnType]
-    raise ConfigError(f"--type is {name!r}; it must be one of {', '.join(FILE_TYPES)}. For others run llama-quantize on the f16 file.")
+    raise ConfigError(
+        f"--type is {name!r}; it must be one of {', '.join(FILE_TYPES)}. For others run llama-quantize on the f16 file."
+    )
 
 
 def _check_target(out: Path) -> None:
     if out.suffix != ".gguf":
         raise ConfigError(f"out is {str(out)!r}; it must end in .gguf.")
     if out.is_dir():
-        raise ConfigError(f"out is {str(out)!r}, which is a folder. Give a file that ends in .gguf.")
+        raise ConfigError(
+            f"out is {str(out)!r}, which is a folder. Give a file that ends in .gguf."
+        )
     if out.is_file():
         with open(out, "rb") as file:
             if file.read(4) != b"GGUF":
-                raise ConfigError(f"out is {str(out)!r}, which is a file of another kind. Give another name.")
+                raise ConfigError(
+                    f"out is {str(out)!r}, which is a file of another kind. Give another name."
+                )
 
 
 def _title(found: StoredModel) -> str:
-    parts = [part for part in Path(str(found.path)).absolute().parts if part not in ("final", "checkpoints")]
+    parts = [
+        part
+        for part in Path(str(found.path)).absolute().parts
+        if part not in ("final", "checkpoints")
+    ]
     return parts[-1] if parts else "model"
 
 
@@ -134,21 +160,35 @@ def _completed(target: ModelConfig, found: StoredModel) -> Iterator[tuple[str, t
         assert (name, tuple(value.shape)) == (spec.name, spec.shape), (
             f"{name} {tuple(value.shape)} came where {spec.name} {spec.shape} is due"
         )
-        assert name in ours or name.endswith(".bias"), f"{name} is no bias, so zeros would change the model"
+        assert name in ours or name.endswith(".bias"), (
+            f"{name} is no bias, so zeros would change the model"
+        )
         yield name, value
 
 
 def _target(config: ModelConfig) -> tuple[ModelConfig, GgufArchitecture]:
     """The config under which the model is written, and its architecture; what llama.cpp would compute differently is refused."""
     if config.media is not None:
-        raise ConfigError("the model has media inputs, which `headway export gguf` does not write. Use `headway export hf`.")
+        raise ConfigError(
+            "the model has media inputs, which `headway export gguf` does not write. Use `headway export hf`."
+        )
     target = family_of(config.family).published(config.with_(head_gates=None))
     if target.family not in ARCHITECTURE_OF:
         known = ", ".join(ARCHITECTURE_OF)
-        raise ConfigError(f"model.family is {target.family!r}; `headway export gguf` knows {known}. Use `headway export hf`.")
+        raise ConfigError(
+            f"model.family is {target.family!r}; `headway export gguf` knows {known}. Use `headway export hf`."
+        )
     architecture = ARCHITECTURES[ARCHITECTURE_OF[target.family]]
-    unrotated = tuple(range(SMOLLM3_STEP - 1, target.num_layers, SMOLLM3_STEP)) if architecture.name == "smollm3" else ()
-    needed: dict[str, Any] = {**NEUTRAL, "qk_norm": architecture.name == "qwen3", "no_rope_layers": unrotated}
+    unrotated = (
+        tuple(range(SMOLLM3_STEP - 1, target.num_layers, SMOLLM3_STEP))
+        if architecture.name == "smollm3"
+        else ()
+    )
+    needed: dict[str, Any] = {
+        **NEUTRAL,
+        "qk_norm": architecture.name == "qwen3",
+        "no_rope_layers": unrotated,
+    }
     if not architecture.output_bias:
         needed |= {"output_bias": False, "ffn_bias": False}
     for key, value in needed.items():
@@ -160,19 +200,37 @@ def _target(config: ModelConfig) -> tuple[ModelConfig, GgufArchitecture]:
         raise ConfigError(
             f"model.head_dim is {target.head_size}; llama.cpp's {architecture.name} needs hidden_size / num_heads. Use `headway export hf`."
         )
-    if target.rope_scaling is not None and target.rope_scaling.kind == "llama3" and architecture.name != "llama":
-        raise ConfigError(f"model.rope_scaling.kind is 'llama3', which llama.cpp's {architecture.name} ignores. Use `headway export hf`.")
+    if (
+        target.rope_scaling is not None
+        and target.rope_scaling.kind == "llama3"
+        and architecture.name != "llama"
+    ):
+        raise ConfigError(
+            f"model.rope_scaling.kind is 'llama3', which llama.cpp's {architecture.name} ignores. Use `headway export hf`."
+        )
     if target.rope_scaling is not None and target.rope_scaling.kind == "longrope":
-        raise ConfigError("model.rope_scaling.kind is 'longrope', which `headway export gguf` does not write. Use `headway export hf`.")
-    if target.rope_scaling is not None and target.rope_scaling.kind == "yarn" and not target.rope_scaling.truncate:
-        raise ConfigError("model.rope_scaling.truncate is False, which llama.cpp's yarn does not have. Use `headway export hf`.")
+        raise ConfigError(
+            "model.rope_scaling.kind is 'longrope', which `headway export gguf` does not write. Use `headway export hf`."
+        )
+    if (
+        target.rope_scaling is not None
+        and target.rope_scaling.kind == "yarn"
+        and not target.rope_scaling.truncate
+    ):
+        raise ConfigError(
+            "model.rope_scaling.truncate is False, which llama.cpp's yarn does not have. Use `headway export hf`."
+        )
     return target, architecture
 
 
 def _shape_values(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
     """The metadata of the shape. Windows are not in these architectures: the context length ends where they would begin to count."""
     context = config.max_seq_len
-    windows = [window for layer in range(config.num_layers) if (window := config.window_of(layer)) is not None]
+    windows = [
+        window
+        for layer in range(config.num_layers)
+        if (window := config.window_of(layer)) is not None
+    ]
     if windows and min(windows) < context:
         log.info(
             "the model has windows of %d tokens, and llama.cpp's %s has none: the file says context length %d instead of %d.",
@@ -201,11 +259,16 @@ def _rope_values(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is None:
         return {}
-    if scaling.kind == "llama3":  # the tensor rope_freqs.weight does the work; these say what it was made from
+    if (
+        scaling.kind == "llama3"
+    ):  # the tensor rope_freqs.weight does the work; these say what it was made from
         low, high = float(scaling.low_freq_factor), float(scaling.high_freq_factor)
         return {"rope.scaling.original_context_length": scaling.original_max_seq_len, "rope.scaling.low_freq_factor": low,
                 "rope.scaling.high_freq_factor": high}  # fmt: skip
-    values: dict[str, Any] = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
+    values: dict[str, Any] = {
+        "rope.scaling.type": scaling.kind,
+        "rope.scaling.factor": float(scaling.factor),
+    }
     if scaling.kind == "yarn":
         values |= {
             "rope.scaling.original_context_length": scaling.original_max_seq_len,
@@ -213,7 +276,9 @@ def _rope_values(config: ModelConfig) -> dict[str, Any]:
             "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
         }
         if scaling.attention_factor is not None:
-            values["rope.scaling.attn_factor"] = scaling.attention_factor / yarn_growth(scaling.factor)
+            values["rope.scaling.attn_factor"] = scaling.attention_factor / yarn_growth(
+                scaling.factor
+            )
     return values
 
 
@@ -223,7 +288,10 @@ def _end_values(found: StoredModel, tokenizer: Tokenizer) -> dict[str, Any]:
     if not more:
         return {}
     if tokenizer.eos_id is None:
-        return {"tokenizer.ggml.eos_token_id": more[0], **({"tokenizer.ggml.eot_token_id": more[1]} if len(more) > 1 else {})}
+        return {
+            "tokenizer.ggml.eos_token_id": more[0],
+            **({"tokenizer.ggml.eot_token_id": more[1]} if len(more) > 1 else {}),
+        }
     return {"tokenizer.ggml.eot_token_id": more[0]}
 
 
@@ -245,19 +313,29 @@ def _counts_more(spec: ParamSpec, config: ModelConfig) -> bool:
     """Tensors that llama.cpp's q4_k_m stores in six bits: the head, and in half of the layers the values and the down projection."""
     if spec.name == HEAD or (spec.name == EMBEDDING and config.tie_embeddings):
         return True
-    if not spec.name.endswith(("v_proj.weight", "down_proj.weight")) or not isinstance(spec.stage, int):
+    if not spec.name.endswith(("v_proj.weight", "down_proj.weight")) or not isinstance(
+        spec.stage, int
+    ):
         return False
     eighth = config.num_layers // 8
-    return spec.stage < eighth or spec.stage >= 7 * config.num_layers // 8 or (spec.stage - eighth) % 3 == 2
+    return (
+        spec.stage < eighth
+        or spec.stage >= 7 * config.num_layers // 8
+        or (spec.stage - eighth) % 3 == 2
+    )
 
 
 class _GgufWriter:
     """Writes one file through the gguf package, tensor by tensor."""
 
-    def __init__(self, out: Path, config: ModelConfig, architecture: GgufArchitecture, kind: str) -> None:
+    def __init__(
+        self, out: Path, config: ModelConfig, architecture: GgufArchitecture, kind: str
+    ) -> None:
         self.out, self.config, self.architecture, self.kind = out, config, architecture, kind
 
-    def write(self, values: dict[str, Any], weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    def write(
+        self, values: dict[str, Any], weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> dict[str, int]:
         """The whole file; it appears under its name when all of it is on disk."""
         import gguf
 
@@ -275,7 +353,9 @@ class _GgufWriter:
             writer.write_ti_data_to_file()
             for row in self._factors():
                 writer.write_tensor_data(row)
-            with progress("export", total=num_parameters(self.config), unit="parameters") as advance:
+            with progress(
+                "export", total=num_parameters(self.config), unit="parameters"
+            ) as advance:
                 for name, value in weights:
                     writer.write_tensor_data(self._bytes(specs[name], value))
                     advance(value.numel())
@@ -303,7 +383,13 @@ class _GgufWriter:
             code = GGMLQuantizationType(TYPE_CODES[kind])
             block, width = GGML_QUANT_SIZES[code]
             shape = (*spec.shape[:-1], spec.shape[-1] // block * width)
-            writer.add_tensor_info(gguf_name(spec.name), shape, np.dtype(np.uint8), spec.size // block * width, raw_dtype=code)
+            writer.add_tensor_info(
+                gguf_name(spec.name),
+                shape,
+                np.dtype(np.uint8),
+                spec.size // block * width,
+                raw_dtype=code,
+            )
             stored[kind] = stored.get(kind, 0) + 1
         return stored
 
@@ -332,7 +418,11 @@ class _GgufWriter:
             made = converted(spec.name, value, "float16" if kind == "f16" else "bfloat16")
             return made.contiguous().view(torch.uint8).numpy()
         plain = value.detach().to("cpu", torch.float32).contiguous().numpy()
-        return plain.view(np.uint8) if kind == "f32" else quantize(plain, GGMLQuantizationType(TYPE_CODES[kind]))
+        return (
+            plain.view(np.uint8)
+            if kind == "f32"
+            else quantize(plain, GGMLQuantizationType(TYPE_CODES[kind]))
+        )
 
 
 def _add_value(writer: Any, key: str, value: Any) -> None:

@@ -67,10 +67,16 @@ def export_huggingface(
     into files of their own (model/head_masks/gates_file.py), and so do media inputs (model/media_files.py; `model_folder` is where the
     model was): the weights are those of the plain model.
     """
-    gates, media, config = config.head_gates, config.media, config.with_(head_gates=None, media=None)
+    gates, media, config = (
+        config.head_gates,
+        config.media,
+        config.with_(head_gates=None, media=None),
+    )
     found: list[torch.Tensor] = []
     aside: dict[str, torch.Tensor] = {}
-    target, settings, code = published_with_code(config) if remote_code else (*published(config), None)
+    target, settings, code = (
+        published_with_code(config) if remote_code else (*published(config), None)
+    )
     settings |= {"dtype": dtype, "torch_dtype": dtype}
     _check_target(out)
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
@@ -102,7 +108,14 @@ def _generation(ids: dict[str, int | None], end_ids: Collection[int]) -> dict[st
     return {**known, "eos_token_id": more if end is None else [end, *more]}
 
 
-def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32", remote_code: bool = False, family: str | None = None) -> None:
+def export_model(
+    model: Path | str,
+    out: Path,
+    *,
+    dtype: Dtype = "float32",
+    remote_code: bool = False,
+    family: str | None = None,
+) -> None:
     """Export what `--model` names: a run, a checkpoint or another Hugging Face folder. `family` is one's own that a checkpoint names."""
     found = find_model_of_family(model, family)
     export_huggingface(
@@ -111,7 +124,9 @@ def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32", remo
     )  # fmt: skip
 
 
-def _without_gates(weights: Iterable[tuple[str, torch.Tensor]], found: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _without_gates(
+    weights: Iterable[tuple[str, torch.Tensor]], found: list[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of the plain model; gates among them are put aside."""
     for name, value in weights:
         if name == GATES:
@@ -127,7 +142,9 @@ def _write_code(name: str, folder: Path) -> None:
     _sync(target)
 
 
-def _write_tokenizer(source: Path | None, folder: Path, config: ModelConfig, end_ids: Collection[int]) -> dict[str, int | None]:
+def _write_tokenizer(
+    source: Path | None, folder: Path, config: ModelConfig, end_ids: Collection[int]
+) -> dict[str, int | None]:
     """Save the tokenizer and return the ids that config.json repeats, as unknown without one: absent keys would mean Llama 2's."""
     from headway.tokenizer.load import load_tokenizer
 
@@ -145,20 +162,47 @@ def with_padding(tokenizer: Tokenizer, end_ids: Collection[int] = ()) -> Tokeniz
     """The tokenizer of a reward model. transformers scores the last token that is no padding, so no text may end with the padding token:
     it is the tokenizer's own if that ends no text, else one named so, or one that begins texts or is unknown; else there is none."""
     ends = {tokenizer.eos_id, *end_ids}
-    special = {token: number for token, number in tokenizer.special_tokens.items() if number not in ends}
-    named = [token for word in ("pad", "reserved", "unk") for token in special if word in token.lower()]
+    special = {
+        token: number for token, number in tokenizer.special_tokens.items() if number not in ends
+    }
+    named = [
+        token for word in ("pad", "reserved", "unk") for token in special if word in token.lower()
+    ]
     wanted = (tokenizer.roles.get("pad"), *named[:1], tokenizer.roles.get("bos"))
-    token = next((one for one in wanted if one is not None and tokenizer.token_to_id(one) not in (None, *ends)), None)
+    token = next(
+        (
+            one
+            for one in wanted
+            if one is not None and tokenizer.token_to_id(one) not in (None, *ends)
+        ),
+        None,
+    )
     roles = {name: value for name, value in tokenizer.roles.items() if name != "pad"}
     return replace(tokenizer, roles=roles if token is None else {**roles, "pad": token})
 
 
-def _write_shards(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], folder: Path, dtype: Dtype, limit: int) -> None:
+def _write_shards(
+    config: ModelConfig,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+    dtype: Dtype,
+    limit: int,
+) -> None:
     """Write every tensor as it comes, to its place in its file; which that is follows from the shapes."""
     files = _planned(config, dtype, limit)
-    names = [f"model-{index + 1:05}-of-{len(files):05}.safetensors" for index in range(len(files))] if len(files) > 1 else [WEIGHTS]
-    with progress("export", total=num_parameters(config), unit="parameters") as advance, ExitStack() as opened:
-        writers = [opened.enter_context(StreamedFile(folder / name, held, dtype, MARK)) for name, held in zip(names, files, strict=True)]
+    names = (
+        [f"model-{index + 1:05}-of-{len(files):05}.safetensors" for index in range(len(files))]
+        if len(files) > 1
+        else [WEIGHTS]
+    )
+    with (
+        progress("export", total=num_parameters(config), unit="parameters") as advance,
+        ExitStack() as opened,
+    ):
+        writers = [
+            opened.enter_context(StreamedFile(folder / name, held, dtype, MARK))
+            for name, held in zip(names, files, strict=True)
+        ]
         place = {name: writer for writer, held in zip(writers, files, strict=True) for name in held}
         for name, value in _checked(config, weights):
             place[name].write(name, converted(name, value, dtype))
@@ -166,7 +210,9 @@ def _write_shards(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor
     if len(files) > 1:
         total = sum(WIDTHS[dtype] * prod(shape) for held in files for shape in held.values())
         index = {name: writer.path.name for name, writer in place.items()}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total, **MARK}, "weight_map": index})
+        _write_json(
+            folder / INDEX, {"metadata": {"total_size": total, **MARK}, "weight_map": index}
+        )
 
 
 def _planned(config: ModelConfig, dtype: Dtype, limit: int) -> list[dict[str, tuple[int, ...]]]:
@@ -194,12 +240,17 @@ def _their_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shape = (*shape[:-2], shape[-1], shape[-2]) if piece.transposed else shape
             if piece.dim is not None:
                 before = shapes.get(piece.name, shape)[piece.dim] if piece.name in shapes else 0
-                shape = tuple(max(before, piece.stop) if dim == piece.dim else n for dim, n in enumerate(shape))
+                shape = tuple(
+                    max(before, piece.stop) if dim == piece.dim else n
+                    for dim, n in enumerate(shape)
+                )
             shapes[piece.name] = shape
     return shapes
 
 
-def _completed(config: ModelConfig, target: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _completed(
+    config: ModelConfig, target: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a model, and zeros for the biases that the family it is exported under has beyond them."""
     import torch
 
@@ -207,11 +258,15 @@ def _completed(config: ModelConfig, target: ModelConfig, weights: Iterable[tuple
     ours = {spec.name for spec in param_specs(config)}
     for spec in param_specs(target):
         if spec.name not in ours:
-            assert spec.name.endswith("bias"), f"{spec.name} is no bias, so zeros would change the model"
+            assert spec.name.endswith("bias"), (
+                f"{spec.name} is no bias, so zeros would change the model"
+            )
             yield spec.name, torch.zeros(spec.shape)
 
 
-def _checked(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _checked(
+    config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights under the family's names, every parameter once in its shape; what is one tensor of theirs waits for its other parts."""
     import torch
 
@@ -221,7 +276,9 @@ def _checked(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -
     for name, value in weights:
         spec = specs.pop(name, None)
         shape = None if spec is None else spec.shape
-        assert spec is not None and shape == tuple(value.shape), f"{name} has shape {tuple(value.shape)}; the config makes it {shape}"
+        assert spec is not None and shape == tuple(value.shape), (
+            f"{name} has shape {tuple(value.shape)}; the config makes it {shape}"
+        )
         pieces = pieces_of(family, spec, config)
         for piece, part in zip(pieces, value if len(pieces) > 1 else (value,), strict=True):
             part = part.transpose(-1, -2) if piece.transposed else part
@@ -234,7 +291,12 @@ def _checked(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -
                 joined = [parts[start] for start in sorted(parts)]
                 # Parts with a step interleave: one element of each in turn.
                 at = piece.dim
-                yield piece.name, torch.stack(joined, at + 1).flatten(at, at + 1) if piece.step > 1 else torch.cat(joined, at)
+                yield (
+                    piece.name,
+                    torch.stack(joined, at + 1).flatten(at, at + 1)
+                    if piece.step > 1
+                    else torch.cat(joined, at),
+                )
                 del waiting[piece.name]
     assert not specs, f"{next(iter(specs))} was not given"
 
@@ -246,7 +308,9 @@ def converted(name: str, value: torch.Tensor, dtype: Dtype) -> torch.Tensor:
     made = value.detach().to("cpu", getattr(torch, dtype))
     if dtype == "float16" and bool((made.isinf() & value.detach().to("cpu").isfinite()).any()):
         most = float(value.detach().abs().max())
-        raise ConfigError(f"dtype is float16; {name} has a value of {most:g}, and float16 ends at 65504. Use bfloat16 or float32.")
+        raise ConfigError(
+            f"dtype is float16; {name} has a value of {most:g}, and float16 ends at 65504. Use bfloat16 or float32."
+        )
     return made
 
 
@@ -269,7 +333,9 @@ def _sync(path: Path) -> None:
 
 def _check_target(out: Path) -> None:
     if out.is_file():
-        raise ConfigError(f"out is {str(out)!r}, which is a file. Give a folder that does not exist yet.")
+        raise ConfigError(
+            f"out is {str(out)!r}, which is a file. Give a folder that does not exist yet."
+        )
     if out.is_dir() and any(out.iterdir()) and not _is_export(out):
         raise ConfigError(
             f"out is {str(out)!r}, which contains something other than an earlier export. Give a folder that does not exist yet."

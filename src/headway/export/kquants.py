@@ -44,7 +44,11 @@ def _inverse(values: Tensor) -> Tensor:
     """1/x, and 0 for 0."""
     import torch
 
-    return torch.where(values == 0, torch.zeros_like(values), 1 / torch.where(values == 0, torch.ones_like(values), values))
+    return torch.where(
+        values == 0,
+        torch.zeros_like(values),
+        1 / torch.where(values == 0, torch.ones_like(values), values),
+    )
 
 
 def _q4_k(x: Tensor) -> Tensor:
@@ -59,7 +63,14 @@ def _q4_k(x: Tensor) -> Tensor:
     width, base = d[:, None] * scales, m[:, None] * minima
     q = ((x + base[..., None]) * _inverse(width)[..., None]).round().clamp(0, 15).to(torch.uint8)
     s, b = scales.to(torch.uint8), minima.to(torch.uint8)
-    packed = torch.cat((s[:, :4] | (s[:, 4:] >> 4) << 6, b[:, :4] | (b[:, 4:] >> 4) << 6, s[:, 4:] & 15 | (b[:, 4:] & 15) << 4), dim=1)
+    packed = torch.cat(
+        (
+            s[:, :4] | (s[:, 4:] >> 4) << 6,
+            b[:, :4] | (b[:, 4:] >> 4) << 6,
+            s[:, 4:] & 15 | (b[:, 4:] & 15) << 4,
+        ),
+        dim=1,
+    )
     nibbles = q[:, 0::2] | q[:, 1::2] << 4
     return torch.cat((d_bytes, m_bytes, packed, nibbles.reshape(-1, 128)), dim=1)
 
@@ -87,7 +98,10 @@ def _affine(x: Tensor) -> tuple[Tensor, Tensor]:
         error = (weight * (scale[..., None] * q + offset[..., None] - x).square()).sum(-1)
         better = (error < best_error) & (scale > 0)
         best_error = torch.where(better, error, best_error)
-        best_scale, best_least = torch.where(better, scale, best_scale), torch.where(better, -offset, best_least)
+        best_scale, best_least = (
+            torch.where(better, scale, best_scale),
+            torch.where(better, -offset, best_least),
+        )
     return best_scale, best_least
 
 
@@ -100,11 +114,23 @@ def _q6_k(x: Tensor) -> Tensor:
     d, d_bytes = _half(widest / -128)
     scales = (scale * _inverse(d)[:, None]).round().clamp(-128, 127)
     width = d[:, None] * scales
-    q = ((x * _inverse(width)[..., None]).round().clamp(-32, 31) + 32).to(torch.uint8).reshape(-1, 2, 4, 32)
+    q = (
+        ((x * _inverse(width)[..., None]).round().clamp(-32, 31) + 32)
+        .to(torch.uint8)
+        .reshape(-1, 2, 4, 32)
+    )
     one, two, three, four = q.unbind(dim=2)
     low = torch.cat((one & 15 | (three & 15) << 4, two & 15 | (four & 15) << 4), dim=-1)
     high = one >> 4 | (two >> 4) << 2 | (three >> 4) << 4 | (four >> 4) << 6
-    return torch.cat((low.reshape(-1, 128), high.reshape(-1, 64), scales.to(torch.int8).view(torch.uint8), d_bytes), dim=1)
+    return torch.cat(
+        (
+            low.reshape(-1, 128),
+            high.reshape(-1, 64),
+            scales.to(torch.int8).view(torch.uint8),
+            d_bytes,
+        ),
+        dim=1,
+    )
 
 
 def _symmetric(x: Tensor) -> Tensor:
@@ -120,5 +146,8 @@ def _symmetric(x: Tensor) -> Tensor:
         cross, second = (weight * q * x).sum(-1), (weight * q * q).sum(-1)
         gain = cross.square() * _inverse(second)  # what the fit takes off the error
         better = gain > best_gain
-        best_gain, best = torch.where(better, gain, best_gain), torch.where(better, cross * _inverse(second), best)
+        best_gain, best = (
+            torch.where(better, gain, best_gain),
+            torch.where(better, cross * _inverse(second), best),
+        )
     return best

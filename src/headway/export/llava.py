@@ -35,7 +35,9 @@ def export_llava(model: Path | str, out: Path, *, dtype: Dtype = "float32") -> N
     found.check_head()
     one = _checked(found)
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"out is {str(out)!r}, which is not empty. Give a folder that does not exist yet.")
+        raise ConfigError(
+            f"out is {str(out)!r}, which is not empty. Give a folder that does not exist yet."
+        )
     if found.tokenizer_folder is None:
         raise ConfigError(f"{model}: holds no tokenizer, which LLaVA needs for its image token.")
     tokenizer = load_tokenizer(found.tokenizer_folder)
@@ -51,24 +53,36 @@ def export_llava(model: Path | str, out: Path, *, dtype: Dtype = "float32") -> N
                 else:
                     yield name, value
 
-        export_huggingface(plain, language(), Path(scratch) / "text", tokenizer=found.tokenizer_folder, dtype=dtype, end_ids=found.end_ids)
+        export_huggingface(
+            plain,
+            language(),
+            Path(scratch) / "text",
+            tokenizer=found.tokenizer_folder,
+            dtype=dtype,
+            end_ids=found.end_ids,
+        )
         try:
             _write(folder, Path(scratch) / "text", one, media, token, dtype)
             write_digests(folder)
         except (OSError, ValueError, KeyError, RuntimeError, AttributeError) as problem:
-            raise ConfigError(f"transformers cannot make a LLaVA model of {model}: {first_line(problem)}") from None
+            raise ConfigError(
+                f"transformers cannot make a LLaVA model of {model}: {first_line(problem)}"
+            ) from None
 
 
 def _checked(found: StoredModel) -> MediaInput:
     """The image input, if LLaVA has this shape."""
     shape = found.config.media
     if shape is None:
-        raise ConfigError(f"{found.path}: takes text alone, so there is no LLaVA model of it. Use `headway export hf`.")
+        raise ConfigError(
+            f"{found.path}: takes text alone, so there is no LLaVA model of it. Use `headway export hf`."
+        )
     reasons = {
         f"it takes {', '.join(shape.modalities)}": shape.modalities != ("image",),
         "it has the heads of an aligner": shape.aligned is not None,
         "a picture is pooled into one vector": shape.inputs[0].is_pooled,
-        f"its projector is {shape.hidden} wide inside, not {found.config.hidden_size}": shape.hidden != found.config.hidden_size,
+        f"its projector is {shape.hidden} wide inside, not {found.config.hidden_size}": shape.hidden
+        != found.config.hidden_size,
     }
     wrong = next((reason for reason, is_so in reasons.items() if is_so), None)
     settings = json.loads(shape.inputs[0].encoder) if shape.inputs[0].encoder else {}
@@ -93,7 +107,14 @@ def _image_token(tokenizer: Tokenizer, found: StoredModel) -> int:
     return tokenizer.vocab_size
 
 
-def _write(folder: Path, text: Path, one: MediaInput, media: dict[str, torch.Tensor], token: int, dtype: Dtype) -> None:
+def _write(
+    folder: Path,
+    text: Path,
+    one: MediaInput,
+    media: dict[str, torch.Tensor],
+    token: int,
+    dtype: Dtype,
+) -> None:
     import torch
     from transformers import (
         AutoConfig,
@@ -107,12 +128,24 @@ def _write(folder: Path, text: Path, one: MediaInput, media: dict[str, torch.Ten
 
     settings = json.loads(one.encoder)
     tower = Path(settings["path"])
-    described: Any = AutoConfig.from_pretrained(tower, local_files_only=True, trust_remote_code=False)
+    described: Any = AutoConfig.from_pretrained(
+        tower, local_files_only=True, trust_remote_code=False
+    )
     if described.model_type not in TOWERS:
-        raise ConfigError(f"{tower}: a {described.model_type} model; LLaVA's vision tower is CLIP or SigLIP.")
-    vision: Any = AutoModel.from_pretrained(tower, local_files_only=True, trust_remote_code=False, dtype=torch.float32)
-    vision = getattr(vision, "vision_model", vision) if described.model_type in ("clip", "siglip") else vision
-    language: Any = AutoModelForCausalLM.from_pretrained(text, local_files_only=True, dtype=torch.float32)
+        raise ConfigError(
+            f"{tower}: a {described.model_type} model; LLaVA's vision tower is CLIP or SigLIP."
+        )
+    vision: Any = AutoModel.from_pretrained(
+        tower, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+    )
+    vision = (
+        getattr(vision, "vision_model", vision)
+        if described.model_type in ("clip", "siglip")
+        else vision
+    )
+    language: Any = AutoModelForCausalLM.from_pretrained(
+        text, local_files_only=True, dtype=torch.float32
+    )
     config = LlavaConfig(
         vision_config=getattr(described, "vision_config", described), text_config=language.config, image_token_index=token,
         vision_feature_layer=settings.get("layer", -1), vision_feature_select_strategy="full", projector_hidden_act="gelu",
@@ -137,7 +170,9 @@ def _write(folder: Path, text: Path, one: MediaInput, media: dict[str, torch.Ten
     if tokenizer.convert_tokens_to_ids(IMAGE_MARK) != token:
         tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_MARK]})
         if tokenizer.convert_tokens_to_ids(IMAGE_MARK) != token:
-            raise ConfigError(f"the tokenizer gives {IMAGE_MARK} another id than {token}. Train with a tokenizer that has it.")
+            raise ConfigError(
+                f"the tokenizer gives {IMAGE_MARK} another id than {token}. Train with a tokenizer that has it."
+            )
     tokenizer.save_pretrained(folder)
     AutoImageProcessor.from_pretrained(tower, local_files_only=True).save_pretrained(folder)
 

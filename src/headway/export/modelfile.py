@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer
 
 FILE = "Modelfile"
-MARKS = ("\x01one\x01", "\x01two\x01", "\x01three\x01", "\x01four\x01", "\x01five\x01", "\x01six\x01")
+MARKS = (
+    "\x01one\x01",
+    "\x01two\x01",
+    "\x01three\x01",
+    "\x01four\x01",
+    "\x01five\x01",
+    "\x01six\x01",
+)
 QUOTES = '"""'
 
 
@@ -42,12 +49,19 @@ class TurnTexts:
         """A conversation: questions and answers in turn, a question last."""
         parts = [self.begin if system is None else self.before_system + system + self.after_system]
         for number, content in enumerate(contents):
-            parts.append(content + self.after_answer if number % 2 else self.before_user + content + self.after_user)
+            parts.append(
+                content + self.after_answer
+                if number % 2
+                else self.before_user + content + self.after_user
+            )
         return "".join(parts)
 
     def go(self, begin_token: str) -> str:
         """The same as a Go template; `begin_token` is left out, because llama.cpp adds it."""
-        begin, before = self.begin.removeprefix(begin_token), self.before_system.removeprefix(begin_token)
+        begin, before = (
+            self.begin.removeprefix(begin_token),
+            self.before_system.removeprefix(begin_token),
+        )
         return (
             f"{{{{ if .System }}}}{before}{{{{ .System }}}}{self.after_system}{{{{ else }}}}{begin}{{{{ end }}}}"
             f'{{{{ range .Messages }}}}{{{{ if eq .Role "user" }}}}{self.before_user}{{{{ .Content }}}}{self.after_user}'
@@ -55,7 +69,9 @@ class TurnTexts:
         )
 
 
-def write_modelfile(gguf: Path, tokenizer: Tokenizer, config: ModelConfig, end_ids: Collection[int]) -> Path:
+def write_modelfile(
+    gguf: Path, tokenizer: Tokenizer, config: ModelConfig, end_ids: Collection[int]
+) -> Path:
     """Write the Modelfile next to a GGUF file: NAME.Modelfile. It names the file, the template, what ends an answer and the context."""
     lines = [f"# ollama create NAME -f {gguf.stem}.{FILE}", f"FROM ./{gguf.name}"]
     texts = turn_texts(tokenizer)
@@ -64,7 +80,9 @@ def write_modelfile(gguf: Path, tokenizer: Tokenizer, config: ModelConfig, end_i
     if texts is not None and QUOTES not in go and not _holds_braces(texts):
         lines.append(f"TEMPLATE {QUOTES}{go}{QUOTES}")
     elif tokenizer.chat_template is not None:
-        lines.append("# The chat template has no equivalent here; Ollama uses the one inside the GGUF file where it can read it.")
+        lines.append(
+            "# The chat template has no equivalent here; Ollama uses the one inside the GGUF file where it can read it."
+        )
     else:
         lines.append(f"TEMPLATE {QUOTES}{{{{ .Prompt }}}}{QUOTES}")
     for stop in _stops(tokenizer, end_ids):
@@ -116,7 +134,10 @@ def turn_texts(tokenizer: Tokenizer) -> TurnTexts | None:
             after_answer=longer[2].removesuffix(before_user),
         )
         contents = [one, two, three, four, five]
-        same = all(made.text(system, contents) == _written(tokenizer, system, contents) for system in (None, six))
+        same = all(
+            made.text(system, contents) == _written(tokenizer, system, contents)
+            for system in (None, six)
+        )
     except HeadwayError:  # a template without a place for one of these turns
         return None
     return made if same else None
@@ -124,7 +145,10 @@ def turn_texts(tokenizer: Tokenizer) -> TurnTexts | None:
 
 def _written(tokenizer: Tokenizer, system: str | None, contents: Sequence[str]) -> str:
     turns = [Turn("system", system)] if system is not None else []
-    turns += [Turn("assistant" if number % 2 else "user", content) for number, content in enumerate(contents)]
+    turns += [
+        Turn("assistant" if number % 2 else "user", content)
+        for number, content in enumerate(contents)
+    ]
     template = find_template("tokenizer", tokenizer)
     return "".join(_spelled(segment.part) for segment in template.prompt(turns))
 

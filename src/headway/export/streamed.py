@@ -27,14 +27,24 @@ LENGTH_BYTES = 8
 class StreamedFile:
     """An open file that takes the tensors it was made for."""
 
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, notes: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: str,
+        notes: Mapping[str, str],
+    ) -> None:
         header: dict[str, object] = {"__metadata__": dict(sorted(notes.items()))}
         self._places: dict[str, tuple[int, int]] = {}
         end = 0
         for name, shape in shapes.items():
             begin, end = end, end + WIDTHS[dtype] * prod(shape)
             self._places[name] = (begin, end)
-            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+            header[name] = {
+                "dtype": CODES[dtype],
+                "shape": list(shape),
+                "data_offsets": [begin, end],
+            }
         content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         content = content.ljust(-(-len(content) // ALIGN) * ALIGN)
         self.path, self._first = path, LENGTH_BYTES + len(content)
@@ -55,7 +65,12 @@ class StreamedFile:
     def __enter__(self) -> StreamedFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             assert not self._places, f"{next(iter(self._places), '')} was not written"
             fsync_file(self._file.fileno())

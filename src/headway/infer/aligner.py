@@ -41,7 +41,9 @@ def find_aligner(path: Path) -> StoredAligner:
         if is_aligner_folder(folder):
             return read_aligner_folder(folder)
     if not path.is_dir():
-        raise ConfigError(f"model is {str(path)!r}, which is not a folder. Give a run of recipe multimodal/align or its final/.")
+        raise ConfigError(
+            f"model is {str(path)!r}, which is not a folder. Give a run of recipe multimodal/align or its final/."
+        )
     return _from_checkpoint(path)
 
 
@@ -56,17 +58,26 @@ def _from_checkpoint(path: Path) -> StoredAligner:
     scale = f"{OBJECTIVE}{LOG_SCALE}"
     trained = reader.weight(scale) if scale in reader.names() else None
     objective = _objective_of(path, config)
-    return StoredAligner(path, config, {name: reader.weight(name) for name in names}, objective.scales_of(config.modalities, trained))
+    return StoredAligner(
+        path,
+        config,
+        {name: reader.weight(name) for name in names},
+        objective.scales_of(config.modalities, trained),
+    )
 
 
 def _objective_of(path: Path, config: AlignerConfig) -> ContrastiveConfig:
     """The objective's settings, from the recipe of the run that a checkpoint belongs to."""
     for folder in (path, *path.parents[:3]):
         if (folder / "recipe.yaml").is_file():
-            found = ContrastiveConfig.model_validate_json(json.dumps(read_yaml(folder / "recipe.yaml").get("objective", {})))
+            found = ContrastiveConfig.model_validate_json(
+                json.dumps(read_yaml(folder / "recipe.yaml").get("objective", {}))
+            )
             found.check(config.modalities)
             return found
-    raise CheckpointError(f"{path}: there is no recipe.yaml above the checkpoint, which says what its scales are. Give the run folder.")
+    raise CheckpointError(
+        f"{path}: there is no recipe.yaml above the checkpoint, which says what its scales are. Give the run folder."
+    )
 
 
 @lru_cache(maxsize=8)
@@ -107,7 +118,9 @@ class AlignedEncoder:
     def __post_init__(self) -> None:
         one = self.config.encoders[self.modality]
         self._frozen = None if one.TRAINS else frozen_encoder(one, self.modality)
-        self.input: MediaInputSpec = one.input_of(self.modality) if self._frozen is None else self._frozen.input
+        self.input: MediaInputSpec = (
+            one.input_of(self.modality) if self._frozen is None else self._frozen.input
+        )
         self.width = self.config.dim if self.aligned else self.config.width_of(self.modality)
 
     def to(self, device: torch.device | str) -> Self:
@@ -125,11 +138,17 @@ class AlignedEncoder:
         given = inputs if self._frozen is None else self._frozen.encode(inputs)
         with torch.no_grad():
             media = torch.from_numpy(np.ascontiguousarray(given)).to(device)
-            found = self.model.embed(self.modality, media) if self.aligned else self.model.features(self.modality, media)
+            found = (
+                self.model.embed(self.modality, media)
+                if self.aligned
+                else self.model.features(self.modality, media)
+            )
         return found.float().cpu().numpy()[:, None]
 
 
-def aligned_encoders(path: Path, modalities: Sequence[str] | None = None, *, aligned: bool = True) -> dict[str, AlignedEncoder]:
+def aligned_encoders(
+    path: Path, modalities: Sequence[str] | None = None, *, aligned: bool = True
+) -> dict[str, AlignedEncoder]:
     """The encoders of an aligner by modality; a modality it lacks is an error."""
     import hashlib
 
@@ -137,12 +156,17 @@ def aligned_encoders(path: Path, modalities: Sequence[str] | None = None, *, ali
     wanted = stored.config.modalities if modalities is None else tuple(modalities)
     absent = [name for name in wanted if name not in stored.config.modalities]
     if absent:
-        raise ConfigError(f"{path}: the aligner has no {absent[0]}; it has {', '.join(stored.config.modalities)}.")
+        raise ConfigError(
+            f"{path}: the aligner has no {absent[0]}; it has {', '.join(stored.config.modalities)}."
+        )
     digest = hashlib.sha256(stored.config.model_dump_json(exclude={"weights"}).encode())
     for name in sorted(stored.weights):
         digest.update(name.encode() + stored.weights[name].float().cpu().numpy().tobytes())
     model = stored.load()
     what = "aligned" if aligned else "features"
     return {
-        name: AlignedEncoder(name, model, stored.config, f"aligner {digest.hexdigest()[:32]} {name} {what}", aligned) for name in wanted
+        name: AlignedEncoder(
+            name, model, stored.config, f"aligner {digest.hexdigest()[:32]} {name} {what}", aligned
+        )
+        for name in wanted
     }

@@ -50,7 +50,9 @@ class BatchOptions:
         if self.samples < 1:
             raise ConfigError(f"--n is {self.samples}; it must be 1 or more.")
         if self.samples > 1 and self.generate.sampling.temperature == 0:
-            raise ConfigError(f"--n is {self.samples} with temperature 0, which gives the same answer each time. Set --temperature.")
+            raise ConfigError(
+                f"--n is {self.samples} with temperature 0, which gives the same answer each time. Set --temperature."
+            )
 
     def settings(self, loaded: LoadedModel, path: Path) -> dict[str, Any]:
         """What decides the answers, as plain values."""
@@ -83,21 +85,32 @@ class BatchReport:
 
 
 def answer_file(
-    loaded: LoadedModel, path: Path, output: Path, options: BatchOptions, engine_options: EngineOptions | None = None
+    loaded: LoadedModel,
+    path: Path,
+    output: Path,
+    options: BatchOptions,
+    engine_options: EngineOptions | None = None,
 ) -> BatchReport:
     """Answer every line of `path` in `output`. Lines that are there already are kept."""
     if engine_options is None:
         running = 64 if loaded.device.type == "cuda" else 16
         engine_options = EngineOptions(
-            max_running=running, prefill_tokens=options.generate.chunk_tokens, speculation=options.generate.speculation
+            max_running=running,
+            prefill_tokens=options.generate.chunk_tokens,
+            speculation=options.generate.speculation,
         )
     job = _BatchJob(loaded, options, engine_options)
     begun = time.monotonic()
     if path.absolute() == output.absolute():
-        raise ConfigError(f"--input and --output are both {path}. Give another file for the answers.")
+        raise ConfigError(
+            f"--input and --output are both {path}. Give another file for the answers."
+        )
     if not path.is_file():
         raise ConfigError(f"--input is {str(path)!r}; there is no such file.")
-    with BatchOutput(output, options.settings(loaded, path)) as file, progress(f"answer {path.name}", unit="lines") as advance:
+    with (
+        BatchOutput(output, options.settings(loaded, path)) as file,
+        progress(f"answer {path.name}", unit="lines") as advance,
+    ):
         lines = read_lines(path)
         file.skip(lines)
         advance(file.kept)
@@ -105,7 +118,11 @@ def answer_file(
             file.write(values)
             advance(1)
     stats = job.engine.stats()
-    proposed = None if job.engine.options.speculation is None else {"proposed": stats.proposed_tokens, "accepted": stats.accepted_tokens}
+    proposed = (
+        None
+        if job.engine.options.speculation is None
+        else {"proposed": stats.proposed_tokens, "accepted": stats.accepted_tokens}
+    )
     return BatchReport(
         str(output), file.kept + job.done, job.done, job.failed, stats.prompt_tokens + stats.cached_tokens, stats.generated_tokens,
         round(time.monotonic() - begun, 3), proposed,
@@ -152,9 +169,13 @@ class _OpenLine:
 class _BatchJob:
     """Feeds the engine and puts its answers in order."""
 
-    def __init__(self, loaded: LoadedModel, options: BatchOptions, engine_options: EngineOptions) -> None:
+    def __init__(
+        self, loaded: LoadedModel, options: BatchOptions, engine_options: EngineOptions
+    ) -> None:
         if loaded.tokenizer is None:
-            raise ConfigError(f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
+            raise ConfigError(
+                f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there."
+            )
         self.loaded, self.tokenizer, self.options = loaded, loaded.tokenizer, options
         self._template: tuple[ChatTemplate, tuple[int, ...]] | None = None
         if options.template is not None:
@@ -224,13 +245,19 @@ class _BatchJob:
                 raise DataError(f"{place}: has none of the keys prompt, messages and text.")
             text = record[key]
             if not isinstance(text, str) or not text:
-                raise DataError(f"{place}: {key} is {json.dumps(text, ensure_ascii=False)[:80]}; a text that is not empty is expected.")
+                raise DataError(
+                    f"{place}: {key} is {json.dumps(text, ensure_ascii=False)[:80]}; a text that is not empty is expected."
+                )
             if key == "text" or options.template is None:
                 return text, prompt_ids(self.tokenizer, text, special=options.generate.special), ()
             before = () if options.system is None else (Turn("system", options.system),)
             found = Conversation((*before, Turn("user", text)))
         template, ends = self._chat_template()
-        name = found.turns[0].content if len(found.turns) == 1 else json.dumps([turn.content for turn in found.turns])
+        name = (
+            found.turns[0].content
+            if len(found.turns) == 1
+            else json.dumps([turn.content for turn in found.turns])
+        )
         return name, render_prompt(found.turns, template, self.tokenizer, found.tools), ends
 
     def _chat_template(self) -> tuple[ChatTemplate, tuple[int, ...]]:

@@ -51,7 +51,9 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
         while data := stream.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(data) > MAX_LINE_BYTES:
-                raise DataError(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB. Give one record per line.")
+                raise DataError(
+                    f"{path}:{number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB. Give one record per line."
+                )
             if data.strip():
                 yield _parsed(data, index, f"{path}:{number}")
                 index += 1
@@ -63,11 +65,15 @@ def _parsed(data: bytes, index: int, place: str) -> BatchLine:
     except (ValueError, RecursionError) as problem:
         return BatchLine(index, place, None, f"not JSON: {' '.join(str(problem).split())[:200]}")
     if not isinstance(record, dict):
-        return BatchLine(index, place, None, f"a line must be an object, not {type(record).__name__}")
+        return BatchLine(
+            index, place, None, f"a line must be an object, not {type(record).__name__}"
+        )
     taken = [key for key in RESERVED if key in record]
     if taken:
         rest = {key: value for key, value in record.items() if key not in RESERVED}
-        return BatchLine(index, place, rest, f"has the key {taken[0]!r}, which the answers use. Rename it")
+        return BatchLine(
+            index, place, rest, f"has the key {taken[0]!r}, which the answers use. Rename it"
+        )
     return BatchLine(index, place, record)
 
 
@@ -119,10 +125,17 @@ class BatchOutput:
             write_atomic(self._side, json.dumps(self._settings, indent=2) + "\n")
             self._file = open(self.path, "ab")
         except OSError as problem:
-            raise ConfigError(f"--output is {self.path}; it cannot be written: {problem.strerror}.") from None
+            raise ConfigError(
+                f"--output is {self.path}; it cannot be written: {problem.strerror}."
+            ) from None
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -147,7 +160,9 @@ class BatchOutput:
                 file.seek(last)
                 self._last = _object(file.read(whole - last))
         if self.kept and (self._last is None or self._last.get(INDEX) != self.kept - 1):
-            raise ConfigError(f"--output is {self.path}, whose line {self.kept} is no answer of this job. Give another file.")
+            raise ConfigError(
+                f"--output is {self.path}, whose line {self.kept} is no answer of this job. Give another file."
+            )
         if whole < size:
             os.truncate(self.path, whole)
 
@@ -157,15 +172,25 @@ class BatchOutput:
         for _ in range(self.kept):
             line = next(lines, None)
             if line is None:
-                raise ConfigError(f"--output is {self.path}, which has more lines than the input. Give another file, or remove it.")
+                raise ConfigError(
+                    f"--output is {self.path}, which has more lines than the input. Give another file, or remove it."
+                )
         last = self._last
-        if line is not None and last is not None and any(last.get(key) != value for key, value in line.answered({}).items()):
-            raise ConfigError(f"--output is {self.path}, whose line {self.kept} is of another input. Give another file, or remove it.")
+        if (
+            line is not None
+            and last is not None
+            and any(last.get(key) != value for key, value in line.answered({}).items())
+        ):
+            raise ConfigError(
+                f"--output is {self.path}, whose line {self.kept} is of another input. Give another file, or remove it."
+            )
 
     def write(self, values: Mapping[str, Any]) -> None:
         """One line. It is with the system when this returns, so that a kill of the process does not lose it."""
         assert self._file is not None
-        self._file.write(json.dumps(values, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+        self._file.write(
+            json.dumps(values, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        )
         self._file.flush()
 
 

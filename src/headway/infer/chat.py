@@ -103,10 +103,18 @@ class Responder(Protocol):
 class ChatSession:
     """A model, and the turns so far. Every answer is computed from the whole conversation, as far as the context holds it."""
 
-    def __init__(self, source: LoadedModel | Responder, template: str | None, options: GenerateOptions, system: str | None = None) -> None:
+    def __init__(
+        self,
+        source: LoadedModel | Responder,
+        template: str | None,
+        options: GenerateOptions,
+        system: str | None = None,
+    ) -> None:
         from headway.infer.chat_engine import EngineResponder
 
-        self.responder: Responder = EngineResponder(source, template) if isinstance(source, LoadedModel) else source
+        self.responder: Responder = (
+            EngineResponder(source, template) if isinstance(source, LoadedModel) else source
+        )
         self.options = options
         self.turns: list[Turn] = []
         self.media: list[MediaRef] = []
@@ -119,7 +127,9 @@ class ChatSession:
 
     def ask(self, text: str, say: Say, media: Sequence[MediaRef] = ()) -> ChatAnswer:
         """Say something and get the answer. If it cannot be answered, the conversation is as before."""
-        kept = list(self.turns[:-1] if self.turns and self.turns[-1].role == "user" else self.turns)  # one that was never answered
+        kept = list(
+            self.turns[:-1] if self.turns and self.turns[-1].role == "user" else self.turns
+        )  # one that was never answered
         marks = "".join(f"<{ref.modality}>" for ref in media)
         asked = Turn("user", f"{marks}\n{text}" if marks else text)
         return self._answer([*kept, asked], [*_split_media(kept, self.media)[0], *media], say, 0)
@@ -147,7 +157,12 @@ class ChatSession:
 
     def copy_turns(self, other: ChatSession) -> None:
         """Take over the conversation of another session."""
-        self.turns, self.media, self.system, self.left_out = list(other.turns), list(other.media), other.system, 0
+        self.turns, self.media, self.system, self.left_out = (
+            list(other.turns),
+            list(other.media),
+            other.system,
+            0,
+        )
 
     def _last_question(self) -> int:
         found = [number for number, turn in enumerate(self.turns) if turn.role == "user"]
@@ -155,20 +170,34 @@ class ChatSession:
             raise ConfigError("nothing has been asked yet. Say something first.")
         return found[-1]
 
-    def _answer(self, turns: list[Turn], media: list[MediaRef], say: Say, attempt: int) -> ChatAnswer:
+    def _answer(
+        self, turns: list[Turn], media: list[MediaRef], say: Say, attempt: int
+    ) -> ChatAnswer:
         first = min(self.left_out, max(0, len(turns) - 1))
         while True:
             sent, after = turns[first:], _next_question(turns, first)
             try:
                 seen = _split_media(turns[:first], media)[1]
-                answer = self.responder.answer(self._with_system(sent), seen, self.options, say, attempt=attempt, is_last_try=after is None)
+                answer = self.responder.answer(
+                    self._with_system(sent),
+                    seen,
+                    self.options,
+                    say,
+                    attempt=attempt,
+                    is_last_try=after is None,
+                )
                 break
             except ContextFull:
                 if after is None:
                     raise
                 first = after
         if answer.text:
-            self.turns, self.media, self.left_out, self._attempt = [*turns, Turn("assistant", answer.text)], list(media), first, attempt
+            self.turns, self.media, self.left_out, self._attempt = (
+                [*turns, Turn("assistant", answer.text)],
+                list(media),
+                first,
+                attempt,
+            )
         # An empty turn would teach the model to be silent: without a text the conversation is as before.
         left = sum(turn.role == "user" for turn in turns[:first])
         self.last = replace(answer, left_out=left)
@@ -180,12 +209,20 @@ class ChatSession:
 
     def load(self, turns: Sequence[Turn], media: Sequence[MediaRef]) -> None:
         """Continue a conversation that was saved."""
-        unknown = next((ref.modality for ref in media if ref.modality not in self.responder.takes), None)
+        unknown = next(
+            (ref.modality for ref in media if ref.modality not in self.responder.takes), None
+        )
         if unknown is not None:
-            raise ConfigError(f"{self.responder.name} does not take {unknown}, and the conversation holds some.")
+            raise ConfigError(
+                f"{self.responder.name} does not take {unknown}, and the conversation holds some."
+            )
         first = turns[0].content if turns and turns[0].role == "system" else None
         self.reset()
-        self.system, self.turns, self.media = first, list(turns[1:] if first is not None else turns), list(media)
+        self.system, self.turns, self.media = (
+            first,
+            list(turns[1:] if first is not None else turns),
+            list(media),
+        )
 
     def messages(self) -> list[dict[str, str]]:
         """The conversation in OpenAI's shape, the system message first."""
@@ -193,7 +230,12 @@ class ChatSession:
 
     def record(self) -> dict[str, Any]:
         """The conversation and its media as training reads them: `messages`, `images`, `audios`."""
-        listed = {LISTED[ref.modality]: [_written(one) for one in self.media if one.modality == ref.modality] for ref in self.media}
+        listed = {
+            LISTED[ref.modality]: [
+                _written(one) for one in self.media if one.modality == ref.modality
+            ]
+            for ref in self.media
+        }
         return {"messages": self.messages(), **listed}
 
     def _with_system(self, turns: Sequence[Turn]) -> list[Turn]:
@@ -205,7 +247,9 @@ def _next_question(turns: Sequence[Turn], first: int) -> int | None:
     return next((at for at in range(first + 1, len(turns)) if turns[at].role == "user"), None)
 
 
-def _split_media(turns: Sequence[Turn], media: Sequence[MediaRef]) -> tuple[list[MediaRef], list[MediaRef]]:
+def _split_media(
+    turns: Sequence[Turn], media: Sequence[MediaRef]
+) -> tuple[list[MediaRef], list[MediaRef]]:
     """The media of some first turns, and those that follow."""
     left = Counter(name for turn in turns for name in MARK.findall(turn.content))
     inside: list[MediaRef] = []
@@ -227,7 +271,11 @@ def save_chats(path: Path, sessions: Sequence[ChatSession]) -> None:
     """Write conversations: one as an object, those of several models as a list with their names."""
     if path.suffix != ".json":
         raise ConfigError(f"{path}: give a name that ends in .json.")
-    found: Any = sessions[0].record() if len(sessions) == 1 else [{"model": one.responder.name, **one.record()} for one in sessions]
+    found: Any = (
+        sessions[0].record()
+        if len(sessions) == 1
+        else [{"model": one.responder.name, **one.record()} for one in sessions]
+    )
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: cannot be written: there is no folder {path.parent}.")
     write_atomic(path, json.dumps(found, ensure_ascii=False, indent=2) + "\n")
@@ -243,25 +291,40 @@ def read_chats(path: Path) -> list[tuple[list[Turn], list[MediaRef]]]:
     try:
         value = load_json(path)
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}.") from None
+        raise ConfigError(
+            f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}."
+        ) from None
     if isinstance(value, dict) and isinstance(value.get("conversations"), list):
-        raise DataError(f"{path}: holds several conversations of the chat page. Export one of them there.")
+        raise DataError(
+            f"{path}: holds several conversations of the chat page. Export one of them there."
+        )
     listed: list[Any] = (
-        value if isinstance(value, list) and value and not any(isinstance(one, dict) and "role" in one for one in value) else [value]
+        value
+        if isinstance(value, list)
+        and value
+        and not any(isinstance(one, dict) and "role" in one for one in value)
+        else [value]
     )
     found: list[tuple[list[Turn], list[MediaRef]]] = []
     for one in listed:
         record = one if isinstance(one, dict) else {"messages": one}
         messages = record.get("messages")
         if not isinstance(messages, list):
-            raise DataError(f'{path}: not a conversation; it must be {{"messages": [{{"role": "user", "content": "..."}}]}}.')
+            raise DataError(
+                f'{path}: not a conversation; it must be {{"messages": [{{"role": "user", "content": "..."}}]}}.'
+            )
         has_media = any(record.get(key) for key in LISTED.values()) or any(
             isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages
         )
         if has_media:
             kept = {key: record[key] for key in ("messages", *LISTED.values()) if key in record}
             media = parse_media_record(Record(kept, str(path), 1))
-            found.append((TurnReader().turns(media.record.data["messages"], f"{path}: messages"), list(media.media)))
+            found.append(
+                (
+                    TurnReader().turns(media.record.data["messages"], f"{path}: messages"),
+                    list(media.media),
+                )
+            )
         else:
             found.append((TurnReader().turns(messages, f"{path}: messages"), []))
     return found

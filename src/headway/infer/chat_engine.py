@@ -22,7 +22,13 @@ from headway.infer.generate import GenerateOptions
 from headway.infer.load import LoadedModel
 from headway.infer.stream import Say
 from headway.media.items import MODALITIES, MediaRef, Modality
-from headway.tokenizer.chat import TOKENIZER_TEMPLATE, Turn, answer_end, find_template, render_prompt
+from headway.tokenizer.chat import (
+    TOKENIZER_TEMPLATE,
+    Turn,
+    answer_end,
+    find_template,
+    render_prompt,
+)
 from headway.tokenizer.chat_template import BUILT_IN
 
 if TYPE_CHECKING:
@@ -37,7 +43,9 @@ class EngineResponder:
 
     def __init__(self, loaded: LoadedModel, template: str | None, name: str | None = None) -> None:
         if loaded.tokenizer is None:
-            raise ConfigError(f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
+            raise ConfigError(
+                f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there."
+            )
         if template is None and loaded.tokenizer.chat_template is None:
             raise ConfigError(
                 f"{loaded.path}: its tokenizer has no chat template, so it was not trained on conversations. "
@@ -88,11 +96,18 @@ class EngineResponder:
         )  # fmt: skip
         return self._run(request, options, say)
 
-    def _prompt(self, turns: Sequence[Turn], media: Sequence[MediaRef]) -> tuple[str, list[int], PromptMedia | None]:
+    def _prompt(
+        self, turns: Sequence[Turn], media: Sequence[MediaRef]
+    ) -> tuple[str, list[int], PromptMedia | None]:
         if self.loaded.config.media is not None:
             from headway.infer.media import MediaQuestion, media_prompts
 
-            found = media_prompts(self.loaded, [MediaQuestion(tuple(turns), tuple(media))], self._template, self._features)[0]
+            found = media_prompts(
+                self.loaded,
+                [MediaQuestion(tuple(turns), tuple(media))],
+                self._template,
+                self._features,
+            )[0]
             self._features = dict(found.media.features)
             return found.name, found.ids, found.media
         name = turns[0].content if len(turns) == 1 else json.dumps([turn.content for turn in turns])
@@ -100,7 +115,10 @@ class EngineResponder:
 
     def _run(self, request: EngineRequest, options: GenerateOptions, say: Say) -> ChatAnswer:
         engine = self._open(options)
-        text, said = RequestText(self.tokenizer, request.prompt[-CONTEXT:], options.stop), list[str]()
+        text, said = (
+            RequestText(self.tokenizer, request.prompt[-CONTEXT:], options.stop),
+            list[str](),
+        )
         begun = first = time.monotonic()
         tokens = cached = 0
         was_cut = False
@@ -132,14 +150,18 @@ class EngineResponder:
             tell(text.finish())
         except KeyboardInterrupt:
             was_interrupted = True
-            if interrupt.is_set:  # the second one, in the middle of a step: what the engine holds may be half written
+            if (
+                interrupt.is_set
+            ):  # the second one, in the middle of a step: what the engine holds may be half written
                 self._engine = None
         except BaseException:
             self._engine = None
             raise
         if self._engine is not None:
             self._drain(engine, number)
-        stats = ChatStats(len(request.prompt), cached, tokens, first - begun, time.monotonic() - begun)
+        stats = ChatStats(
+            len(request.prompt), cached, tokens, first - begun, time.monotonic() - begun
+        )
         return ChatAnswer("".join(said), was_interrupted, was_cut and not text.stopped, stats=stats)
 
     def _drain(self, engine: InferenceEngine, number: int) -> None:
@@ -152,7 +174,12 @@ class EngineResponder:
         if self._engine is None:
             self._engine = InferenceEngine(
                 self.loaded,
-                EngineOptions(max_running=1, max_waiting=1, prefill_tokens=options.chunk_tokens, speculation=options.speculation),
+                EngineOptions(
+                    max_running=1,
+                    max_waiting=1,
+                    prefill_tokens=options.chunk_tokens,
+                    speculation=options.speculation,
+                ),
             )
         return self._engine
 
@@ -160,7 +187,10 @@ class EngineResponder:
         """Context and cache."""
         found: dict[str, Any] = {"context": self.context}
         if self._engine is not None:
-            found |= {"cache_bytes": self._cache_bytes, "cache_budget_bytes": self._engine.stats().cache_bytes_budget}
+            found |= {
+                "cache_bytes": self._cache_bytes,
+                "cache_budget_bytes": self._engine.stats().cache_bytes_budget,
+            }
         return found
 
 
@@ -178,9 +208,17 @@ class _InterruptFlag:
             self._is_installed = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._is_installed:
-            signal.signal(signal.SIGINT, self._before if self._before is not None else signal.default_int_handler)
+            signal.signal(
+                signal.SIGINT,
+                self._before if self._before is not None else signal.default_int_handler,
+            )
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.is_set:

@@ -50,28 +50,47 @@ class ChatServer:
             port = parts.port
         except ValueError:
             port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.username is not None:
-            raise ConfigError(f"--url is {url[:200]!r}; it must be an address such as http://127.0.0.1:8000.")
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or port == -1
+            or parts.username is not None
+        ):
+            raise ConfigError(
+                f"--url is {url[:200]!r}; it must be an address such as http://127.0.0.1:8000."
+            )
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._is_secure, self._host, self._port = parts.scheme == "https", parts.hostname, port
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._token = token
         if token and not self._is_secure and parts.hostname not in LOOPBACK:
-            log.warning("%s: the token is sent without encryption. Use https, or an ssh tunnel, where others can listen.", self.url)
+            log.warning(
+                "%s: the token is sent without encryption. Use https, or an ssh tunnel, where others can listen.",
+                self.url,
+            )
 
     def connect(self, seconds: float = CONNECT_SECONDS) -> http.client.HTTPConnection:
         """A connection, not open yet."""
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         return kind(self._host, self._port, timeout=seconds)
 
-    def request(self, connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any] | None = None) -> http.client.HTTPResponse:
+    def request(
+        self,
+        connection: http.client.HTTPConnection,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+    ) -> http.client.HTTPResponse:
         """Send a request; what is no answer is an error of one line."""
-        headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
+        headers = {"Accept": "application/json"} | (
+            {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        )
         data = None if body is None else json.dumps(body).encode()
         if data is not None:
             headers["Content-Type"] = "application/json"
         try:
-            connection.request("GET" if data is None else "POST", self._prefix + path, data, headers)
+            connection.request(
+                "GET" if data is None else "POST", self._prefix + path, data, headers
+            )
             answer = connection.getresponse()
             if answer.status == 200:
                 return answer
@@ -91,13 +110,19 @@ class ChatServer:
             except (OSError, ValueError, http.client.HTTPException):
                 found = None
         if not isinstance(found, dict):
-            raise ServerError(f"{self.url}{path}: is not what a server of models answers. Give the address of headway serve.")
+            raise ServerError(
+                f"{self.url}{path}: is not what a server of models answers. Give the address of headway serve."
+            )
         return cast(dict[str, Any], found)
 
     def models(self) -> list[str]:
         """Names of the models."""
         listed = self.get("/v1/models").get("data")
-        return [str(one["id"]) for one in listed if isinstance(one, dict) and "id" in one] if isinstance(listed, list) else []
+        return (
+            [str(one["id"]) for one in listed if isinstance(one, dict) and "id" in one]
+            if isinstance(listed, list)
+            else []
+        )
 
     def _refusal(self, status: int, body: bytes) -> HeadwayError:
         try:
@@ -107,11 +132,19 @@ class ChatServer:
         said = error.get("message") if isinstance(error, dict) else error
         line = " ".join(str(said).split())[:500] if said else f"HTTP {status}"
         if status in (401, 403):
-            hint = "HEADWAY_SERVE_TOKEN is not the server's." if self._token else "Set HEADWAY_SERVE_TOKEN to the server's token."
+            hint = (
+                "HEADWAY_SERVE_TOKEN is not the server's."
+                if self._token
+                else "Set HEADWAY_SERVE_TOKEN to the server's token."
+            )
             return ConfigError(f"{self.url}: needs a token. {hint}")
         if isinstance(error, dict) and error.get("code") == "context_length_exceeded":
             return ContextFull(line)
-        return ConfigError(f"{self.url}: {line}") if status < 500 and status != 429 else ServerError(f"{self.url}: {line}")
+        return (
+            ConfigError(f"{self.url}: {line}")
+            if status < 500 and status != 429
+            else ServerError(f"{self.url}: {line}")
+        )
 
 
 class ServerResponder:
@@ -127,7 +160,14 @@ class ServerResponder:
         except ConfigError:  # another server with OpenAI's API
             return {}
         listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-        return next((one for one in listed if one.get("name") == self.name or self.name in (one.get("adapters") or ())), {})
+        return next(
+            (
+                one
+                for one in listed
+                if one.get("name") == self.name or self.name in (one.get("adapters") or ())
+            ),
+            {},
+        )
 
     @property
     def takes(self) -> frozenset[Modality]:
@@ -157,9 +197,13 @@ class ServerResponder:
         was_interrupted = was_cut = False
         with closing(self.server.connect(ANSWER_SECONDS)) as connection:
             try:
-                for event in self._events(connection, {key: value for key, value in body.items() if value is not None}):
+                for event in self._events(
+                    connection, {key: value for key, value in body.items() if value is not None}
+                ):
                     usage = event.get("usage") or usage
-                    was_cut = was_cut or any(one.get("finish_reason") == "length" for one in event.get("choices") or ())
+                    was_cut = was_cut or any(
+                        one.get("finish_reason") == "length" for one in event.get("choices") or ()
+                    )
                     piece = _piece(event)
                     if piece:
                         first = first if said else time.monotonic()
@@ -169,11 +213,17 @@ class ServerResponder:
                 was_interrupted = True
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         stats = ChatStats(
-            usage.get("prompt_tokens") or 0, cached, usage.get("completion_tokens") or len(said), first - begun, time.monotonic() - begun
+            usage.get("prompt_tokens") or 0,
+            cached,
+            usage.get("completion_tokens") or len(said),
+            first - begun,
+            time.monotonic() - begun,
         )
         return ChatAnswer("".join(said), was_interrupted, was_cut, stats=stats)
 
-    def _events(self, connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _events(
+        self, connection: http.client.HTTPConnection, body: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
         answer = self.server.request(connection, "/v1/chat/completions", body)
         is_complete = False
         try:
@@ -185,13 +235,19 @@ class ServerResponder:
                     return
                 found = json.loads(data)
                 if found.get("error"):
-                    raise ServerError(f"{self.server.url}: {str(found['error'].get('message', found['error']))[:500]}")
-                is_complete = is_complete or any(one.get("finish_reason") for one in found.get("choices") or ())
+                    raise ServerError(
+                        f"{self.server.url}: {str(found['error'].get('message', found['error']))[:500]}"
+                    )
+                is_complete = is_complete or any(
+                    one.get("finish_reason") for one in found.get("choices") or ()
+                )
                 yield found
         except (OSError, ValueError, AttributeError, http.client.HTTPException):
             is_complete = False
         if not is_complete:
-            raise ServerError(f"{self.server.url}: the connection ended before the answer was complete. Ask again.")
+            raise ServerError(
+                f"{self.server.url}: the connection ended before the answer was complete. Ask again."
+            )
 
     def describe(self) -> dict[str, Any]:
         """Context of the model, cache of the server."""
@@ -200,7 +256,9 @@ class ServerResponder:
             live = self.server.get("/api/live")
         except HeadwayError:
             return found
-        return found | {key: live[key] for key in ("cache_bytes", "cache_budget_bytes") if key in live}
+        return found | {
+            key: live[key] for key in ("cache_bytes", "cache_budget_bytes") if key in live
+        }
 
 
 def _piece(event: Mapping[str, Any]) -> str:
@@ -211,7 +269,10 @@ def _piece(event: Mapping[str, Any]) -> str:
 
 def _messages(turns: Sequence[Turn], media: Sequence[MediaRef]) -> Iterator[dict[str, Any]]:
     """Turns in OpenAI's shape; marks of media become parts."""
-    waiting = {kind: iter([ref for ref in media if ref.modality == kind]) for kind in ("image", "audio", "video")}
+    waiting = {
+        kind: iter([ref for ref in media if ref.modality == kind])
+        for kind in ("image", "audio", "video")
+    }
     for turn in turns:
         if not media or not MARK.search(turn.content):
             yield {"role": turn.role, "content": turn.content}
@@ -229,9 +290,14 @@ def _part(ref: MediaRef) -> dict[str, Any]:
     data = ref.read()
     written = base64.b64encode(data).decode()
     if ref.modality == "image":
-        kind = "jpeg" if data.startswith(b"\xff\xd8") else "webp" if data[8:12] == b"WEBP" else "png"
+        kind = (
+            "jpeg" if data.startswith(b"\xff\xd8") else "webp" if data[8:12] == b"WEBP" else "png"
+        )
         return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{written}"}}
     return {
         "type": "input_audio",
-        "input_audio": {"data": written, "format": SOUNDS.get(data[:4], "m4a" if data[4:8] == b"ftyp" else "mp3")},
+        "input_audio": {
+            "data": written,
+            "format": SOUNDS.get(data[:4], "m4a" if data[4:8] == b"ftyp" else "mp3"),
+        },
     }

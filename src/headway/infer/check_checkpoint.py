@@ -87,7 +87,11 @@ def check_checkpoint(path: AnyPath | str) -> CheckpointReport:
 def _newest(path: AnyPath | str) -> AnyPath:
     """The checkpoint itself, or the newest of a folder, good or not."""
     place = parse_path(path)
-    if isinstance(place, Path) and not (place / MANIFEST).is_file() and not STEP_FOLDER.fullmatch(place.resolve().name):
+    if (
+        isinstance(place, Path)
+        and not (place / MANIFEST).is_file()
+        and not STEP_FOLDER.fullmatch(place.resolve().name)
+    ):
         folders = step_folders(place / CHECKPOINTS) or step_folders(place)
         return folders[-1] if folders else locate(place)
     return place if isinstance(place, Path) else locate(place)
@@ -100,9 +104,15 @@ def _check_tensors(reader: Reader, report: CheckpointReport) -> None:
     with progress("verify", total=len(pairs), unit="tensors") as advance:
         for name, role in pairs:
             value = report.found(lambda name=name, role=role: reader.read(name, role))
-            if value is not None and value.is_floating_point() and not bool(torch.isfinite(value.float()).all()):
+            if (
+                value is not None
+                and value.is_floating_point()
+                and not bool(torch.isfinite(value.float()).all())
+            ):
                 bad = int((~torch.isfinite(value.float())).sum())
-                report.problems.append(f"{reader.path}: {role} of {name} has {bad} of {value.numel()} values that are not finite.")
+                report.problems.append(
+                    f"{reader.path}: {role} of {name} has {bad} of {value.numel()} values that are not finite."
+                )
             advance(1)
 
 
@@ -110,7 +120,9 @@ def _check_shapes(reader: Reader, report: CheckpointReport) -> ModelConfig | Non
     """Every parameter of the model is there in its shape; returns the model's config."""
     shape: Any = reader.scalars.get("model")
     if not isinstance(shape, dict):
-        report.problems.append(f"{reader.path}: its manifest does not say what shape the model has.")
+        report.problems.append(
+            f"{reader.path}: its manifest does not say what shape the model has."
+        )
         return None
     config: ModelConfig | None = report.found(lambda: validate(ModelConfig, shape))
     if config is None:
@@ -119,11 +131,17 @@ def _check_shapes(reader: Reader, report: CheckpointReport) -> ModelConfig | Non
     form: Any = reader.scalars.get("adapter")
     if isinstance(form, dict):
         adapter = report.found(lambda: validate(AdapterConfig, form["config"]))
-        shapes = shapes if adapter is None else report.found(lambda: adapter.all_shapes(config)) or shapes
+        shapes = (
+            shapes
+            if adapter is None
+            else report.found(lambda: adapter.all_shapes(config)) or shapes
+        )
     for name, wanted in shapes.items():
         found = report.found(lambda name=name: reader.shape(name))
         if found is not None and tuple(found) != wanted:
-            report.problems.append(f"{reader.path}: {name} has shape {list(found)}; the model has {list(wanted)}.")
+            report.problems.append(
+                f"{reader.path}: {name} has shape {list(found)}; the model has {list(wanted)}."
+            )
     return config
 
 
@@ -141,7 +159,11 @@ def _embed(path: Path) -> list[str]:
     aligner, generator = stored.load(), torch.Generator().manual_seed(0)
     for name, one in stored.config.encoders.items():
         given = one.input_of(name) if one.TRAINS else None
-        shape, dtype = (given.shape, given.dtype) if given is not None else ((1, stored.config.width_of(name)), "float32")
+        shape, dtype = (
+            (given.shape, given.dtype)
+            if given is not None
+            else ((1, stored.config.width_of(name)), "float32")
+        )
         inputs = torch.randint(0, 100, (2, *shape), generator=generator).to(getattr(torch, dtype))
         if not bool(torch.isfinite(aligner.embed(name, inputs)).all()):
             raise CheckpointError(f"{path}: the {name} vectors it computes are not finite.")
@@ -168,7 +190,9 @@ def _generate(path: str) -> list[int]:
     media, soft = _some_media(loaded.config)
     prompt = [number % loaded.config.vocab for number in range(4 + soft)]
     cache = loaded.new_cache(1, len(prompt) + NEW_TOKENS, [len(prompt)])
-    logits = model.logits(last_hidden(model, torch.tensor([prompt]), [len(prompt)], cache, len(prompt), media)).float()
+    logits = model.logits(
+        last_hidden(model, torch.tensor([prompt]), [len(prompt)], cache, len(prompt), media)
+    ).float()
     decoder, ids = Decoder(model, cache, steps=NEW_TOKENS), list[int]()
     for at in range(NEW_TOKENS):
         if not bool(torch.isfinite(logits).all()):
@@ -186,8 +210,13 @@ def _some_media(config: ModelConfig) -> tuple[MediaTensors | None, int]:
     if shape is None:
         return None, 0
     generator = torch.Generator().manual_seed(0)
-    features = {one.modality: torch.randn(1, 2, one.vectors, one.width, generator=generator) for one in shape.inputs}
+    features = {
+        one.modality: torch.randn(1, 2, one.vectors, one.width, generator=generator)
+        for one in shape.inputs
+    }
     soft = sum(2 * one.tokens for one in shape.inputs)
     slot = torch.full((1, soft + 4), -1, dtype=torch.int32)
     slot[0, 1 : soft + 1] = torch.arange(soft, dtype=torch.int32)
-    return MediaTensors(slot, features, {name: torch.tensor([[True, False]]) for name in features}), soft
+    return MediaTensors(
+        slot, features, {name: torch.tensor([[True, False]]) for name in features}
+    ), soft

@@ -43,7 +43,9 @@ def _stored(path: AnyPath) -> dict[str, str | None]:
     if isinstance(path, S3Path) or (path / MANIFEST).is_file():
         manifest = open_files(path).read(MANIFEST)
         if manifest is None:
-            raise ConfigError(f"{path}: has no {MANIFEST} any more. Give a model that is not removed while it is used.")
+            raise ConfigError(
+                f"{path}: has no {MANIFEST} any more. Give a model that is not removed while it is used."
+            )
         # The manifest has the checksums of all tensors and of the tokenizer.
         digest = hashlib.sha256(manifest).hexdigest()
         return {"weights_digest": digest, "adapter_digest": None, "tokenizer_digest": digest}
@@ -59,14 +61,20 @@ def _stored(path: AnyPath) -> dict[str, str | None]:
     tokenizer = [name for name in names if is_tokenizer_file(name)]
     # Masks have their own digest: which of them a job runs under is its choice.
     weights = [name for name in names if name not in tokenizer and name not in MASK_FILES]
-    return {"weights_digest": _joined(path, weights), "adapter_digest": None, "tokenizer_digest": _joined(path, tokenizer)}
+    return {
+        "weights_digest": _joined(path, weights),
+        "adapter_digest": None,
+        "tokenizer_digest": _joined(path, tokenizer),
+    }
 
 
 def _names(folder: Path) -> list[str]:
     """The files that a model is read from: other weights beside safetensors are not."""
     names = sorted(path.name for path in folder.iterdir() if is_covered(path))
     if any(name.endswith(".safetensors") for name in names):
-        names = [name for name in names if name.endswith(".safetensors") or not name.endswith(WEIGHTS)]
+        names = [
+            name for name in names if name.endswith(".safetensors") or not name.endswith(WEIGHTS)
+        ]
     encoders = folder / ENCODERS_FOLDER
     if encoders.is_dir():
         names += [f"{ENCODERS_FOLDER}/{name}" for name in _names(encoders)]

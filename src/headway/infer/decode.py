@@ -45,13 +45,19 @@ class Decoder:
         on_cuda = model.head_weight.is_cuda
         self.model, self.cache = model, cache
         # Outside bf16 a mixture of experts reads on the host how many tokens each expert has; a recorded step cannot.
-        can_record = on_cuda and (model.config.experts is None or model.head_weight.dtype == torch.bfloat16)
+        can_record = on_cuda and (
+            model.config.experts is None or model.head_weight.dtype == torch.bfloat16
+        )
         self._record = can_record and steps >= RECORD_FROM_STEPS if record == "auto" else record
-        compiled = on_cuda and steps >= COMPILE_FROM_STEPS if compile_blocks == "auto" else compile_blocks
+        compiled = (
+            on_cuda and steps >= COMPILE_FROM_STEPS if compile_blocks == "auto" else compile_blocks
+        )
         if on_cuda:
             model.fuse_projections()
         options = {"coordinate_descent_tuning": True} if search_kernels else None
-        self._decode = model.decoder(cache, partial(compile_method, options=options) if compiled else None)
+        self._decode = model.decoder(
+            cache, partial(compile_method, options=options) if compiled else None
+        )
         self._graph: torch.cuda.CUDAGraph | None = None
         self._token = self._logits = torch.empty(0)
 
@@ -104,7 +110,14 @@ class GenerationSpeed:
 
 
 @torch.inference_mode()
-def measure_speed(loaded: LoadedModel, length: int, *, rows: int = 1, steps: int = 16, chunk_tokens: int = CHUNK_TOKENS) -> GenerationSpeed:
+def measure_speed(
+    loaded: LoadedModel,
+    length: int,
+    *,
+    rows: int = 1,
+    steps: int = 16,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> GenerationSpeed:
     """Read about `length` tokens in each row, then decode `steps` more; the first two steps are not timed."""
     model, device = loaded.model, loaded.device
     prompt = max(1, length - steps - WARM_UP)
@@ -112,7 +125,9 @@ def measure_speed(loaded: LoadedModel, length: int, *, rows: int = 1, steps: int
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, loaded.config.vocab, (rows, prompt), generator=generator).to(device)
     began = _now(device)
-    token = model.logits(last_hidden(model, tokens, [prompt] * rows, cache, chunk_tokens)).argmax(-1)
+    token = model.logits(last_hidden(model, tokens, [prompt] * rows, cache, chunk_tokens)).argmax(
+        -1
+    )
     read = _now(device) - began
     decoder = Decoder(model, cache, steps=steps)
     began = 0.0
@@ -121,7 +136,9 @@ def measure_speed(loaded: LoadedModel, length: int, *, rows: int = 1, steps: int
             began = _now(device)
         token = decoder.step(token).argmax(-1)
     written = _now(device) - began
-    return GenerationSpeed(length, rows, cache.num_bytes, rows * prompt / read, rows * steps / written)
+    return GenerationSpeed(
+        length, rows, cache.num_bytes, rows * prompt / read, rows * steps / written
+    )
 
 
 def _now(device: torch.device) -> float:

@@ -18,7 +18,13 @@ from headway.errors import ConfigError, DataError, HeadwayError
 from headway.infer.decode import COMPILE_FROM_STEPS, RECORD_FROM_STEPS
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.ranks import MakeConstraints, build_engine
-from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest, PromptMedia, Speculation
+from headway.infer.engine.request import (
+    EngineEvent,
+    EngineOptions,
+    EngineRequest,
+    PromptMedia,
+    Speculation,
+)
 from headway.infer.engine.text import RequestText
 from headway.infer.load import LoadedModel
 from headway.infer.prefill import CHUNK_TOKENS
@@ -79,7 +85,9 @@ class GenerateOptions:
         if self.chunk_tokens < 1:
             raise ConfigError(f"chunk-tokens is {self.chunk_tokens}; it must be 1 or more.")
         if "" in self.stop:
-            raise ConfigError("stop is an empty text, which every text contains. Give the text at which to stop.")
+            raise ConfigError(
+                "stop is an empty text, which every text contains. Give the text at which to stop."
+            )
 
 
 @dataclass(frozen=True)
@@ -101,10 +109,14 @@ def read_prompts(path: Path) -> list[str]:
         with open(path, "rb") as file:
             data = file.read(MAX_PROMPTS_BYTES + 1)  # bounded: a device file may be endless
         if len(data) > MAX_PROMPTS_BYTES:
-            raise ConfigError(f"prompts-file is {str(path)!r}, which holds more than {MAX_PROMPTS_BYTES >> 20} MiB. Give fewer prompts.")
+            raise ConfigError(
+                f"prompts-file is {str(path)!r}, which holds more than {MAX_PROMPTS_BYTES >> 20} MiB. Give fewer prompts."
+            )
         lines = data.decode("utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"prompts-file is {str(path)!r}; it cannot be read as text: {error}.") from None
+        raise ConfigError(
+            f"prompts-file is {str(path)!r}; it cannot be read as text: {error}."
+        ) from None
     if path.suffix != ".jsonl":
         return [line for line in lines if line.strip()]
     prompts: list[str] = []
@@ -116,7 +128,9 @@ def read_prompts(path: Path) -> list[str]:
         except ValueError as error:
             raise DataError(f"{path}:{number}: not JSON: {error}.") from None
         if not (isinstance(record, dict) and isinstance(record.get("prompt"), str)):
-            raise DataError(f'{path}:{number}: a line must be an object with a text under "prompt".')
+            raise DataError(
+                f'{path}:{number}: a line must be an object with a text under "prompt".'
+            )
         prompts.append(record["prompt"])
     return prompts
 
@@ -128,11 +142,18 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, special: bool = False) -> l
         return ids
     start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
     if start is None:
-        raise ConfigError("prompt is empty, and the tokenizer has no token that begins a text. Give a prompt.")
+        raise ConfigError(
+            "prompt is empty, and the tokenizer has no token that begins a text. Give a prompt."
+        )
     return [start]
 
 
-def generate(loaded: LoadedModel, prompts: Sequence[str], options: GenerateOptions, on_text: OnText | None = None) -> list[Generation]:
+def generate(
+    loaded: LoadedModel,
+    prompts: Sequence[str],
+    options: GenerateOptions,
+    on_text: OnText | None = None,
+) -> list[Generation]:
     """Continue every prompt."""
     tokenizer = _tokenizer(loaded)
     ids = [(prompt, prompt_ids(tokenizer, prompt, special=options.special)) for prompt in prompts]
@@ -165,8 +186,16 @@ def answer_conversations(
     tokenizer = _tokenizer(loaded)
     found = find_template(template, tokenizer)
     # One question alone is named by its text; a longer conversation by all of it.
-    names = [one.turns[0].content if len(one.turns) == 1 else json.dumps([turn.content for turn in one.turns]) for one in conversations]
-    ids = [(name, render_prompt(one.turns, found, tokenizer, one.tools)) for name, one in zip(names, conversations, strict=True)]
+    names = [
+        one.turns[0].content
+        if len(one.turns) == 1
+        else json.dumps([turn.content for turn in one.turns])
+        for one in conversations
+    ]
+    ids = [
+        (name, render_prompt(one.turns, found, tokenizer, one.tools))
+        for name, one in zip(names, conversations, strict=True)
+    ]
     # A model that never learned the template may still end its answer there.
     options = replace(options, stop_ids=(*options.stop_ids, *answer_end(found, tokenizer)))
     return generate_from_ids(loaded, ids, options, on_text)
@@ -174,7 +203,9 @@ def answer_conversations(
 
 def _tokenizer(loaded: LoadedModel) -> Tokenizer:
     if loaded.tokenizer is None:
-        raise ConfigError(f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
+        raise ConfigError(
+            f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there."
+        )
     return loaded.tokenizer
 
 
@@ -193,19 +224,30 @@ def generate_from_ids(
     rows: list[_Sequence] = []
     for number, (prompt, ids) in enumerate(prompts):
         if len(ids) >= limit:
-            raise ConfigError(f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room after it. Shorten the prompt.")
+            raise ConfigError(
+                f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room after it. Shorten the prompt."
+            )
         # The same prompt twice gives two samples: the key counts the repetitions.
         request = EngineRequest(
             tuple(ids), options.max_new_tokens, options.sampling, f"{seen[prompt]}:{prompt}", frozenset(options.stop_ids),
             media=None if media is None else media[number], constraint=None if options.grammar is None else options.grammar.text,
         )  # fmt: skip
-        rows.append(_Sequence(tokenizer, request, options.stop, None if on_text is None else partial(on_text, number)))
+        rows.append(
+            _Sequence(
+                tokenizer,
+                request,
+                options.stop,
+                None if on_text is None else partial(on_text, number),
+            )
+        )
         seen[prompt] += 1
     if not rows:
         return []
     _report_room(rows, options, limit)
     make_constraints = None if options.grammar is None else options.grammar.make_constraints
-    engine = build_engine(loaded, _engine_options(rows, options, loaded), make_constraints=make_constraints)
+    engine = build_engine(
+        loaded, _engine_options(rows, options, loaded), make_constraints=make_constraints
+    )
     with progress("generate", total=len(rows), unit="prompts") as advance:
         # Pieces of two texts at a time would be mixed on a screen.
         for some in [rows] if on_text is None else [[row] for row in rows]:
@@ -225,14 +267,18 @@ def _report_room(rows: Sequence[_Sequence], options: GenerateOptions, limit: int
         )
 
 
-def _engine_options(rows: Sequence[_Sequence], options: GenerateOptions, loaded: LoadedModel) -> EngineOptions:
+def _engine_options(
+    rows: Sequence[_Sequence], options: GenerateOptions, loaded: LoadedModel
+) -> EngineOptions:
     """An engine that lives for one call is made no larger than that, and compiles only what pays for the wait."""
     on_cuda = loaded.device.type == "cuda"
     return EngineOptions(
         max_running=min(options.rows, len(rows)),
         max_waiting=len(rows),
         prefill_tokens=options.chunk_tokens,
-        max_context=min(loaded.config.max_seq_len, max(len(row.prompt) for row in rows) + options.max_new_tokens),
+        max_context=min(
+            loaded.config.max_seq_len, max(len(row.prompt) for row in rows) + options.max_new_tokens
+        ),
         record="auto" if options.max_new_tokens >= RECORD_FROM_STEPS else False,
         compile_blocks=on_cuda and options.max_new_tokens >= COMPILE_FROM_STEPS,
         speculation=options.speculation,
@@ -242,7 +288,9 @@ def _engine_options(rows: Sequence[_Sequence], options: GenerateOptions, loaded:
 class _Sequence:
     """One sequence while it grows."""
 
-    def __init__(self, tokenizer: Tokenizer, request: EngineRequest, stop: tuple[str, ...], say: Say | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, request: EngineRequest, stop: tuple[str, ...], say: Say | None
+    ) -> None:
         self.tokenizer, self.request, self.stop, self.say = tokenizer, request, stop, say
         self.prompt = list(request.prompt)
         self.new: list[int] = []
@@ -261,7 +309,9 @@ class _Sequence:
             self.stopped_by = "stop"
         elif event.finished is not None:
             if event.error is not None:
-                raise HeadwayError(f"a text cannot be continued after {len(self.new)} tokens: {event.error}")
+                raise HeadwayError(
+                    f"a text cannot be continued after {len(self.new)} tokens: {event.error}"
+                )
             assert event.finished not in ("cancelled", "error")
             self.stopped_by = event.finished
         if self.say is not None:
@@ -286,10 +336,14 @@ class _Sequence:
     def result(self) -> Generation:
         assert self.stopped_by is not None
         cut = self._text_before_stop() if self.stopped_by == "stop" else None
-        return Generation(self._text() if cut is None else cut, self.new, self.stopped_by, len(self.prompt))
+        return Generation(
+            self._text() if cut is None else cut, self.new, self.stopped_by, len(self.prompt)
+        )
 
 
-def _run(engine: InferenceEngine, rows: Sequence[_Sequence], advance: Callable[[int], object]) -> None:
+def _run(
+    engine: InferenceEngine, rows: Sequence[_Sequence], advance: Callable[[int], object]
+) -> None:
     running = {engine.submit(row.request): row for row in rows}
     while engine.busy:
         for event in engine.step():

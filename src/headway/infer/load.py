@@ -24,7 +24,13 @@ from headway.checkpoint.load import Reader, locate, open_checkpoint, step_folder
 from headway.checkpoint.manifest import MANIFEST
 from headway.config.load import validate
 from headway.errors import CheckpointError, ConfigError, HeadwayError
-from headway.infer.stored_adapter import StoredAdapter, base_model_of, is_adapter, is_scoring, stored_adapter
+from headway.infer.stored_adapter import (
+    StoredAdapter,
+    base_model_of,
+    is_adapter,
+    is_scoring,
+    stored_adapter,
+)
 from headway.kernels.packed_layout import packed_name
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
@@ -33,7 +39,14 @@ from headway.model.head_masks.choice import OWN, MaskChoice, MaskSource
 from headway.model.head_masks.gates_file import MASKS_FILE, TrainedGates, read_gates
 from headway.model.layout import GATES, param_specs
 from headway.model.loading.gguf_model import GgufModel, gguf_file, holds_only_gguf
-from headway.model.loading.huggingface import check_weights, has_weights, is_pretrained, read_config, read_end_ids, read_weights
+from headway.model.loading.huggingface import (
+    check_weights,
+    has_weights,
+    is_pretrained,
+    read_config,
+    read_end_ids,
+    read_weights,
+)
 from headway.model.loading.internlm import is_internlm, open_internlm
 from headway.model.loading.unsupported import named_format
 from headway.model.loading.untrusted import check_finite
@@ -86,7 +99,10 @@ class StoredModel:
         """The head gates it was trained with, or None."""
         if self.config.head_gates is None:
             return None
-        return TrainedGates(self.config.head_gates, next(value for name, value in self.weights() if name == GATES).float().cpu())
+        return TrainedGates(
+            self.config.head_gates,
+            next(value for name, value in self.weights() if name == GATES).float().cpu(),
+        )
 
     def with_adapter(self, folder: Path) -> StoredModel:
         """This model with a PEFT adapter merged; that of a reward model brings its head."""
@@ -97,9 +113,13 @@ class StoredModel:
     def check_head(self, *, scores: bool = False) -> None:
         """Refuse a reward model where a language model is needed, or with `scores` the other way round."""
         if self.config.score_head and not scores:
-            raise ConfigError(f"{self.path}: is a reward model, which scores answers and writes no text. Use `headway eval reward`.")
+            raise ConfigError(
+                f"{self.path}: is a reward model, which scores answers and writes no text. Use `headway eval reward`."
+            )
         if scores and not self.config.score_head:
-            raise ConfigError(f"{self.path}: is a language model, not a reward model. Train one with objective: {{kind: reward}}.")
+            raise ConfigError(
+                f"{self.path}: is a language model, not a reward model. Train one with objective: {{kind: reward}}."
+            )
 
     def of_family(self, family: str | None) -> StoredModel:
         """This model with the user's family module that a recipe or flag names. A checkpoint alone never imports code."""
@@ -137,9 +157,13 @@ class LoadedModel:
     def with_mask_choice(self, choice: MaskChoice) -> LoadedModel:
         """The same weights under the masks that `--masks` and its options select."""
         source = MaskSource(str(self.path), self.config, lambda: self.gates, self.masks_file)
-        return self.with_masks(choice.resolve(source), OWN if choice.file is None else str(choice.file))
+        return self.with_masks(
+            choice.resolve(source), OWN if choice.file is None else str(choice.file)
+        )
 
-    def new_cache(self, rows: int, capacity: int, prompt_lengths: Sequence[int] | None = None) -> KVCache:
+    def new_cache(
+        self, rows: int, capacity: int, prompt_lengths: Sequence[int] | None = None
+    ) -> KVCache:
         """An empty KV cache for this model under its masks."""
         from headway.model.kv_cache import KVCache
 
@@ -158,7 +182,9 @@ class LoadedModel:
         return self.model.head_weight.device
 
 
-def find_model(path: AnyPath | str, cache_dir: Path | None = None, wrapping: Wrapping | None = None) -> StoredModel:
+def find_model(
+    path: AnyPath | str, cache_dir: Path | None = None, wrapping: Wrapping | None = None
+) -> StoredModel:
     """The model a path or a hub id means, opened but not read. `cache_dir` receives downloads; None: the hub's cache.
 
     `wrapping`: of a Hugging Face folder, the class of transformers computes, whatever families headway has.
@@ -195,7 +221,9 @@ def find_model(path: AnyPath | str, cache_dir: Path | None = None, wrapping: Wra
             return _gguf(file)
         said = None if has_steps else named_format(path)
         if said is not None:
-            raise ConfigError(f"{path}: holds neither a checkpoint nor a Hugging Face model; {said}")
+            raise ConfigError(
+                f"{path}: holds neither a checkpoint nor a Hugging Face model; {said}"
+            )
     return _checkpoint(locate(path), wrapping)
 
 
@@ -230,21 +258,35 @@ def find_model_of_family(path: AnyPath | str, family: str | None) -> StoredModel
     """The model a path means. `family` names the user's module of a model with its own family."""
     found = find_model(path)
     if family is not None and found.of_family(family) is found:
-        raise ConfigError(f"--family is {family!r}; the config of {path} does not name this module as its family. Remove --family.")
+        raise ConfigError(
+            f"--family is {family!r}; the config of {path} does not name this module as its family. Remove --family."
+        )
     return found.of_family(family)
 
 
 def _staged(run: Path, wrapping: Wrapping | None) -> StoredModel:
     """The model of the last stage that has left one."""
     listed = read_object(run / STAGES, ConfigError).get("stages")
-    folders = [one.get("folder") if isinstance(one, dict) else None for one in listed] if isinstance(listed, list) else [None]
-    if not all(isinstance(name, str) and Path(name).parts and "\0" not in name and ".." not in Path(name).parts for name in folders):
+    folders = (
+        [one.get("folder") if isinstance(one, dict) else None for one in listed]
+        if isinstance(listed, list)
+        else [None]
+    )
+    if not all(
+        isinstance(name, str)
+        and Path(name).parts
+        and "\0" not in name
+        and ".." not in Path(name).parts
+        for name in folders
+    ):
         raise ConfigError(f"{run / STAGES}: does not list stages. Give the folder of one stage.")
     for name in reversed(folders):
         folder = run / str(name)
         if (folder / FINAL).is_dir() or step_folders(folder / "checkpoints"):
             return find_model(folder, wrapping=wrapping)
-    raise ConfigError(f"{run}: none of its stages has saved anything yet. Wait for the first checkpoint.")
+    raise ConfigError(
+        f"{run}: none of its stages has saved anything yet. Wait for the first checkpoint."
+    )
 
 
 def _adapter(folder: Path) -> StoredModel:
@@ -254,7 +296,9 @@ def _adapter(folder: Path) -> StoredModel:
     except HeadwayError as problem:
         raise ConfigError(f"{folder}: its base cannot be opened: {problem}") from None
     except RecursionError:
-        raise ConfigError(f"{folder}: is an adapter of itself. Give the model, and this folder as init.adapter.") from None
+        raise ConfigError(
+            f"{folder}: is an adapter of itself. Give the model, and this folder as init.adapter."
+        ) from None
     return replace(found.with_adapter(folder), path=folder)
 
 
@@ -281,19 +325,30 @@ def _pretrained(folder: Path, wrapping: Wrapping | None) -> StoredModel:
 
     table = folder / MASKS_FILE
     tokenizer_folder = folder if has_tokenizer(folder) else None
-    return StoredModel(folder, gated, tokenizer_folder, weights, read_end_ids(folder), masks_file=table if table.is_file() else None)
+    return StoredModel(
+        folder,
+        gated,
+        tokenizer_folder,
+        weights,
+        read_end_ids(folder),
+        masks_file=table if table.is_file() else None,
+    )
 
 
 def _checkpoint(folder: AnyPath, wrapping: Wrapping | None) -> StoredModel:
     reader = open_checkpoint(folder)
     shape: Any = reader.scalars.get("model")
     if not isinstance(shape, dict):
-        raise CheckpointError(f"{folder}: its manifest does not say what shape the model has. Use another checkpoint.")
+        raise CheckpointError(
+            f"{folder}: its manifest does not say what shape the model has. Use another checkpoint."
+        )
     config = as_stored(validate(ModelConfig, shape))
     if wrapping is not None and wrapping.trust_remote_code and config.hf_config is not None:
         config = config.with_(trust_remote_code=True)
     if config.aligner is not None:
-        raise ConfigError(f"{folder}: is an aligner, not a language model. Use `headway eval retrieval` or `headway export aligner`.")
+        raise ConfigError(
+            f"{folder}: is an aligner, not a language model. Use `headway eval retrieval` or `headway export aligner`."
+        )
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for spec in param_specs(config):
@@ -307,7 +362,9 @@ def _checkpoint(folder: AnyPath, wrapping: Wrapping | None) -> StoredModel:
     return replace(found, weights=lambda: adapter.merged(config), adapter=adapter)
 
 
-def _adapter_of(reader: Reader, config: AdapterConfig, base: str | None, model: ModelConfig) -> StoredAdapter:
+def _adapter_of(
+    reader: Reader, config: AdapterConfig, base: str | None, model: ModelConfig
+) -> StoredAdapter:
     """The adapter of a checkpoint; matrices of its base may be stored quantised."""
     names, layouts = config.shapes(model), config.layouts(model)
 
@@ -316,7 +373,9 @@ def _adapter_of(reader: Reader, config: AdapterConfig, base: str | None, model: 
             layout = layouts.get(spec.name)
             name = spec.name if layout is None else packed_name(spec.name, layout.form)
             if layout is not None and tuple(reader.shape(name)) != (layout.nbytes,):
-                raise CheckpointError(f"{reader.path}: {name} has shape {list(reader.shape(name))}; the model needs {layout.nbytes} bytes.")
+                raise CheckpointError(
+                    f"{reader.path}: {name} has shape {list(reader.shape(name))}; the model needs {layout.nbytes} bytes."
+                )
             yield name, reader.weight(name)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -325,13 +384,19 @@ def _adapter_of(reader: Reader, config: AdapterConfig, base: str | None, model: 
         return plain_values(stored(), layouts)
 
     def trained() -> list[str]:
-        kept = [spec.name for spec in param_specs(model) if spec.name != GATES and spec.name not in layouts]
+        kept = [
+            spec.name
+            for spec in param_specs(model)
+            if spec.name != GATES and spec.name not in layouts
+        ]
         return [name for name in kept if "master" in reader.roles(name)]
 
     def updates() -> dict[str, torch.Tensor]:
         return {name: reader.weight(name) for name in names}
 
-    return StoredAdapter(config, base, weights if layouts else stored, updates, trained, stored if layouts else None)
+    return StoredAdapter(
+        config, base, weights if layouts else stored, updates, trained, stored if layouts else None
+    )
 
 
 def load_model(
@@ -374,18 +439,37 @@ def load_model(
         from headway.infer.engine.part import ModelPart, build_part, check_part
 
         check_part(config, group.size)
-        model, part = build_part(config, _start_reading(weights()), on, dtype, group), ModelPart(group)
+        model, part = (
+            build_part(config, _start_reading(weights()), on, dtype, group),
+            ModelPart(group),
+        )
     own = gates[0] if gates else None
-    return LoadedModel(model, config, tokenizer, found.path, end_ids, gates=own, masks_file=found.masks_file, part=part)
+    return LoadedModel(
+        model,
+        config,
+        tokenizer,
+        found.path,
+        end_ids,
+        gates=own,
+        masks_file=found.masks_file,
+        part=part,
+    )
 
 
-def _start_reading(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _start_reading(
+    weights: Iterator[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The same weights, the first one already read: files that do not fit the config are refused before memory is allocated."""
     first = next(weights)
     return chain([first], weights)
 
 
-def build_frozen_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype) -> Model:
+def build_frozen_model(
+    config: ModelConfig,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Model:
     """A model with given weights, in evaluation mode and without gradients.
 
     Gates say which heads may stream; this model computes all of them in full until masks say otherwise.

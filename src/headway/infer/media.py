@@ -22,14 +22,26 @@ import numpy as np
 from headway.errors import ConfigError, DataError
 from headway.infer.batch_files import require_same, settings_file
 from headway.infer.content import content_of
-from headway.infer.generate import GenerateOptions, Generation, OnText, PromptMedia, generate_from_ids
+from headway.infer.generate import (
+    GenerateOptions,
+    Generation,
+    OnText,
+    PromptMedia,
+    generate_from_ids,
+)
 from headway.infer.load import LoadedModel
 from headway.media.items import MediaRef
 from headway.media.records import VIDEO_FRAMES, MediaRecord, parse_media_record, spread_videos
 from headway.media.sources import read_sources
 from headway.media.video import SOUND
 from headway.model.media_encoders import open_encoder
-from headway.prepare.encode_media import MediaDocument, MediaEncoder, MediaPositions, PlacedMedia, place_media
+from headway.prepare.encode_media import (
+    MediaDocument,
+    MediaEncoder,
+    MediaPositions,
+    PlacedMedia,
+    place_media,
+)
 from headway.prepare.multimodal import turns_of
 from headway.runtime.json_file import read_object
 from headway.runtime.progress import progress
@@ -63,13 +75,20 @@ def template_of(loaded: LoadedModel, given: str | None) -> str:
     return given or default_template(loaded.tokenizer)
 
 
-def question_about(prompt: str, media: Sequence[MediaRef], system: str | None = None) -> MediaQuestion:
+def question_about(
+    prompt: str, media: Sequence[MediaRef], system: str | None = None
+) -> MediaQuestion:
     """A prompt about files, as training would read it: a video stands for pictures and its sound, and so does its mark."""
-    messages = ([] if system is None else [{"role": "system", "content": system}]) + [{"role": "user", "content": prompt}]
+    messages = ([] if system is None else [{"role": "system", "content": system}]) + [
+        {"role": "user", "content": prompt}
+    ]
     found = MediaRecord(Record({"messages": messages}, "--prompt", None), tuple(media))
     if found.of("video"):
         found = spread_videos(found, VIDEO_FRAMES)
-    return MediaQuestion(tuple(Turn(one["role"], one["content"]) for one in found.record.data["messages"]), found.media)
+    return MediaQuestion(
+        tuple(Turn(one["role"], one["content"]) for one in found.record.data["messages"]),
+        found.media,
+    )
 
 
 def place_question(question: MediaQuestion, positions: MediaPositions) -> PlacedMedia[str]:
@@ -77,14 +96,22 @@ def place_question(question: MediaQuestion, positions: MediaPositions) -> Placed
     for ref in question.media:
         if ref.modality not in positions.tokens:
             sound = " Give the video without its sound." if ref.part == SOUND else ""
-            raise DataError(f"{ref.name}: is {ref.modality}; the model takes {', '.join(positions.tokens)} only.{sound}")
-    return place_media(question.turns, [(str(ref.modality), ref.content_hash()) for ref in question.media], positions)
+            raise DataError(
+                f"{ref.name}: is {ref.modality}; the model takes {', '.join(positions.tokens)} only.{sound}"
+            )
+    return place_media(
+        question.turns,
+        [(str(ref.modality), ref.content_hash()) for ref in question.media],
+        positions,
+    )
 
 
 def _positions(loaded: LoadedModel) -> MediaPositions:
     shape = loaded.config.media
     if shape is None:
-        raise ConfigError(f"{loaded.path}: takes text alone; --image, --audio, --video and --input need a model trained with `multimodal`.")
+        raise ConfigError(
+            f"{loaded.path}: takes text alone; --image, --audio, --video and --input need a model trained with `multimodal`."
+        )
     return MediaPositions({one.modality: one.tokens for one in shape.inputs}, shape.missing)
 
 
@@ -100,7 +127,13 @@ def answer_media(
     found = find_template(template, _tokenizer(loaded))
     asked = media_prompts(loaded, questions, found, known)
     options = replace(options, stop_ids=(*options.stop_ids, *answer_end(found, _tokenizer(loaded))))
-    return generate_from_ids(loaded, [(one.name, one.ids) for one in asked], options, on_text, [one.media for one in asked])
+    return generate_from_ids(
+        loaded,
+        [(one.name, one.ids) for one in asked],
+        options,
+        on_text,
+        [one.media for one in asked],
+    )
 
 
 @dataclass(frozen=True)
@@ -114,7 +147,10 @@ class MediaPrompt:
 
 
 def media_prompts(
-    loaded: LoadedModel, questions: Sequence[MediaQuestion], template: ChatTemplate, known: Mapping[str, np.ndarray] | None = None
+    loaded: LoadedModel,
+    questions: Sequence[MediaQuestion],
+    template: ChatTemplate,
+    known: Mapping[str, np.ndarray] | None = None,
 ) -> list[MediaPrompt]:
     """Questions with the features of their media. `known`: features by content hash; those that are missing are computed."""
     positions = _positions(loaded)
@@ -124,15 +160,26 @@ def media_prompts(
     for one in questions:
         document = encoder.prompt(place_question(one, positions))
         refs |= {ref.content_hash(): ref for ref in one.media}
-        named = json.dumps([[turn.content for turn in one.turns], [ref.content_hash() for ref in one.media]])
+        named = json.dumps(
+            [[turn.content for turn in one.turns], [ref.content_hash() for ref in one.media]]
+        )
         prompts.append((named, document))
     features = dict(known or {})
-    features |= encode_media(loaded, {name: ref for name, ref in refs.items() if name not in features})
+    features |= encode_media(
+        loaded, {name: ref for name, ref in refs.items() if name not in features}
+    )
     return [
         MediaPrompt(
             named,
             document.ids.tolist(),
-            PromptMedia(document.items, {one.content_hash: features[one.content_hash] for one in document.items if one.content_hash}),
+            PromptMedia(
+                document.items,
+                {
+                    one.content_hash: features[one.content_hash]
+                    for one in document.items
+                    if one.content_hash
+                },
+            ),
         )
         for named, document in prompts
     ]
@@ -140,7 +187,9 @@ def media_prompts(
 
 def _tokenizer(loaded: LoadedModel) -> Tokenizer:
     if loaded.tokenizer is None:
-        raise ConfigError(f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
+        raise ConfigError(
+            f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there."
+        )
     return loaded.tokenizer
 
 
@@ -182,7 +231,10 @@ def question_of(record: Record) -> MediaQuestion:
     """The question of a record in any shape that training reads; an answer may be missing."""
     found = parse_media_record(_with_answer(record))
     turns = turns_of(found, KeyMap())
-    last = max((number for number, turn in enumerate(turns) if turn.role == "assistant"), default=len(turns))
+    last = max(
+        (number for number, turn in enumerate(turns) if turn.role == "assistant"),
+        default=len(turns),
+    )
     answer = turns[last].content if last < len(turns) else None
     return MediaQuestion(turns[:last], found.media, None if answer == NO_ANSWER else answer)
 
@@ -199,8 +251,13 @@ def _with_answer(record: Record) -> Record:
         key = next((name for name in ROLES if isinstance(last, dict) and name in last), None)
         if key is not None and last[key] in ("user", "human"):
             text = "content" if key == "role" else "value"
-            data[listed] = [*data[listed], {key: "assistant" if key == "role" else "gpt", text: NO_ANSWER}]
-    elif not any(data.get(key) is not None for key in ANSWERS) and not any(data.get(key) for key in ("text", "caption", "txt")):
+            data[listed] = [
+                *data[listed],
+                {key: "assistant" if key == "role" else "gpt", text: NO_ANSWER},
+            ]
+    elif not any(data.get(key) is not None for key in ANSWERS) and not any(
+        data.get(key) for key in ("text", "caption", "txt")
+    ):
         data["response"] = NO_ANSWER
     return replace(record, data=data)
 
@@ -222,7 +279,12 @@ class PredictionReport:
 
 
 def answer_records(
-    loaded: LoadedModel, path: Path, output: Path, template: str, options: GenerateOptions, schema: AnswerSchema | None = None
+    loaded: LoadedModel,
+    path: Path,
+    output: Path,
+    template: str,
+    options: GenerateOptions,
+    schema: AnswerSchema | None = None,
 ) -> PredictionReport:
     """Answer every record of a file; one line of JSON each, in order. Lines that are there already are kept, if they are of this input."""
     settings = _settings(loaded, template, options)
@@ -232,13 +294,20 @@ def answer_records(
     done = _lines_of(output)
     write_atomic(side, json.dumps(settings, indent=2) + "\n")
     answered = 0
-    with progress(f"answer {path.name}", unit="records") as advance, open(output, "a", encoding="utf-8") as file:
+    with (
+        progress(f"answer {path.name}", unit="records") as advance,
+        open(output, "a", encoding="utf-8") as file,
+    ):
         records = enumerate(read_sources(path))
         for (number, record), line in zip(islice(records, len(done)), list(done), strict=False):
             if line.get("index") != number or line.get("id") != _name(record):
-                raise ConfigError(f"--output is {output}, whose line {number + 1} is of another input. Give another file, or remove it.")
+                raise ConfigError(
+                    f"--output is {output}, whose line {number + 1} is of another input. Give another file, or remove it."
+                )
         if len(done) and sum(1 for _ in zip(done, read_sources(path), strict=False)) < len(done):
-            raise ConfigError(f"--output is {output}, which has more lines than the input. Give another file, or remove it.")
+            raise ConfigError(
+                f"--output is {output}, which has more lines than the input. Give another file, or remove it."
+            )
         while chunk := list(islice(records, options.rows)):
             for line in _answered(loaded, chunk, template, options, schema):
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -274,7 +343,11 @@ def _settings(loaded: LoadedModel, template: str, options: GenerateOptions) -> d
 
 
 def _answered(
-    loaded: LoadedModel, chunk: Sequence[tuple[int, Record]], template: str, options: GenerateOptions, schema: AnswerSchema | None
+    loaded: LoadedModel,
+    chunk: Sequence[tuple[int, Record]],
+    template: str,
+    options: GenerateOptions,
+    schema: AnswerSchema | None,
 ) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     asked: list[tuple[dict[str, Any], MediaQuestion]] = []
@@ -286,14 +359,20 @@ def _answered(
         try:
             question = question_of(record)
             place_question(question, positions)
-            known |= encode_media(loaded, {ref.content_hash(): ref for ref in question.media})  # one by one: a broken file is one record's
+            known |= encode_media(
+                loaded, {ref.content_hash(): ref for ref in question.media}
+            )  # one by one: a broken file is one record's
             asked.append((line, question))
         except DataError as problem:
             text = str(problem)
             line["error"] = text if text.startswith(record.place) else f"{record.place}: {text}"
     answers = answer_media(loaded, [one for _, one in asked], template, options, known=known)
     for (line, question), found in zip(asked, answers, strict=True):
-        line |= {"answer": found.text, "expected": question.expected, "stopped_by": found.stopped_by}
+        line |= {
+            "answer": found.text,
+            "expected": question.expected,
+            "stopped_by": found.stopped_by,
+        }
         if schema is not None:
             problems = schema.problems(found.text)
             line |= {"valid": not problems, "problems": problems}
@@ -301,7 +380,9 @@ def _answered(
 
 
 def _name(record: Record) -> str:
-    return hashlib.sha256(json.dumps(record.data, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps(record.data, sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]
 
 
 def _lines_of(output: Path) -> list[dict[str, Any]]:
@@ -316,7 +397,9 @@ def _lines_of(output: Path) -> list[dict[str, Any]]:
         if not all(isinstance(line, dict) for line in lines):
             raise ValueError("a line is no object")
     except ValueError as problem:
-        raise ConfigError(f"--output is {output}, which holds something else than answers ({problem}). Give another file.") from None
+        raise ConfigError(
+            f"--output is {output}, which holds something else than answers ({problem}). Give another file."
+        ) from None
     if len(whole) < len(content):
         with open(output, "r+b") as file:
             file.truncate(len(whole))

@@ -50,7 +50,9 @@ def _values(text: str, path: Path) -> Iterator[tuple[Any, str]]:
                 yield _json(line, f"{path}:{number}"), f"{path}:{number}"
         return
     value = _json(text, str(path))
-    if isinstance(value, list) and not any(isinstance(one, dict) and "role" in one for one in value):
+    if isinstance(value, list) and not any(
+        isinstance(one, dict) and "role" in one for one in value
+    ):
         yield from ((one, f"{path}[{number}]") for number, one in enumerate(value))
     else:
         yield value, str(path)
@@ -70,9 +72,13 @@ def conversation_of(value: Any, place: str, system: str | None) -> Conversation:
         raise DataError(f"{place}: not a conversation; {SHAPE}.")
     turns = TurnReader().turns(record["messages"], f"{place}: messages")
     if turns[-1].role == "assistant":
-        raise DataError(f"{place}: the last message is the assistant's, so nothing waits for an answer. Leave it out.")
+        raise DataError(
+            f"{place}: the last message is the assistant's, so nothing waits for an answer. Leave it out."
+        )
     if system is not None:
         if turns[0].role == "system":
-            raise ConfigError(f"--system is given, but {place} has a system message. Leave one of them out.")
+            raise ConfigError(
+                f"--system is given, but {place} has a system message. Leave one of them out."
+            )
         turns.insert(0, Turn("system", system))
     return Conversation(tuple(turns), tools_of(record.get("tools"), place))

@@ -17,18 +17,29 @@ CHUNK_TOKENS = 4096
 
 
 def chunks(
-    model: Model, tokens: torch.Tensor, cache: KVCache, chunk_tokens: int = CHUNK_TOKENS, media: MediaTensors | None = None
+    model: Model,
+    tokens: torch.Tensor,
+    cache: KVCache,
+    chunk_tokens: int = CHUNK_TOKENS,
+    media: MediaTensors | None = None,
 ) -> Iterator[torch.Tensor]:
     """Hidden states [B, up to chunk_tokens, D] of tokens [B,T], which are added to an empty cache."""
     rows, length = tokens.shape
     for begin in range(0, length, chunk_tokens):
         end = min(begin + chunk_tokens, length)
         position = torch.arange(begin, end, device=tokens.device).expand(rows, -1)
-        yield model.prefill(tokens[:, begin:end], position, cache, None if media is None else media.at(begin, end))
+        yield model.prefill(
+            tokens[:, begin:end], position, cache, None if media is None else media.at(begin, end)
+        )
 
 
 def last_hidden(
-    model: Model, tokens: torch.Tensor, lengths: list[int], cache: KVCache, chunk_tokens: int, media: MediaTensors | None = None
+    model: Model,
+    tokens: torch.Tensor,
+    lengths: list[int],
+    cache: KVCache,
+    chunk_tokens: int,
+    media: MediaTensors | None = None,
 ) -> torch.Tensor:
     """[B,D]: the hidden state of each row's last token before its padding."""
     at = torch.tensor(lengths, device=tokens.device) - 1

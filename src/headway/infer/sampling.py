@@ -42,15 +42,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"--temperature is {self.temperature}; it must be 0 (likeliest token) or more, and finite.")
+            raise ConfigError(
+                f"--temperature is {self.temperature}; it must be 0 (likeliest token) or more, and finite."
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"--top-k is {self.top_k}; it must be 1 or more. Leave it out to sample among all tokens.")
+            raise ConfigError(
+                f"--top-k is {self.top_k}; it must be 1 or more. Leave it out to sample among all tokens."
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p is {self.min_p}; it must be between 0 and 1.")
         if not 0 < self.repetition_penalty < math.inf:
-            raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and finite. 1 changes nothing.")
+            raise ConfigError(
+                f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and finite. 1 changes nothing."
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be finite.")
@@ -60,7 +66,12 @@ class Sampling:
     @property
     def changes_scores(self) -> bool:
         """Scores depend on the tokens before, or on a bias."""
-        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+        )
 
     def draw(self, key: str, position: int) -> float:
         """The number in [0, 1) with which the token at a position of a sequence is chosen."""

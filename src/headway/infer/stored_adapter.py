@@ -48,10 +48,16 @@ class StoredAdapter:
         from headway.model.adapter.lora import merged, with_updates
 
         modules = self.config.modules(model)
-        return merged(with_updates(self.base_weights(), self.config, modules, 0, self.updates()), self.config, modules)
+        return merged(
+            with_updates(self.base_weights(), self.config, modules, 0, self.updates()),
+            self.config,
+            modules,
+        )
 
 
-def stored_adapter(folder: Path, model: ModelConfig, base: str, base_weights: Callable[[], Values]) -> StoredAdapter:
+def stored_adapter(
+    folder: Path, model: ModelConfig, base: str, base_weights: Callable[[], Values]
+) -> StoredAdapter:
     """A PEFT folder over a base."""
 
     @cache
@@ -67,11 +73,19 @@ def stored_adapter(folder: Path, model: ModelConfig, base: str, base_weights: Ca
             yield name, whole.get(name, value)
         if model.score_head and not has_score:
             if SCORE not in whole:
-                raise CheckpointError(f"{folder}: is an adapter of a reward model and has no {SCORE}. Fetch the whole adapter again.")
+                raise CheckpointError(
+                    f"{folder}: is an adapter of a reward model and has no {SCORE}. Fetch the whole adapter again."
+                )
             yield SCORE, whole[SCORE]
 
     return StoredAdapter(
-        opened().config, base, replaced, lambda: opened().updates, lambda: sorted(opened().whole), None, opened().patterned
+        opened().config,
+        base,
+        replaced,
+        lambda: opened().updates,
+        lambda: sorted(opened().whole),
+        None,
+        opened().patterned,
     )
 
 
@@ -79,7 +93,9 @@ def base_model_of(folder: Path) -> str:
     """The path of an adapter folder's base model; refused where the folder does not name it."""
     base = base_of(folder)
     if base is None:
-        raise ConfigError(f"{folder}: is an adapter and does not name its base model. Give the model, and this folder as init.adapter.")
+        raise ConfigError(
+            f"{folder}: is an adapter and does not name its base model. Give the model, and this folder as init.adapter."
+        )
     return base
 
 

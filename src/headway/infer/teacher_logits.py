@@ -78,21 +78,31 @@ class LogitsResult:
     seconds: float
 
 
-def write_logits(loaded: LoadedModel, store: Store, out: Path, options: LogitsOptions) -> LogitsResult:
+def write_logits(
+    loaded: LoadedModel, store: Store, out: Path, options: LogitsOptions
+) -> LogitsResult:
     """Write the logits of a store, or of a shard of it; what an earlier run wrote is kept."""
     origin, began = _origin(loaded, store, options), time.monotonic()
     if is_logits(out):
         done = open_logits(out)
         if done.origin != origin:
-            changed = ", ".join(name for name in vars(origin) if getattr(done.origin, name) != getattr(origin, name))
-            raise DataError(f"{out}: holds other logits (different: {changed}). Choose another --out, or remove it first.")
-        return _result(out, store, origin, done.manifest.mass, origin.tokens[1] - origin.tokens[0], 0.0)
+            changed = ", ".join(
+                name for name in vars(origin) if getattr(done.origin, name) != getattr(origin, name)
+            )
+            raise DataError(
+                f"{out}: holds other logits (different: {changed}). Choose another --out, or remove it first."
+            )
+        return _result(
+            out, store, origin, done.manifest.mass, origin.tokens[1] - origin.tokens[0], 0.0
+        )
     lock = RunLock(out, TAKEOVER_SECONDS)
     lock.take()
     try:
         with TeacherLogitsWriter(out, origin) as writer:
             before = writer.next_position - origin.tokens[0]
-            require_space(out, (origin.tokens[1] - writer.next_position) * sum(origin.widths), DataError)
+            require_space(
+                out, (origin.tokens[1] - writer.next_position) * sum(origin.widths), DataError
+            )
             _fill(writer, loaded.model, store, options)
             store.require_checked()
             writer.finish()
@@ -101,7 +111,9 @@ def write_logits(loaded: LoadedModel, store: Store, out: Path, options: LogitsOp
         lock.release()
 
 
-def _result(out: Path, store: Store, origin: LogitsOrigin, mass: float, before: int, seconds: float) -> LogitsResult:
+def _result(
+    out: Path, store: Store, origin: LogitsOrigin, mass: float, before: int, seconds: float
+) -> LogitsResult:
     tokens = origin.tokens[1] - origin.tokens[0]
     return LogitsResult(
         str(out), store.name, origin.teacher, origin.documents[1] - origin.documents[0], tokens, origin.top_k,
@@ -112,17 +124,28 @@ def _result(out: Path, store: Store, origin: LogitsOrigin, mass: float, before: 
 def _origin(loaded: LoadedModel, store: Store, options: LogitsOptions) -> LogitsOrigin:
     config, name = loaded.config, str(loaded.path)
     if not 1 <= options.top_k <= config.vocab:
-        raise ConfigError(f"--top-k is {options.top_k}; it must be 1 to {config.vocab}, the vocabulary of {name}.")
+        raise ConfigError(
+            f"--top-k is {options.top_k}; it must be 1 to {config.vocab}, the vocabulary of {name}."
+        )
     if store.max_id >= config.vocab:
-        raise DataError(f"{store.name}: holds id {store.max_id}; {name} has {config.vocab} ids. Use a teacher with the store's tokenizer.")
+        raise DataError(
+            f"{store.name}: holds id {store.max_id}; {name} has {config.vocab} ids. Use a teacher with the store's tokenizer."
+        )
     teachers = None if loaded.tokenizer is None else loaded.tokenizer.fingerprint
     if None not in (teachers, store.fingerprint) and teachers != store.fingerprint:
-        raise DataError(f"{store.name}: made by another tokenizer than that of {name}. Use a teacher with the store's tokenizer.")
+        raise DataError(
+            f"{store.name}: made by another tokenizer than that of {name}. Use a teacher with the store's tokenizer."
+        )
     seq_len = options.seq_len or min(SEQ_LEN, config.max_seq_len)
     if seq_len > config.max_seq_len:
-        raise ConfigError(f"--seq-len is {seq_len}; {name} was made for {config.max_seq_len} tokens. Lower it.")
+        raise ConfigError(
+            f"--seq-len is {seq_len}; {name} was made for {config.max_seq_len} tokens. Lower it."
+        )
     number, shards = options.shard
-    first, last = (store.first_at(store.num_tokens * n // shards) if n < shards else store.num_documents for n in (number, number + 1))
+    first, last = (
+        store.first_at(store.num_tokens * n // shards) if n < shards else store.num_documents
+        for n in (number, number + 1)
+    )
     begin, end = (_position(store, document) for document in (first, last))
     return LogitsOrigin(
         store.manifest.content, store.fingerprint, (first, last), (begin, end), name, _digest(loaded.model), config.vocab, seq_len,
@@ -150,7 +173,9 @@ def _fill(writer: TeacherLogitsWriter, model: Model, store: Store, options: Logi
     origin = writer.origin
     rows_at_once = max(1, options.batch_tokens // origin.seq_len)
     rows = _rows(_pieces(store, origin, writer.next_position), origin.seq_len)
-    with progress(f"teacher reads {store.name}", total=origin.tokens[1] - writer.next_position, unit="tokens") as advance:
+    with progress(
+        f"teacher reads {store.name}", total=origin.tokens[1] - writer.next_position, unit="tokens"
+    ) as advance:
         while group := list(islice(rows, rows_at_once)):
             ids, log_probs = _read(model, store, group, origin)
             writer.add(ids, log_probs)
@@ -158,11 +183,17 @@ def _fill(writer: TeacherLogitsWriter, model: Model, store: Store, options: Logi
             advance(len(ids))
 
 
-def _read(model: Model, store: Store, rows: list[list[Piece]], origin: LogitsOrigin) -> tuple[np.ndarray, np.ndarray]:
+def _read(
+    model: Model, store: Store, rows: list[list[Piece]], origin: LogitsOrigin
+) -> tuple[np.ndarray, np.ndarray]:
     """(ids, log-probabilities) of the tokens of some rows, in order."""
-    document, start, length = (np.array([piece[n] for row in rows for piece in row], np.int64) for n in range(3))
+    document, start, length = (
+        np.array([piece[n] for row in rows for piece in row], np.int64) for n in range(3)
+    )
     first = np.cumsum([0, *(len(row) for row in rows)])
-    plan = split_spans(RowPlan(document, start, length, np.zeros(len(length), np.bool_), first), store)
+    plan = split_spans(
+        RowPlan(document, start, length, np.zeros(len(length), np.bool_), first), store
+    )
     block = PackedBlock(plan, list(range(len(rows))))
     width = min(origin.seq_len, -(-max(block.tokens) // ROUND_TOKENS) * ROUND_TOKENS)
     layout = RowLayout([store], width, int(np.diff(plan.first).max()) + 1, one_document=False)
@@ -170,9 +201,14 @@ def _read(model: Model, store: Store, rows: list[list[Piece]], origin: LogitsOri
     head = model.forward_batch(batch.to(model.head_weight.device)).head
     found = head.top_k(origin.top_k, origin.temperature)
     is_token = torch.cat([torch.arange(width) < tokens for tokens in block.tokens])
-    ids, log_probs = found.ids.cpu()[is_token].numpy(), found.log_probs.float().cpu()[is_token].numpy()
+    ids, log_probs = (
+        found.ids.cpu()[is_token].numpy(),
+        found.log_probs.float().cpu()[is_token].numpy(),
+    )
     if not np.isfinite(log_probs[:, 0]).all():
-        raise DataError(f"{origin.teacher}: gives probabilities that are not finite. Its weights are damaged, or use --precision fp32.")
+        raise DataError(
+            f"{origin.teacher}: gives probabilities that are not finite. Its weights are damaged, or use --precision fp32."
+        )
     return ids, log_probs
 
 

@@ -55,7 +55,9 @@ def adamw_step(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_in
         adamw_step_reference(tensors, hyper, scale, found_inf)
 
 
-def adamw_step_reference(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
+def adamw_step_reference(
+    tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_inf: Tensor
+) -> None:
     """torch's fused operator, then the copies; what the Triton kernel is compared to, and what runs on CPU."""
     params, grads, steps = list(tensors.params), list(tensors.grads), list(tensors.steps)
     torch._foreach_add_(steps, 1)
@@ -69,19 +71,31 @@ def adamw_step_reference(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor
         torch._foreach_copy_(list(tensors.copies), params)
 
 
-def adamw_step_plain(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
+def adamw_step_plain(
+    tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_inf: Tensor
+) -> None:
     """The same in plain operations, for devices whose fused operator cannot divide and skip, or that have no float64."""
     goes = found_inf == 0
     for param, grad, first, second, step in zip(
-        tensors.params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, tensors.steps, strict=True
+        tensors.params,
+        tensors.grads,
+        tensors.exp_avg,
+        tensors.exp_avg_sq,
+        tensors.steps,
+        strict=True,
     ):
         done = step + 1
         g = grad.float() / scale * (-1 if hyper.maximize else 1)
         m = first + (1 - hyper.beta1) * (g - first)
         v = hyper.beta2 * second + (1 - hyper.beta2) * g * g
         # 1 - beta**n, exact in fp32 too
-        near, far = -torch.expm1(done * math.log(hyper.beta1)) if hyper.beta1 else 1.0, -torch.expm1(done * math.log(hyper.beta2))
-        p = param * (1 - hyper.lr * hyper.weight_decay) - hyper.lr / near * m / (v.sqrt() / far.sqrt() + hyper.eps)
+        near, far = (
+            -torch.expm1(done * math.log(hyper.beta1)) if hyper.beta1 else 1.0,
+            -torch.expm1(done * math.log(hyper.beta2)),
+        )
+        p = param * (1 - hyper.lr * hyper.weight_decay) - hyper.lr / near * m / (
+            v.sqrt() / far.sqrt() + hyper.eps
+        )
         for old, new in ((param, p), (first, m), (second, v), (step, done)):
             old.copy_(torch.where(goes, new, old))
     if tensors.copies:
@@ -96,7 +110,18 @@ def _fused(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_inf: T
     together = zip(tensors.params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, strict=True)
     for index, (param, grad, first, second) in enumerate(together):
         copy = tensors.copies[index] if tensors.copies else None
-        launch(param, grad, first, second, copy, corrections[index], done[index].float(), hyper, scale, found_inf)
+        launch(
+            param,
+            grad,
+            first,
+            second,
+            copy,
+            corrections[index],
+            done[index].float(),
+            hyper,
+            scale,
+            found_inf,
+        )
     torch._foreach_add_(list(tensors.steps), [1 - found_inf] * len(tensors.steps))
 
 

@@ -90,14 +90,24 @@ class AttentionMask:
 
     def on_host(self) -> tuple[tuple[int, ...], ...]:
         """The bounds of every row's documents as Python numbers; waits for the device if the host does not know them."""
-        return self.host_bounds if self.host_bounds is not None else bounds_on_host(self.bounds, self.document.shape[1])
+        return (
+            self.host_bounds
+            if self.host_bounds is not None
+            else bounds_on_host(self.bounds, self.document.shape[1])
+        )
 
 
 def mask_of(batch: Batch, *, max_length: int | None = None) -> AttentionMask:
     """The mask of a microbatch, made without waiting for the device. A document may fill a row unless `max_length` bounds it."""
     rows, length = batch.document.shape
     bound = max_length or batch.max_length or length
-    mask = _mask(batch.document, batch.bounds, single_document=batch.single_document, max_length=bound, rows=rows)
+    mask = _mask(
+        batch.document,
+        batch.bounds,
+        single_document=batch.single_document,
+        max_length=bound,
+        rows=rows,
+    )
     if mask.host_bounds is None and batch.host_bounds is not None:
         return replace(mask, host_bounds=bounds_on_host(batch.host_bounds, length))
     return mask
@@ -110,7 +120,9 @@ def causal_mask(rows: int, length: int, device: torch.device | str = "cpu") -> A
     return _mask(document, bounds, single_document=True, max_length=length, rows=rows)
 
 
-def _mask(document: Tensor, bounds: Tensor, *, single_document: bool, max_length: int, rows: int) -> AttentionMask:
+def _mask(
+    document: Tensor, bounds: Tensor, *, single_document: bool, max_length: int, rows: int
+) -> AttentionMask:
     length = document.shape[1]
     row_starts = torch.arange(rows, dtype=torch.int32, device=bounds.device)[:, None] * length
     flat = (bounds[:, :-1] + row_starts).flatten()
@@ -127,7 +139,14 @@ def bounds_on_host(bounds: Tensor, length: int) -> tuple[tuple[int, ...], ...]:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None, backend: str = "auto", rule: ScoreRule = PLAIN
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    *,
+    window: int | None = None,
+    backend: str = "auto",
+    rule: ScoreRule = PLAIN,
 ) -> Tensor:
     """Attention of each token to itself and to the tokens before it in its document, at most `window` including itself."""
     if backend == "auto":
@@ -139,7 +158,11 @@ def attend(
     if backend == "fa4":
         return _fa4(q, k, v, mask, window)
     if backend == "varlen":
-        return _varlen(q, k, v, mask, window) if rule.sinks is None else attend_with_sinks(q, k, v, rule.sinks, mask, window)
+        return (
+            _varlen(q, k, v, mask, window)
+            if rule.sinks is None
+            else attend_with_sinks(q, k, v, rule.sinks, mask, window)
+        )
     if backend == "reference":
         return reference(q, k, v, visible(mask, window), rule)
     if mask.single_document and window is None and rule.is_plain:
@@ -162,12 +185,16 @@ def choose(q: Tensor, mask: AttentionMask, window: int | None, rule: ScoreRule =
     return "sdpa" if why_not("varlen", "cuda", q.dtype, q.shape[-1]) else "varlen"
 
 
-def why_not(backend: str, device_type: str, dtype: torch.dtype, head_dim: int, rule: ScoreRule = PLAIN) -> str:
+def why_not(
+    backend: str, device_type: str, dtype: torch.dtype, head_dim: int, rule: ScoreRule = PLAIN
+) -> str:
     """Why a backend cannot compute a case; empty if it can."""
     if backend not in BACKENDS:
         return f"there are only {', '.join(BACKENDS)}"
     if rule.softcap is not None and backend not in CAPPING:
-        return f"{backend} cannot soft-cap scores and the model's attention_softcap is {rule.softcap}"
+        return (
+            f"{backend} cannot soft-cap scores and the model's attention_softcap is {rule.softcap}"
+        )
     if rule.sinks is not None and backend in ("fa4", "flex"):
         return f"{backend} has no trained sinks and the model's attention_sinks is true"
     if backend in ("reference", "sdpa"):
@@ -179,7 +206,9 @@ def why_not(backend: str, device_type: str, dtype: torch.dtype, head_dim: int, r
     if dtype not in HALF:
         return f"{backend} computes in bfloat16 or float16 and the tensors are {str(dtype).removeprefix('torch.')}"
     if head_dim % 8 or head_dim > 256:
-        return f"{backend} needs a head width that is a multiple of 8 up to 256 and it is {head_dim}"
+        return (
+            f"{backend} needs a head width that is a multiple of 8 up to 256 and it is {head_dim}"
+        )
     return flash4.why_not() if backend == "fa4" else ""
 
 
@@ -188,7 +217,9 @@ def working_backends(device: torch.device | str) -> list[tuple[str, bool, str]]:
     kind = torch.device(device).type
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 16, heads, 32, generator=generator).to(device, dtype) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(2, 16, heads, 32, generator=generator).to(device, dtype) for heads in (4, 2, 2)
+    )
     bounds = torch.tensor([[0, 5, 16], [0, 16, 16]], dtype=torch.int32, device=device)
     document = (torch.arange(16, device=device)[None, :] >= bounds[:, 1:2]).int()
     mask = _mask(document, bounds, single_document=False, max_length=16, rows=2)
@@ -242,17 +273,25 @@ def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: ScoreRule = PLAIN
         o = F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen)
     else:
         scores = rule(torch.matmul(folded * hd**-0.5, keys.transpose(2, 3)).float())
-        sinks = None if rule.sinks is None else rule.sinks.view(KV, H // KV, 1).expand(-1, -1, T).reshape(KV, -1, 1)
+        sinks = (
+            None
+            if rule.sinks is None
+            else rule.sinks.view(KV, H // KV, 1).expand(-1, -1, T).reshape(KV, -1, 1)
+        )
         o = torch.matmul(softmax(scores.masked_fill(~seen, -torch.inf), sinks).to(q.dtype), values)
     return o.view(B, KV, H // KV, T, hd).permute(0, 3, 1, 2, 4).reshape(B, T, H, hd)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    ).transpose(1, 2)
 
 
-def _per_document(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, rule: ScoreRule) -> Tensor:
+def _per_document(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, rule: ScoreRule
+) -> Tensor:
     assert mask.host_bounds is not None
     pieces: list[Tensor] = []
     for row, bounds in enumerate(mask.host_bounds):
@@ -261,7 +300,9 @@ def _per_document(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: 
             if rule.is_plain and (window is None or stop - start <= window):
                 pieces.append(_causal(one_q, one_k, one_v))
             else:
-                pieces.append(dense(one_q, one_k, one_v, band(stop - start, window, q.device)[None], rule))
+                pieces.append(
+                    dense(one_q, one_k, one_v, band(stop - start, window, q.device)[None], rule)
+                )
     return torch.cat(pieces, dim=1).view(q.shape)
 
 
@@ -269,7 +310,9 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | Non
     if mask.single_document:
         return flash4.causal(q, k, v, window)
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
-    return flash4.documents(flat_q, flat_k, flat_v, mask.cu_seqlens, mask.max_length, window).view(q.shape)
+    return flash4.documents(flat_q, flat_k, flat_v, mask.cu_seqlens, mask.max_length, window).view(
+        q.shape
+    )
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None) -> Tensor:
@@ -277,7 +320,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | 
     left = -1 if window is None else window - 1
     kernel = varlen_kernel(q.shape[2] != k.shape[2])
     starts, longest = mask.cu_seqlens, mask.max_length
-    return kernel(flat_q, flat_k, flat_v, starts, starts, longest, longest, window_size=(left, 0)).view(q.shape)
+    return kernel(
+        flat_q, flat_k, flat_v, starts, starts, longest, longest, window_size=(left, 0)
+    ).view(q.shape)
 
 
 @functools.cache
@@ -294,7 +339,9 @@ QUERY_BLOCK = 1024
 """Queries that share one dense mask."""
 
 
-def attend_chunk(q: Tensor, k: Tensor, v: Tensor, *, start: int | None, position: Tensor, rule: ScoreRule = PLAIN) -> Tensor:
+def attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, *, start: int | None, position: Tensor, rule: ScoreRule = PLAIN
+) -> Tensor:
     """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T] and k, v [B,S,KV,hd]; `start` where every row's chunk begins there and ends at S."""
     if start is not None and not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule):
         from headway.kernels.past_attention import attend_past

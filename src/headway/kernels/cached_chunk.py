@@ -48,7 +48,10 @@ class HeadRegion:
 
 def region_table(regions: Sequence[HeadRegion], head_size: int, device: torch.device) -> Tensor:
     """int64 [regions, 6] on the device: begin in heads' widths, KV head, sinks, window, ring, reach."""
-    rows = [(one.begin // head_size, one.head, one.sinks, one.window, one.ring, one.reach) for one in regions]
+    rows = [
+        (one.begin // head_size, one.head, one.sinks, one.window, one.ring, one.reach)
+        for one in regions
+    ]
     return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 6)
 
 
@@ -64,7 +67,11 @@ class ChunkPlan:
     @staticmethod
     def of(sequences: Sequence[tuple[int, int, int, int, int]], device: torch.device) -> ChunkPlan:
         """From (first packed token, tokens, position, end, row) of every sequence."""
-        blocks = [(number, start) for number, one in enumerate(sequences) for start in range(0, one[1], BLOCK)]
+        blocks = [
+            (number, start)
+            for number, one in enumerate(sequences)
+            for start in range(0, one[1], BLOCK)
+        ]
         table = torch.tensor([*sequences], dtype=torch.int32).view(-1, 5)
         pieces = torch.tensor(blocks, dtype=torch.int32).view(-1, 2)
         if device.type == "cuda":
@@ -73,7 +80,15 @@ class ChunkPlan:
 
 
 def attend_streaming(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, o: Tensor, regions: Tensor, plan: ChunkPlan, rule: ScoreRule = PLAIN
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    o: Tensor,
+    regions: Tensor,
+    plan: ChunkPlan,
+    rule: ScoreRule = PLAIN,
 ) -> None:
     """Write o [N,H,hd] of the query heads whose KV heads have a region; the others stay. Runs before the new tokens are stored."""
     if len(regions) == 0 or len(plan.blocks) == 0:
@@ -83,7 +98,9 @@ def attend_streaming(
     cached_chunk_triton.attend(q, k, v, keys, values, o, regions, plan, rule)
 
 
-def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, regions: Tensor, plan: ChunkPlan) -> None:
+def store(
+    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, regions: Tensor, plan: ChunkPlan
+) -> None:
     """Keep what every region needs of k and v [N,KV,hd]."""
     if len(plan.blocks) == 0:
         return
@@ -93,7 +110,15 @@ def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, regions: Tensor, p
 
 
 def attend_streaming_reference(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, o: Tensor, regions: Tensor, plan: ChunkPlan, rule: ScoreRule = PLAIN
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    o: Tensor,
+    regions: Tensor,
+    plan: ChunkPlan,
+    rule: ScoreRule = PLAIN,
 ) -> None:
     """The same in plain torch, one head and sequence at a time."""
     hd, groups = q.shape[-1], q.shape[1] // k.shape[1]
@@ -102,24 +127,34 @@ def attend_streaming_reference(
         for first, count, position, _, row in plan.sequences.tolist():
             old = [(begin + row * (sinks + ring) + index(p, sinks, ring)) for p in range(position)]
             new = slice(first, first + count)
-            all_k, all_v = (torch.cat([flat.view(-1, hd)[old], x[new, head]]).float() for flat, x in ((keys, k), (values, v)))
+            all_k, all_v = (
+                torch.cat([flat.view(-1, hd)[old], x[new, head]]).float()
+                for flat, x in ((keys, k), (values, v))
+            )
             at = torch.arange(position, position + count, device=q.device)[:, None]
             j = torch.arange(position + count, device=q.device)
-            seen = (j <= at) & (((at - j < window) & (j >= sinks)) | ((j < sinks) & (at - j < reach)))
+            seen = (j <= at) & (
+                ((at - j < window) & (j >= sinks)) | ((j < sinks) & (at - j < reach))
+            )
             scores = rule(torch.einsum("thd,sd->hts", q[new, heads].float(), all_k) * hd**-0.5)
             beside = None if rule.sinks is None else rule.sinks[heads, None, None]
             weights = softmax(scores.masked_fill(~seen, -torch.inf), beside)
             o[new, heads] = torch.einsum("hts,sd->thd", weights, all_v).to(o.dtype)
 
 
-def store_reference(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, regions: Tensor, plan: ChunkPlan) -> None:
+def store_reference(
+    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, regions: Tensor, plan: ChunkPlan
+) -> None:
     """The same in plain torch, one token after the other."""
     hd = k.shape[-1]
     for begin, head, sinks, _, ring, _ in regions.tolist():
         for first, count, position, end, row in plan.sequences.tolist():
             for token in range(min(count, end - position)):
                 place = begin + row * (sinks + ring) + index(position + token, sinks, ring)
-                keys.view(-1, hd)[place], values.view(-1, hd)[place] = k[first + token, head], v[first + token, head]
+                keys.view(-1, hd)[place], values.view(-1, hd)[place] = (
+                    k[first + token, head],
+                    v[first + token, head],
+                )
 
 
 def index(position: int, sinks: int, ring: int) -> int:

@@ -29,12 +29,25 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def ruled(products, scale, SOFTCAP: tl.constexpr):  # pyright: ignore
     """Scores in powers of two."""
     if SOFTCAP > 0:
-        return SOFTCAP * LOG2E * (2 * tl.sigmoid(products * (scale * (2 / SOFTCAP))) - 1)  # softcap * tanh(score / softcap)
+        return (
+            SOFTCAP * LOG2E * (2 * tl.sigmoid(products * (scale * (2 / SOFTCAP))) - 1)
+        )  # softcap * tanh(score / softcap)
     return products * (scale * LOG2E)
 
 
 @triton.jit
-def add_block(queries, block_k, block_v, seen, scale, highest, total, acc, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr):  # pyright: ignore
+def add_block(
+    queries,
+    block_k,
+    block_v,
+    seen,
+    scale,
+    highest,
+    total,
+    acc,
+    PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # pyright: ignore
     """A running softmax with one more block of keys and values; `seen` is None where every query sees all of them."""
     scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION), scale, SOFTCAP)
     if seen is not None:
@@ -45,7 +58,9 @@ def add_block(queries, block_k, block_v, seen, scale, highest, total, acc, PRECI
     weights = tl.exp2(scores - base[:, None])
     rescale = tl.exp2(highest - base)
     total = total * rescale + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(block_v.dtype), block_v, acc * rescale[:, None], input_precision=PRECISION)
+    acc = tl.dot(
+        weights.to(block_v.dtype), block_v, acc * rescale[:, None], input_precision=PRECISION
+    )
     return new_highest, total, acc
 
 
@@ -60,11 +75,21 @@ def add_sinks(
         is_old = (j < start)[:, None]
         inside = (j < stop)[:, None] & (d < HD)[None, :]
         wide_j = j.to(tl.int64)[:, None]
-        block_k = tl.load(tl.where(is_old, old_k + wide_j * HD, new_k + wide_j * k_token) + d[None, :], mask=inside, other=0.0)
-        block_v = tl.load(tl.where(is_old, old_v + wide_j * HD, new_v + wide_j * v_token) + d[None, :], mask=inside, other=0.0)
+        block_k = tl.load(
+            tl.where(is_old, old_k + wide_j * HD, new_k + wide_j * k_token) + d[None, :],
+            mask=inside,
+            other=0.0,
+        )
+        block_v = tl.load(
+            tl.where(is_old, old_v + wide_j * HD, new_v + wide_j * v_token) + d[None, :],
+            mask=inside,
+            other=0.0,
+        )
         distance = at[:, None] - j[None, :]
         seen = (j < stop)[None, :] & (distance >= 0) & (distance < reach)
-        highest, total, acc = add_block(queries, block_k, block_v, seen, scale, highest, total, acc, PRECISION, SOFTCAP)
+        highest, total, acc = add_block(
+            queries, block_k, block_v, seen, scale, highest, total, acc, PRECISION, SOFTCAP
+        )
     return highest, total, acc
 
 
@@ -81,7 +106,9 @@ def add_stored(
         block_k = tl.load(old_k + place, mask=inside, other=0.0)
         block_v = tl.load(old_v + place, mask=inside, other=0.0)
         seen = (j < stop)[None, :] & (at[:, None] - j[None, :] < window)
-        highest, total, acc = add_block(queries, block_k, block_v, seen, scale, highest, total, acc, PRECISION, SOFTCAP)
+        highest, total, acc = add_block(
+            queries, block_k, block_v, seen, scale, highest, total, acc, PRECISION, SOFTCAP
+        )
     return highest, total, acc
 
 
@@ -100,9 +127,13 @@ def add_new(
         if MASKED:
             distance = at[:, None] - j[None, :]
             seen = (distance >= 0) & (distance < window)
-            highest, total, acc = add_block(queries, block_k, block_v, seen, scale, highest, total, acc, PRECISION, SOFTCAP)
+            highest, total, acc = add_block(
+                queries, block_k, block_v, seen, scale, highest, total, acc, PRECISION, SOFTCAP
+            )
         else:
-            highest, total, acc = add_block(queries, block_k, block_v, None, scale, highest, total, acc, PRECISION, SOFTCAP)
+            highest, total, acc = add_block(
+                queries, block_k, block_v, None, scale, highest, total, acc, PRECISION, SOFTCAP
+            )
     return highest, total, acc
 
 
@@ -133,17 +164,47 @@ def attend_blocks(
     place = (head * G + tl.program_id(1) % G) * HD + d[None, :]
     queries = tl.load(q + (token + m)[:, None] * q_token + place, mask=is_query, other=0.0)
     # Addresses of position 0 in the cache and among the new tokens, where it may lie before their beginning.
-    old_k, old_v = keys + (begin + row * (sinks + ring)) * HD, values + (begin + row * (sinks + ring)) * HD
-    new_k, new_v = k + (token - start) * k_token + head * HD, v + (token - start) * v_token + head * HD
-    highest, total, acc = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, HP], tl.float32)
+    old_k, old_v = (
+        keys + (begin + row * (sinks + ring)) * HD,
+        values + (begin + row * (sinks + ring)) * HD,
+    )
+    new_k, new_v = (
+        k + (token - start) * k_token + head * HD,
+        v + (token - start) * v_token + head * HD,
+    )
+    highest, total, acc = (
+        tl.full([M], -float("inf"), tl.float32),
+        tl.zeros([M], tl.float32),
+        tl.zeros([M, HP], tl.float32),
+    )
 
     highest, total, acc = add_sinks(
         queries, at, d, n, old_k, old_v, new_k, new_v, k_token, v_token, start, tl.minimum(sinks, last), reach, scale,
         highest, total, acc, HD, N, PRECISION, SOFTCAP,
     )  # fmt: skip
-    near = tl.maximum(sinks, start + offset - window + 1)  # what the first query of the block still sees
+    near = tl.maximum(
+        sinks, start + offset - window + 1
+    )  # what the first query of the block still sees
     highest, total, acc = add_stored(
-        queries, at, d, n, old_k, old_v, near, start, sinks, window, ring, scale, highest, total, acc, HD, N, PRECISION, SOFTCAP
+        queries,
+        at,
+        d,
+        n,
+        old_k,
+        old_v,
+        near,
+        start,
+        sinks,
+        window,
+        ring,
+        scale,
+        highest,
+        total,
+        acc,
+        HD,
+        N,
+        PRECISION,
+        SOFTCAP,
     )
     # The new keys: a lower edge and an upper edge on which some queries see some keys, and a middle that all of them see.
     lower = tl.maximum(near, start)
@@ -162,7 +223,9 @@ def attend_blocks(
         True, HD, N, PRECISION, SOFTCAP,
     )  # fmt: skip
     if HAS_LOGITS:
-        total += tl.exp2(tl.load(logits + head * G + tl.program_id(1) % G).to(tl.float32) * LOG2E - highest)
+        total += tl.exp2(
+            tl.load(logits + head * G + tl.program_id(1) % G).to(tl.float32) * LOG2E - highest
+        )
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(o + (token + m)[:, None] * o_token + place, acc.to(o.dtype.element_ty), mask=is_query)
 
@@ -193,12 +256,28 @@ def store_blocks(
         place = tl.where(at < sinks, at, sinks + (at - sinks) % ring)
         to = (begin + row * (sinks + ring) + place)[:, None] * HD + d[None, :]
         source = (token + m)[:, None]
-        tl.store(keys + to, tl.load(k + source * k_token + head * HD + d[None, :], mask=mask, other=0.0), mask=mask)
-        tl.store(values + to, tl.load(v + source * v_token + head * HD + d[None, :], mask=mask, other=0.0), mask=mask)
+        tl.store(
+            keys + to,
+            tl.load(k + source * k_token + head * HD + d[None, :], mask=mask, other=0.0),
+            mask=mask,
+        )
+        tl.store(
+            values + to,
+            tl.load(v + source * v_token + head * HD + d[None, :], mask=mask, other=0.0),
+            mask=mask,
+        )
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, o: Tensor, regions: Tensor, plan: ChunkPlan, rule: ScoreRule
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    o: Tensor,
+    regions: Tensor,
+    plan: ChunkPlan,
+    rule: ScoreRule,
 ) -> None:
     """Write o of the heads that have a region."""
     hd, groups = q.shape[-1], q.shape[1] // k.shape[1]
@@ -214,7 +293,9 @@ def attend(
     )  # fmt: skip
 
 
-def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, regions: Tensor, plan: ChunkPlan) -> None:
+def store(
+    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, regions: Tensor, plan: ChunkPlan
+) -> None:
     """Keep what the regions need."""
     hd = k.shape[-1]
     assert all(x.stride()[1:] == (hd, 1) for x in (k, v))

@@ -20,7 +20,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headway.kernels.vocab_loss import VocabShard, add_at_target, cap_in_place, sharded_softmax_gradient, token_scores
+from headway.kernels.vocab_loss import (
+    VocabShard,
+    add_at_target,
+    cap_in_place,
+    sharded_softmax_gradient,
+    token_scores,
+)
 
 
 class NLL(NamedTuple):
@@ -67,12 +73,18 @@ def softmax_gradient(
     if shard is not None:
         return sharded_softmax_gradient(logits, targets, coefficients, shaping, shard, softcap)
     if logits.is_cuda:
-        return softmax_gradient_cuda(logits, targets, coefficients, shaping.label_smoothing, shaping.z_loss, softcap)
+        return softmax_gradient_cuda(
+            logits, targets, coefficients, shaping.label_smoothing, shaping.z_loss, softcap
+        )
     return softmax_gradient_reference(logits, targets, coefficients, shaping, softcap)
 
 
 def softmax_gradient_reference(
-    logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping, softcap: float | None = None
+    logits: Tensor,
+    targets: Tensor,
+    coefficients: Tensor,
+    shaping: Shaping,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Plain torch; what the fused kernel is compared to, and what runs on CPU."""
     smoothing, z = shaping
@@ -156,18 +168,29 @@ def _kernel() -> Any:
             gradient = tl.exp(x - lse) * (1.0 + 2.0 * z * lse)
             if SMOOTH:
                 gradient -= smoothing / V
-            gradient = tl.where(column == target, gradient - (1.0 - smoothing), gradient) * coefficient * slope
+            gradient = (
+                tl.where(column == target, gradient - (1.0 - smoothing), gradient)
+                * coefficient
+                * slope
+            )
             tl.store(base + column, gradient.to(logits.dtype.element_ty), mask=inside)
 
     return softmax_gradient
 
 
 def softmax_gradient_cuda(
-    logits: Tensor, targets: Tensor, coefficients: Tensor, smoothing: float, z: float, softcap: float | None = None
+    logits: Tensor,
+    targets: Tensor,
+    coefficients: Tensor,
+    smoothing: float,
+    z: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As the reference in cross_entropy.py, in one kernel."""
     rows, vocab = logits.shape
-    loss, nll, lse, correct = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4))
+    loss, nll, lse, correct = (
+        torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4)
+    )
     block = min(8192, 1 << (vocab - 1).bit_length())
     _kernel()[(rows,)](
         logits, logits.stride(0), targets, coefficients, loss, nll, lse, correct, smoothing, z, softcap or 0.0, vocab,
@@ -197,7 +220,11 @@ class _LinearLoss(torch.autograd.Function):
         size = hidden.shape[0]
         per_token = [torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(4)]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        d_weight = (
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            if needs_weight
+            else None
+        )
         if taken is not None:
             d_weight = taken.zero_()
         for start in range(0, size, chunk):
@@ -236,7 +263,9 @@ def _accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == torch.float32:
         total.addmm_(left.t(), right)
     elif left.is_cuda:
-        torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)  # the product adds to fp32 itself
+        torch.addmm(
+            total, left.t(), right, out_dtype=torch.float32, out=total
+        )  # the product adds to fp32 itself
     else:
         total.add_(left.t() @ right)
 
@@ -244,7 +273,13 @@ def _accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
 class _LinearScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, shard: VocabShard | None, softcap: float | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        shard: VocabShard | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
         log_prob = torch.empty(size, dtype=torch.float32, device=hidden.device)
@@ -269,7 +304,11 @@ class _LinearScores(torch.autograd.Function):
         d_log_prob, d_lse = grads
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        d_weight = (
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            if needs_weight
+            else None
+        )
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden.shape[0]))
             gradient = (hidden[part] @ weight.t()).float()
@@ -303,16 +342,28 @@ def linear_nll(
 
 
 def linear_loss(
-    hidden: Tensor, weight: Tensor, coefficients: Tensor, gradient: TokenGradient, chunk_tokens: int, grad_buffer: WeightGradBuffer | None
+    hidden: Tensor,
+    weight: Tensor,
+    coefficients: Tensor,
+    gradient: TokenGradient,
+    chunk_tokens: int,
+    grad_buffer: WeightGradBuffer | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sum of coefficient * loss over tokens, and three more numbers of each; gradients are taken in the same pass."""
     taken = None
-    if grad_buffer is not None and torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad:
+    if (
+        grad_buffer is not None
+        and torch.is_grad_enabled()
+        and hidden.requires_grad
+        and weight.requires_grad
+    ):
         taken = grad_buffer.take()
     if taken is None:
         found = _LinearLoss.apply(hidden, weight, coefficients, gradient, chunk_tokens, None, None)
     else:
-        found = _LinearLoss.apply(hidden, weight.detach(), coefficients, gradient, chunk_tokens, grad_buffer, taken)
+        found = _LinearLoss.apply(
+            hidden, weight.detach(), coefficients, gradient, chunk_tokens, grad_buffer, taken
+        )
     return found  # pyright: ignore[reportReturnType]
 
 

@@ -45,7 +45,13 @@ class DecodePlan:
     """fp32 [B, items, G]"""
 
     @staticmethod
-    def of(regions: Sequence[tuple[int, int, int, int, int]], rows: int, groups: int, head_size: int, device: torch.device) -> DecodePlan:
+    def of(
+        regions: Sequence[tuple[int, int, int, int, int]],
+        rows: int,
+        groups: int,
+        head_size: int,
+        device: torch.device,
+    ) -> DecodePlan:
         """Cut regions (begin, KV head, sinks, window, reach); a region begins at a multiple of a head's width."""
         total = rows * sum(sinks + window for _, _, sinks, window, _ in regions)
         stretch = STRETCH_STEP * max(1, -(-total // (WANTED_PROGRAMS * STRETCH_STEP)))
@@ -53,9 +59,14 @@ class DecodePlan:
         heads = [(0, 0, 0, 0)] * len(regions)
         for begin, head, sinks, window, reach in regions:
             first = len(items)
-            items += [(begin // head_size, head, sinks, window, reach, start) for start in range(0, sinks + window, stretch)]
+            items += [
+                (begin // head_size, head, sinks, window, reach, start)
+                for start in range(0, sinks + window, stretch)
+            ]
             heads[head] = (first, len(items) - first, sinks + window, 0)
-        partial = torch.empty(rows, len(items), groups, head_size, dtype=torch.float32, device=device)
+        partial = torch.empty(
+            rows, len(items), groups, head_size, dtype=torch.float32, device=device
+        )
         return DecodePlan(
             torch.tensor(items, dtype=torch.int64, device=device),
             torch.tensor(heads, dtype=torch.int32, device=device),
@@ -102,7 +113,10 @@ def decode_reference(
         if start:
             continue
         slots = sinks + window
-        region_k, region_v = (x.view(-1, hd)[begin : begin + rows * slots].view(rows, slots, hd) for x in (keys, values))
+        region_k, region_v = (
+            x.view(-1, hd)[begin : begin + rows * slots].view(rows, slots, hd)
+            for x in (keys, values)
+        )
         for row, p in enumerate(position.tolist()):
             if p < 0:
                 o[row] = 0
@@ -113,5 +127,7 @@ def decode_reference(
             query_heads = slice(head * groups, (head + 1) * groups)
             scores = rule(q[row, query_heads].float() @ region_k[row, seen].float().T * hd**-0.5)
             beside = None if rule.sinks is None else rule.sinks[query_heads, None]
-            o[row, query_heads] = (softmax(scores, beside) @ region_v[row, seen].float()).to(q.dtype)
+            o[row, query_heads] = (softmax(scores, beside) @ region_v[row, seen].float()).to(
+                q.dtype
+            )
     return o

@@ -23,7 +23,9 @@ WIDE, WIDE_WARPS = 256, 8
 @triton.jit
 def ruled(scores, SOFTCAP: tl.constexpr):  # pyright: ignore
     if SOFTCAP > 0:
-        scores = SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)  # softcap * tanh(score / softcap)
+        scores = SOFTCAP * (
+            2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1
+        )  # softcap * tanh(score / softcap)
     return scores
 
 
@@ -49,7 +51,9 @@ def attend_stretch(
         d = tl.arange(0, HP)
         is_width = d < HD
         is_query = (g < G)[:, None] & is_width[None, :]
-        queries = tl.load(q + row * q_row + (head * G + g)[:, None] * HD + d[None, :], mask=is_query, other=0.0)
+        queries = tl.load(
+            q + row * q_row + (head * G + g)[:, None] * HD + d[None, :], mask=is_query, other=0.0
+        )
         # One long address, known to be a multiple of HD, and short offsets from it: so reads are wide and fit the registers.
         my_keys = keys + (begin + row * slots) * HD
         my_values = values + (begin + row * slots) * HD
@@ -62,7 +66,9 @@ def attend_stretch(
             new_v = tl.load(v + row * v_row + head * HD + d, mask=is_width, other=0.0)
             tl.store(my_keys + new * HD + d, new_k, mask=is_width)
             tl.store(my_values + new * HD + d, new_v, mask=is_width)
-            highest = ruled(tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale, SOFTCAP)
+            highest = ruled(
+                tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale, SOFTCAP
+            )
             total = tl.full([GP], 1.0, tl.float32)
             acc = tl.zeros([GP, HP], tl.float32) + new_v.to(tl.float32)[None, :]
         stop = tl.minimum(start + stretch, filled)
@@ -73,7 +79,9 @@ def attend_stretch(
             inside = (s < stop)[:, None] & is_width[None, :]
             block_k = tl.load(my_keys + place, mask=inside, other=0.0)
             block_v = tl.load(my_values + place, mask=inside, other=0.0)
-            scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP)
+            scores = ruled(
+                tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP
+            )
             scores = tl.where(seen[None, :], scores, -float("inf"))
             new_highest = tl.maximum(highest, tl.max(scores, 1))
             # a block in which nothing is seen keeps exp(-inf - -inf) out of the sum
@@ -81,7 +89,9 @@ def attend_stretch(
             weights = tl.exp2((scores - base[:, None]) * 1.4426950408889634)
             rescale = tl.exp2((highest - base) * 1.4426950408889634)
             total = total * rescale + tl.sum(weights, 1)
-            acc = acc * rescale[:, None] + tl.dot(weights.to(block_v.dtype), block_v, input_precision=PRECISION)
+            acc = acc * rescale[:, None] + tl.dot(
+                weights.to(block_v.dtype), block_v, input_precision=PRECISION
+            )
             highest = new_highest
         lse = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
         out = (row * num_items + item) * G + g
@@ -111,7 +121,11 @@ def combine_stretches(
     if HAS_SINKS:
         total += tl.exp(tl.load(sinks + query_head).to(tl.float32) - highest)
     weights = weights / tl.where(count > 0, total, 1.0)
-    parts = tl.load(partial + base[:, None] * HD + d[None, :], mask=(n < count)[:, None] & (d < HD)[None, :], other=0.0)
+    parts = tl.load(
+        partial + base[:, None] * HD + d[None, :],
+        mask=(n < count)[:, None] & (d < HD)[None, :],
+        other=0.0,
+    )
     result = tl.sum(parts * weights[:, None], 0)
     place = o + (row * tl.num_programs(0) + query_head) * HD + d
     tl.store(place, result.to(o.dtype.element_ty), mask=d < HD)
@@ -143,7 +157,9 @@ def attend(
     )  # fmt: skip
 
 
-def combine(q: torch.Tensor, position: torch.Tensor, plan: DecodePlan, sinks: torch.Tensor | None) -> torch.Tensor:
+def combine(
+    q: torch.Tensor, position: torch.Tensor, plan: DecodePlan, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """o [B,H,hd] of the stretches, and of sinks [H] beside them."""
     rows, num_heads, hd = q.shape
     o = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -68,12 +68,20 @@ def linear_distill(
 
 
 def distill_gradient(
-    logits: Tensor, given: Tensor, targets: Tensor, coefficients: Tensor, shaping: DistillShaping, softcap: float | None = None
+    logits: Tensor,
+    given: Tensor,
+    targets: Tensor,
+    coefficients: Tensor,
+    shaping: DistillShaping,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Overwrite the student's logits [n, V] with their gradient; per-token (loss, nll, kl, correct). `given`: the teacher's logits."""
     temperature, reverse, _ = shaping
     of = student_scores(logits, targets, softcap)
-    log_p, log_q = torch.log_softmax(of.x / temperature, -1), torch.log_softmax(given / temperature, -1)
+    log_p, log_q = (
+        torch.log_softmax(of.x / temperature, -1),
+        torch.log_softmax(given / temperature, -1),
+    )
     if reverse:
         apart = log_p - log_q
         p = log_p.exp_()
@@ -108,7 +116,14 @@ def student_scores(logits: Tensor, targets: Tensor, softcap: float | None) -> St
     return StudentScores(x, lse, targets, lse - at_target, (at_target >= x.amax(-1)).float(), slope)
 
 
-def blended(kl: Tensor, gradient: Tensor, of: StudentScores, logits: Tensor, coefficients: Tensor, shaping: DistillShaping) -> Tensor:
+def blended(
+    kl: Tensor,
+    gradient: Tensor,
+    of: StudentScores,
+    logits: Tensor,
+    coefficients: Tensor,
+    shaping: DistillShaping,
+) -> Tensor:
     """Per-token loss of a divergence and the plain nll. `gradient`, by scaled logits, becomes that of the loss and goes into `logits`."""
     temperature, _, alpha = shaping
     gradient.mul_(alpha * temperature)  # t^2 of the loss, 1 / t of the logits

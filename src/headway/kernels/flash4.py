@@ -43,7 +43,10 @@ def _interface() -> Any:
     # Read when the package is imported.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "flash4"))
+        os.environ.setdefault(
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+            str(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "flash4"),
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own parts warn of each other
         from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
@@ -56,16 +59,33 @@ def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return _first(_interface().flash_attn_func(q, k, v, **_options(window)))
 
 
-def documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int | None) -> Tensor:
+def documents(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int | None
+) -> Tensor:
     """All documents of flattened rows: q [N,H,hd], k and v [N,KV,hd], starts [documents + 1] -> [N,H,hd]."""
     call = _interface().flash_attn_varlen_func
-    return _first(call(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest, **_options(window)))
+    return _first(
+        call(
+            q,
+            k,
+            v,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            **_options(window),
+        )
+    )
 
 
 def _options(window: int | None) -> dict[str, Any]:
     left = None if window is None else window - 1
     right = None if window is None else 0
-    return {"causal": True, "window_size": (left, right), "deterministic": torch.are_deterministic_algorithms_enabled()}
+    return {
+        "causal": True,
+        "window_size": (left, right),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
 
 
 def _first(result: Any) -> Tensor:

@@ -26,7 +26,9 @@ MIN_HEAD_DIM = 16
 """flex_attention has no kernel for narrower heads."""
 
 
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None) -> Tensor:
+def attend_flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None
+) -> Tensor:
     """Attention inside documents with soft-capped scores."""
     length = q.shape[1]
     padded = padded_length(length)
@@ -74,7 +76,9 @@ def _block_mask(document: Tensor, length: int, window: int | None) -> Any:
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (document[row, query] == document[row, key]) & (query >= key) & (query - key < reach)
 
-    return _maker()(visible, document.shape[0], None, length, length, device=document.device, BLOCK_SIZE=BLOCK)
+    return _maker()(
+        visible, document.shape[0], None, length, length, device=document.device, BLOCK_SIZE=BLOCK
+    )
 
 
 @cache

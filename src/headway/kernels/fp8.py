@@ -43,7 +43,9 @@ def _over(split: LinearSplit | None, *kinds: str) -> Callable[[Tensor], Tensor] 
     return None if split is None else split.over(*kinds)
 
 
-def rounded(x: Tensor, dtype: torch.dtype, dim: int | None, over: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
+def rounded(
+    x: Tensor, dtype: torch.dtype, dim: int | None, over: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """(x in fp8, what to multiply it by to get x back): one scale for all of x, or one for each slice along `dim`.
 
     `over`: the maximum over ranks, where a scale covers elements of several.
@@ -56,10 +58,20 @@ def rounded(x: Tensor, dtype: torch.dtype, dim: int | None, over: Callable[[Tens
     return (x.float() / scale).clamp(-limit, limit).to(dtype), scale
 
 
-def product(left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, out: torch.dtype, *, fast: bool) -> Tensor:
+def product(
+    left: Tensor,
+    right: Tensor,
+    scale_left: Tensor,
+    scale_right: Tensor,
+    out: torch.dtype,
+    *,
+    fast: bool,
+) -> Tensor:
     """left @ right with their scales; `fast` accumulates with fewer bits, which is precise enough for forward."""
     if left.is_cuda:
-        return torch._scaled_mm(left, right, scale_a=scale_left, scale_b=scale_right, out_dtype=out, use_fast_accum=fast)
+        return torch._scaled_mm(
+            left, right, scale_a=scale_left, scale_b=scale_right, out_dtype=out, use_fast_accum=fast
+        )
     return ((left.float() * scale_left) @ (right.float() * scale_right)).to(out)
 
 
@@ -76,10 +88,16 @@ class _Tensorwise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         g8, g_scale = rounded(grads[0], E5M2, None, _over(ctx.split, "column"))
-        d_x = product(g8, _columns(w8), g_scale, w_scale, ctx.dtypes[0], fast=False) if ctx.needs_input_grad[0] else None
+        d_x = (
+            product(g8, _columns(w8), g_scale, w_scale, ctx.dtypes[0], fast=False)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         d_w = None
         if ctx.needs_input_grad[1]:
-            d_w = product(g8.t().contiguous(), _columns(x8), g_scale, x_scale, ctx.dtypes[1], fast=False)
+            d_w = product(
+                g8.t().contiguous(), _columns(x8), g_scale, x_scale, ctx.dtypes[1], fast=False
+            )
         return d_x, d_w, None
 
 
@@ -103,7 +121,9 @@ class _Rowwise(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             g8, g_scale = rounded(grads[0], E4M3, 0)
             x8, x_scale = rounded(x, E4M3, 0)
-            d_w = product(g8.t().contiguous(), _columns(x8), g_scale.t(), x_scale, w.dtype, fast=True)
+            d_w = product(
+                g8.t().contiguous(), _columns(x8), g_scale.t(), x_scale, w.dtype, fast=True
+            )
         return d_x, d_w, None
 
 
@@ -112,7 +132,9 @@ def _columns(x: Tensor) -> Tensor:
     return x.t().contiguous().t()
 
 
-def fp8_linear(x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling, split: LinearSplit | None = None) -> Tensor:
+def fp8_linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling, split: LinearSplit | None = None
+) -> Tensor:
     """F.linear with its three products in fp8."""
     function = _Tensorwise if scaling == "tensorwise" else _Rowwise
     y = function.apply(x.reshape(-1, x.shape[-1]), w, split)

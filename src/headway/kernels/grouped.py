@@ -22,22 +22,39 @@ ALIGN = 8
 
 def has_kernel(weight: Tensor) -> bool:
     """Whether grouped products with this weight run as one kernel."""
-    return weight.is_cuda and weight.dtype == torch.bfloat16 and weight.shape[1] % ALIGN == 0 and weight.shape[2] % ALIGN == 0
+    return (
+        weight.is_cuda
+        and weight.dtype == torch.bfloat16
+        and weight.shape[1] % ALIGN == 0
+        and weight.shape[2] % ALIGN == 0
+    )
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[n, out] of x [n, in]."""
-    return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends) if has_kernel(weight) else _linear(x, weight, ends, False)
+    return (
+        torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        if has_kernel(weight)
+        else _linear(x, weight, ends, False)
+    )
 
 
 def grouped_inputs(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[n, in] of dy [n, out]: the gradient of `grouped_linear` by x."""
-    return torch._grouped_mm(dy, weight, offs=ends) if has_kernel(weight) else _linear(dy, weight, ends, True)
+    return (
+        torch._grouped_mm(dy, weight, offs=ends)
+        if has_kernel(weight)
+        else _linear(dy, weight, ends, True)
+    )
 
 
 def grouped_weights(dy: Tensor, x: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
     """[E, out, in]: the gradient of `grouped_linear` by weight."""
-    return torch._grouped_mm(dy.transpose(0, 1), x, offs=ends) if has_kernel(weight) else _weights(dy, x, ends)
+    return (
+        torch._grouped_mm(dy.transpose(0, 1), x, offs=ends)
+        if has_kernel(weight)
+        else _weights(dy, x, ends)
+    )
 
 
 @torch.library.custom_op("headway::grouped_linear", mutates_args=())
@@ -46,7 +63,9 @@ def _linear(x: Tensor, weight: Tensor, ends: Tensor, by_outputs: bool) -> Tensor
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         if end > begin:
-            torch.mm(x[begin:end], weight[expert] if by_outputs else weight[expert].T, out=out[begin:end])
+            torch.mm(
+                x[begin:end], weight[expert] if by_outputs else weight[expert].T, out=out[begin:end]
+            )
         begin = end
     return out
 

@@ -46,18 +46,33 @@ class HeadMix:
     reach: StreamingWindow
 
     @classmethod
-    def of(cls, z: Tensor, on_host: Tensor, reach: StreamingWindow, *, heads: slice = slice(None), skip: bool = True) -> HeadMix:
+    def of(
+        cls,
+        z: Tensor,
+        on_host: Tensor,
+        reach: StreamingWindow,
+        *,
+        heads: slice = slice(None),
+        skip: bool = True,
+    ) -> HeadMix:
         """From z [L,KV] on the device and the same numbers on the host; `heads` = the KV heads this rank computes.
 
         Without `skip` every head runs both branches, for any z.
         """
         z, host = z[:, heads], on_host[:, heads]
-        kind = torch.where(host == 1, 0, torch.where(host == 0, 2, 1)) if skip else torch.ones_like(host, dtype=torch.int64)
+        kind = (
+            torch.where(host == 1, 0, torch.where(host == 0, 2, 1))
+            if skip
+            else torch.ones_like(host, dtype=torch.int64)
+        )
         order = kind.argsort(dim=1, stable=True)
         if z.is_cuda:
             order = order.pin_memory().to(z.device, non_blocking=True)
         counts = torch.stack([(kind == number).sum(1) for number in range(3)], dim=1).tolist()
-        layers = (LayerMix(one, places, *count) for one, places, count in zip(z.unbind(), order.unbind(), counts, strict=True))
+        layers = (
+            LayerMix(one, places, *count)
+            for one, places, count in zip(z.unbind(), order.unbind(), counts, strict=True)
+        )
         return cls(tuple(layers), reach)
 
 
@@ -65,7 +80,15 @@ Full = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def mix_heads(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, mix: HeadMix, layer: int, *, full: Full, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    mix: HeadMix,
+    layer: int,
+    *,
+    full: Full,
+    backend: str = "auto",
 ) -> Tensor:
     """o [B,T,H,hd] of one layer; `full` is attention to all that the mask shows, `backend` that of streaming."""
     at = mix.layers[layer]
@@ -74,7 +97,9 @@ def mix_heads(
     if at.streaming == len(at.order):
         return stream(q, k, v, mask, mix.reach, backend=backend)
     kv_heads = k.shape[2]
-    whole_qkv, near_qkv = zip(*(_split(x.unflatten(2, (kv_heads, -1)), at) for x in (q, k, v)), strict=True)
+    whole_qkv, near_qkv = zip(
+        *(_split(x.unflatten(2, (kv_heads, -1)), at) for x in (q, k, v)), strict=True
+    )
     whole = near = None
     if at.full + at.both:
         whole = full(*_joined(whole_qkv))
@@ -82,7 +107,9 @@ def mix_heads(
         near_q, near_k, near_v = _joined(near_qkv)
         near = stream(near_q, near_k, near_v, mask, mix.reach, backend=backend)
     empty = q.new_empty(0)
-    branches = [empty if o is None else o.unflatten(2, (-1, q.shape[2] // kv_heads)) for o in (whole, near)]
+    branches = [
+        empty if o is None else o.unflatten(2, (-1, q.shape[2] // kv_heads)) for o in (whole, near)
+    ]
     return _Combine.apply(*branches, at.z, at.order, (at.full, at.both, at.streaming)).flatten(2, 3)  # pyright: ignore
 
 
@@ -111,8 +138,14 @@ class _Split(torch.autograd.Function):
         whole, near = grads
         given = whole if whole is not None else near
         assert given is not None, "at least one branch has a gradient"
-        whole = given.new_zeros(*ctx.shape[:2], full + both, *ctx.shape[3:]) if whole is None else whole
-        near = given.new_zeros(*ctx.shape[:2], len(order) - full, *ctx.shape[3:]) if near is None else near
+        whole = (
+            given.new_zeros(*ctx.shape[:2], full + both, *ctx.shape[3:]) if whole is None else whole
+        )
+        near = (
+            given.new_zeros(*ctx.shape[:2], len(order) - full, *ctx.shape[3:])
+            if near is None
+            else near
+        )
         total = given.new_empty(ctx.shape)
         total.index_copy_(2, order[:full], whole[:, :, :full])
         total.index_copy_(2, order[full : full + both], whole[:, :, full:] + near[:, :, :both])
@@ -122,7 +155,9 @@ class _Split(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, near: Tensor, z: Tensor, order: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+    def forward(
+        ctx: Any, whole: Tensor, near: Tensor, z: Tensor, order: Tensor, sizes: tuple[int, int, int]
+    ) -> Tensor:
         full, both, _ = sizes
         some = whole if whole.numel() else near
         o = some.new_empty(*some.shape[:2], sum(sizes), *some.shape[3:])

@@ -85,11 +85,18 @@ def pack(weight: Tensor, form: PackedForm) -> Tensor:
             highest = some.abs().amax(1)
             scales[first : first + rows] = highest
             codes[first * layout.inputs : (first + some.shape[0]) * layout.inputs] = (
-                (some * (127.0 / highest.clamp(min=SMALLEST))[:, None]).round().clamp(-127, 127).to(torch.int8).view(-1)
+                (some * (127.0 / highest.clamp(min=SMALLEST))[:, None])
+                .round()
+                .clamp(-127, 127)
+                .to(torch.int8)
+                .view(-1)
             )
         return packed
     groups, offset, scale_codes, codes = parts
-    flat, scales = weight.reshape(-1), torch.empty(layout.blocks, dtype=torch.float32, device=weight.device)
+    flat, scales = (
+        weight.reshape(-1),
+        torch.empty(layout.blocks, dtype=torch.float32, device=weight.device),
+    )
     for first in range(0, layout.elements, CHUNK):
         blocks = _blocks(flat[first : first + CHUNK].float(), BLOCK)
         scale = blocks.abs().amax(1)
@@ -101,14 +108,23 @@ def pack(weight: Tensor, form: PackedForm) -> Tensor:
     offset.copy_(scales.mean())
     grouped = _blocks(scales - offset, GROUP)
     groups.copy_(grouped.abs().amax(1))
-    scale_codes.copy_(_nearest(_scaled(grouped, groups).view(-1), dynamic(weight.device))[: layout.blocks])
+    scale_codes.copy_(
+        _nearest(_scaled(grouped, groups).view(-1), dynamic(weight.device))[: layout.blocks]
+    )
     return packed
 
 
 def sections(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
     """Views of the sections of a packed matrix, each in its type."""
-    types = (torch.float32, torch.int8) if layout.form == "int8" else (torch.float32, torch.float32, torch.uint8, torch.uint8)
-    return [packed[start : start + size].view(kind) for start, size, kind in zip(layout.starts[:-1], layout.sizes, types, strict=True)]
+    types = (
+        (torch.float32, torch.int8)
+        if layout.form == "int8"
+        else (torch.float32, torch.float32, torch.uint8, torch.uint8)
+    )
+    return [
+        packed[start : start + size].view(kind)
+        for start, size, kind in zip(layout.starts[:-1], layout.sizes, types, strict=True)
+    ]
 
 
 def block_scales(packed: Tensor, layout: PackedLayout) -> Tensor:
@@ -122,7 +138,9 @@ def unpack_reference(packed: Tensor, layout: PackedLayout, dtype: torch.dtype) -
     """The matrix [O,I], in plain operations."""
     if layout.form == "int8":
         scales, codes = sections(packed, layout)
-        return (codes.view(layout.outputs, layout.inputs).float() * (scales / 127.0)[:, None]).to(dtype)
+        return (codes.view(layout.outputs, layout.inputs).float() * (scales / 127.0)[:, None]).to(
+            dtype
+        )
     codes = sections(packed, layout)[3].int()
     table, scales = levels(packed.device), block_scales(packed, layout)
     values = torch.stack([table[codes >> 4], table[codes & 15]], -1).view(-1)
@@ -168,14 +186,18 @@ def recomputing() -> Iterator[None]:
         _THREAD.is_recomputing = False
 
 
-def _product(x: Tensor, packed: Tensor, form: str, shape: Sequence[int], by_outputs: bool, once: bool) -> Tensor:
+def _product(
+    x: Tensor, packed: Tensor, form: str, shape: Sequence[int], by_outputs: bool, once: bool
+) -> Tensor:
     if once and _THREAD.is_recomputing:
         return _product_shape(x, packed, form, shape, by_outputs, once)
     matrix = unpack(packed, PackedLayout(form, *shape), x.dtype)  # pyright: ignore[reportArgumentType]
     return x @ (matrix if by_outputs else matrix.t())
 
 
-def _product_shape(x: Tensor, packed: Tensor, form: str, shape: Sequence[int], by_outputs: bool, once: bool) -> Tensor:
+def _product_shape(
+    x: Tensor, packed: Tensor, form: str, shape: Sequence[int], by_outputs: bool, once: bool
+) -> Tensor:
     return x.new_empty(x.shape[0], shape[1] if by_outputs else shape[0])
 
 
@@ -186,10 +208,26 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (packed,) = ctx.saved_tensors
-    return PRODUCT(grad.contiguous(), packed, ctx.form, ctx.shape, not ctx.by_outputs, False), None, None, None, None, None
+    return (
+        PRODUCT(grad.contiguous(), packed, ctx.form, ctx.shape, not ctx.by_outputs, False),
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
-def _updated(x: Tensor, packed: Tensor, low: Tensor, factor: Tensor, scale: float, form: str, shape: Sequence[int], once: bool) -> Tensor:
+def _updated(
+    x: Tensor,
+    packed: Tensor,
+    low: Tensor,
+    factor: Tensor,
+    scale: float,
+    form: str,
+    shape: Sequence[int],
+    once: bool,
+) -> Tensor:
     if once and _THREAD.is_recomputing:
         return _updated_shape(x, packed, low, factor, scale, form, shape, once)
     matrix = unpack(packed, PackedLayout(form, *shape), x.dtype)  # pyright: ignore[reportArgumentType]
@@ -198,7 +236,14 @@ def _updated(x: Tensor, packed: Tensor, low: Tensor, factor: Tensor, scale: floa
 
 
 def _updated_shape(
-    x: Tensor, packed: Tensor, low: Tensor, factor: Tensor, scale: float, form: str, shape: Sequence[int], once: bool
+    x: Tensor,
+    packed: Tensor,
+    low: Tensor,
+    factor: Tensor,
+    scale: float,
+    form: str,
+    shape: Sequence[int],
+    once: bool,
 ) -> Tensor:
     return x.new_empty(x.shape[0], shape[0])
 
@@ -219,8 +264,13 @@ def _backward_of_update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # Not torch.library.custom_op: its first call imports the compiler, which takes seconds.
 _OPS = torch.library.Library("headway", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-_OPS.define("packed_matrix(Tensor packed, str form, int[] shape, ScalarType dtype) -> Tensor", tags=_TAGS)
-_OPS.define("packed_product(Tensor x, Tensor packed, str form, int[] shape, bool by_outputs, bool once) -> Tensor", tags=_TAGS)
+_OPS.define(
+    "packed_matrix(Tensor packed, str form, int[] shape, ScalarType dtype) -> Tensor", tags=_TAGS
+)
+_OPS.define(
+    "packed_product(Tensor x, Tensor packed, str form, int[] shape, bool by_outputs, bool once) -> Tensor",
+    tags=_TAGS,
+)
 _OPS.define(
     "packed_updated(Tensor x, Tensor packed, Tensor low, Tensor factor, float scale, str form, int[] shape, bool once) -> Tensor",
     tags=_TAGS,
@@ -232,7 +282,9 @@ torch.library.register_fake("headway::packed_matrix", _matrix_shape, lib=_OPS)
 torch.library.register_fake("headway::packed_product", _product_shape, lib=_OPS)
 torch.library.register_autograd("headway::packed_product", _backward, setup_context=_keep, lib=_OPS)
 torch.library.register_fake("headway::packed_updated", _updated_shape, lib=_OPS)
-torch.library.register_autograd("headway::packed_updated", _backward_of_update, setup_context=_keep_update, lib=_OPS)
+torch.library.register_autograd(
+    "headway::packed_updated", _backward_of_update, setup_context=_keep_update, lib=_OPS
+)
 MATRIX, PRODUCT = torch.ops.headway.packed_matrix.default, torch.ops.headway.packed_product.default
 UPDATED = torch.ops.headway.packed_updated.default
 """The operations, as a compiler and selective recompute see them."""
@@ -243,17 +295,35 @@ def packed_matrix(packed: Tensor, layout: PackedLayout, dtype: torch.dtype) -> T
     return MATRIX(packed, layout.form, (layout.outputs, layout.inputs), dtype)
 
 
-def packed_linear(x: Tensor, packed: Tensor, layout: PackedLayout, bias: Tensor | None = None, *, once: bool = False) -> Tensor:
+def packed_linear(
+    x: Tensor,
+    packed: Tensor,
+    layout: PackedLayout,
+    bias: Tensor | None = None,
+    *,
+    once: bool = False,
+) -> Tensor:
     """F.linear with a packed matrix; `once`: its result has no values while a block is recomputed, see `recomputing`."""
     flat = x.reshape(-1, layout.inputs)
-    y = PRODUCT(flat, packed, layout.form, (layout.outputs, layout.inputs), False, once).view(*x.shape[:-1], layout.outputs)
+    y = PRODUCT(flat, packed, layout.form, (layout.outputs, layout.inputs), False, once).view(
+        *x.shape[:-1], layout.outputs
+    )
     return y if bias is None else y + bias
 
 
 def packed_linear_updated(
-    x: Tensor, packed: Tensor, layout: PackedLayout, low: Tensor, factor: Tensor, scale: float, *, once: bool = False
+    x: Tensor,
+    packed: Tensor,
+    layout: PackedLayout,
+    low: Tensor,
+    factor: Tensor,
+    scale: float,
+    *,
+    once: bool = False,
 ) -> Tensor:
     """F.linear with a packed matrix + scale * low @ factor.T: `low` [...,R] is A x, `factor` [O,R] is B. `once` as in `packed_linear`."""
     flat, shape = x.reshape(-1, layout.inputs), (layout.outputs, layout.inputs)
-    y = UPDATED(flat, packed, low.reshape(-1, low.shape[-1]), factor, scale, layout.form, shape, once)
+    y = UPDATED(
+        flat, packed, low.reshape(-1, low.shape[-1]), factor, scale, layout.form, shape, once
+    )
     return y.view(*x.shape[:-1], layout.outputs)

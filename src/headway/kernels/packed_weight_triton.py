@@ -50,10 +50,22 @@ def unpack(packed: torch.Tensor, layout: PackedLayout, dtype: torch.dtype) -> to
     parts, elements = sections(packed, layout), layout.elements
     if layout.form == "int8":
         unpack_int8[(triton.cdiv(elements, CODES),)](  # pyright: ignore
-            parts[0] / 127.0, parts[1], out, elements, layout.inputs, CODES=CODES, enable_fp_fusion=False
+            parts[0] / 127.0,
+            parts[1],
+            out,
+            elements,
+            layout.inputs,
+            CODES=CODES,
+            enable_fp_fusion=False,
         )
         return out
     unpack_nf4[(triton.cdiv(elements, 2 * CODES),)](  # pyright: ignore
-        *parts, dynamic(packed.device), levels(packed.device), out, elements, CODES=CODES, enable_fp_fusion=False
+        *parts,
+        dynamic(packed.device),
+        levels(packed.device),
+        out,
+        elements,
+        CODES=CODES,
+        enable_fp_fusion=False,
     )
     return out

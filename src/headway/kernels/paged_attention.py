@@ -131,7 +131,13 @@ class PagedStep:
 
 
 def paged_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: PagedStep, plan: PagedPlan
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: PagedStep,
+    plan: PagedPlan,
 ) -> torch.Tensor:
     """o [B,H,hd] of q [B,H,hd]; k and v [B,KV,hd] are kept in the flat buffers."""
     from headway.kernels.paged_attention_triton import attend, combine
@@ -141,7 +147,13 @@ def paged_attention(
 
 
 def paged_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: PagedStep, plan: PagedPlan
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: PagedStep,
+    plan: PagedPlan,
 ) -> torch.Tensor:
     """The same in plain torch, one row and head at a time."""
     hd, groups = q.shape[-1], q.shape[1] // k.shape[1]
@@ -149,15 +161,27 @@ def paged_reference(
     for begin, stride, paged, sinks, ring, window, reach, head, number, _ in plan.items.tolist():
         if number:
             continue
-        for row, (slot, p) in enumerate(zip(step.slots.tolist(), step.position.tolist(), strict=True)):
+        for row, (slot, p) in enumerate(
+            zip(step.slots.tolist(), step.position.tolist(), strict=True)
+        ):
             if p < 0:
                 continue
-            seen = [one for one in range(p + 1) if (one < sinks and p - one < reach) or (one >= sinks and p - one < window)]
+            seen = [
+                one
+                for one in range(p + 1)
+                if (one < sinks and p - one < reach) or (one >= sinks and p - one < window)
+            ]
             if paged:
                 pages = step.table[slot].tolist()
-                place = [begin + pages[one // plan.page_tokens] * stride + one % plan.page_tokens for one in seen]
+                place = [
+                    begin + pages[one // plan.page_tokens] * stride + one % plan.page_tokens
+                    for one in seen
+                ]
             else:
-                place = [begin + slot * stride + (one if one < sinks else sinks + (one - sinks) % ring) for one in seen]
+                place = [
+                    begin + slot * stride + (one if one < sinks else sinks + (one - sinks) % ring)
+                    for one in seen
+                ]
             flat_k[place[-1]], flat_v[place[-1]] = k[row, head], v[row, head]
             query_heads = slice(head * groups, (head + 1) * groups)
             scores = plan.rule(q[row, query_heads].float() @ flat_k[place].float().T * hd**-0.5)

@@ -20,7 +20,18 @@ SHARED_BYTES = 96 * 1024
 
 
 @triton.jit
-def meet(queries, block_k, block_v, seen, highest, total, acc, scale, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr):  # pyright: ignore
+def meet(
+    queries,
+    block_k,
+    block_v,
+    seen,
+    highest,
+    total,
+    acc,
+    scale,
+    PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # pyright: ignore
     scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP)
     scores = tl.where(seen[None, :], scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -29,16 +40,33 @@ def meet(queries, block_k, block_v, seen, highest, total, acc, scale, PRECISION:
     weights = tl.exp2((scores - base[:, None]) * 1.4426950408889634)
     rescale = tl.exp2((highest - base) * 1.4426950408889634)
     total = total * rescale + tl.sum(weights, 1)
-    acc = acc * rescale[:, None] + tl.dot(weights.to(block_v.dtype), block_v, input_precision=PRECISION)
+    acc = acc * rescale[:, None] + tl.dot(
+        weights.to(block_v.dtype), block_v, input_precision=PRECISION
+    )
     return new_highest, total, acc
 
 
 @triton.jit
-def finish(partial, lses, first, highest, total, acc, G: tl.constexpr, GP: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr):  # pyright: ignore
+def finish(
+    partial,
+    lses,
+    first,
+    highest,
+    total,
+    acc,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    HD: tl.constexpr,
+    HP: tl.constexpr,
+):  # pyright: ignore
     g, d = tl.arange(0, GP), tl.arange(0, HP)
     lse = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(partial + (first + g)[:, None] * HD + d[None, :], acc, mask=(g < G)[:, None] & (d < HD)[None, :])
+    tl.store(
+        partial + (first + g)[:, None] * HD + d[None, :],
+        acc,
+        mask=(g < G)[:, None] & (d < HD)[None, :],
+    )
     tl.store(lses + first + g, lse, mask=g < G)
 
 
@@ -70,7 +98,9 @@ def attend_stretch(
         d = tl.arange(0, HP)
         is_width = d < HD
         is_query = (g < G)[:, None] & is_width[None, :]
-        queries = tl.load(q + row * q_row + (head * G + g)[:, None] * HD + d[None, :], mask=is_query, other=0.0)
+        queries = tl.load(
+            q + row * q_row + (head * G + g)[:, None] * HD + d[None, :], mask=is_query, other=0.0
+        )
         my_table = table + slot * table_row
         my_ring = begin + slot * stride
         highest = tl.full([GP], -float("inf"), tl.float32)
@@ -84,7 +114,9 @@ def attend_stretch(
             place = tl.where(paged, begin + page * stride + new % PAGE, my_ring + new) * HD
             tl.store(keys + place + d, new_k, mask=is_width)
             tl.store(values + place + d, new_v, mask=is_width)
-            highest = ruled(tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale, SOFTCAP)
+            highest = ruled(
+                tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale, SOFTCAP
+            )
             total = tl.full([GP], 1.0, tl.float32)
             acc = tl.zeros([GP, HP], tl.float32) + new_v.to(tl.float32)[None, :]
         stop = tl.minimum(start + stretch, filled)
@@ -100,7 +132,9 @@ def attend_stretch(
             inside = (s < stop)[:, None] & is_width[None, :]
             block_k = tl.load(keys + base + offset, mask=inside, other=0.0)
             block_v = tl.load(values + base + offset, mask=inside, other=0.0)
-            highest, total, acc = meet(queries, block_k, block_v, seen, highest, total, acc, scale, PRECISION, SOFTCAP)
+            highest, total, acc = meet(
+                queries, block_k, block_v, seen, highest, total, acc, scale, PRECISION, SOFTCAP
+            )
         finish(partial, lses, (row * num_items + item) * G, highest, total, acc, G, GP, HD, HP)
 
 
@@ -127,7 +161,11 @@ def combine_stretches(
     if HAS_SINKS:
         total += tl.exp(tl.load(sinks + query_head).to(tl.float32) - highest)
     weights = weights / tl.where(count > 0, total, 1.0)
-    parts = tl.load(partial + base[:, None] * HD + d[None, :], mask=(n < count)[:, None] & (d < HD)[None, :], other=0.0)
+    parts = tl.load(
+        partial + base[:, None] * HD + d[None, :],
+        mask=(n < count)[:, None] & (d < HD)[None, :],
+        other=0.0,
+    )
     result = tl.sum(parts * weights[:, None], 0)
     place = o + (row * tl.num_programs(0) + query_head) * HD + d
     tl.store(place, result.to(o.dtype.element_ty), mask=d < HD)
@@ -136,13 +174,21 @@ def combine_stretches(
 def block_of(head_size: int, element_size: int, page_tokens: int) -> int:
     """Indices that are read at a time: a block lies in one page, and the reads in flight fit the shared memory."""
     block = min(BLOCK, page_tokens)
-    while 2 * STAGES * block * max(16, _power(head_size)) * element_size > SHARED_BYTES and block > 16:
+    while (
+        2 * STAGES * block * max(16, _power(head_size)) * element_size > SHARED_BYTES and block > 16
+    ):
         block //= 2
     return block
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: PagedStep, plan: PagedPlan
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: PagedStep,
+    plan: PagedPlan,
 ) -> None:
     """Keep the new tokens and fill `plan.partial` and `plan.lses`."""
     rows, num_heads, hd = q.shape

@@ -33,7 +33,9 @@ class Sequences:
     """Sequences of queries and keys are the same tokens; a query sees no later key."""
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[int, int]], device: torch.device, *, causal: bool) -> Sequences:
+    def of(
+        cls, pairs: Sequence[tuple[int, int]], device: torch.device, *, causal: bool
+    ) -> Sequences:
         """From the lengths of queries and keys of every sequence."""
         q_lengths, k_lengths = (tuple(pair[side] for pair in pairs) for side in (0, 1))
         starts = torch.tensor([(0, *q_lengths), (0, *k_lengths)]).cumsum(1).int()
@@ -54,13 +56,17 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[
     if _uses_flash(q):
         longest = max(sequences.q_lengths), max(sequences.k_lengths)
         at = (sequences.q_starts, sequences.k_starts, *longest)
-        o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *at, 0.0, sequences.causal, False)
+        o, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *at, 0.0, sequences.causal, False
+        )
         return o, lse
     o, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     for here, there in sequences.slices():
         scores = _scores(q[here], k[there], sequences.causal)
         lse[:, here] = scores.logsumexp(-1)
-        o[here] = torch.einsum("hts,shd->thd", scores.softmax(-1), _per_query_head(v[there], q)).to(q.dtype)
+        o[here] = torch.einsum("hts,shd->thd", scores.softmax(-1), _per_query_head(v[there], q)).to(
+            q.dtype
+        )
     return o, lse
 
 
@@ -73,7 +79,17 @@ def attend_part_backward(
         at = (sequences.q_starts, sequences.k_starts, *longest)
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         return torch.ops.aten._flash_attention_backward(
-            d_o, q, k, v, o, lse.contiguous(), *at, 0.0, sequences.causal, unused, unused.new_empty(0)
+            d_o,
+            q,
+            k,
+            v,
+            o,
+            lse.contiguous(),
+            *at,
+            0.0,
+            sequences.causal,
+            unused,
+            unused.new_empty(0),
         )
     d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     grouped = (k.shape[1], q.shape[1] // k.shape[1])
@@ -84,15 +100,24 @@ def attend_part_backward(
         d_weights = torch.einsum("thd,shd->hts", d_o32, _per_query_head(v[there], q))
         d_scores = weights * (d_weights - delta) * q.shape[-1] ** -0.5
         d_q[here] = torch.einsum("hts,shd->thd", d_scores, _per_query_head(k[there], q)).to(q.dtype)
-        d_k[there] = torch.einsum("hts,thd->shd", d_scores, q[here].float()).unflatten(1, grouped).sum(2).to(k.dtype)
-        d_v[there] = torch.einsum("hts,thd->shd", weights, d_o32).unflatten(1, grouped).sum(2).to(v.dtype)
+        d_k[there] = (
+            torch.einsum("hts,thd->shd", d_scores, q[here].float())
+            .unflatten(1, grouped)
+            .sum(2)
+            .to(k.dtype)
+        )
+        d_v[there] = (
+            torch.einsum("hts,thd->shd", weights, d_o32).unflatten(1, grouped).sum(2).to(v.dtype)
+        )
     return d_q, d_k, d_v
 
 
 def merge_part(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """(o fp32 [N,H,hd], lse [H,N]) with one more part; an lse of -inf stands for no keys so far."""
     total = torch.logaddexp(lse, part_lse)
-    weight, part_weight = ((one - total).exp().transpose(0, 1)[..., None] for one in (lse, part_lse))
+    weight, part_weight = (
+        (one - total).exp().transpose(0, 1)[..., None] for one in (lse, part_lse)
+    )
     return o * weight + part_o * part_weight, total
 
 

@@ -49,7 +49,9 @@ def two_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def cudnn_part(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """(o [B,T,H,hd], log-sum-exp fp32 [B,H,T])."""
     call = torch.ops.aten._scaled_dot_product_cudnn_attention
-    o, lse, *_ = call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False)
+    o, lse, *_ = call(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False
+    )
     return o.transpose(1, 2), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
 
@@ -58,7 +60,9 @@ def has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
     """Whether cuDNN gives right results here, tried on a small case with grouped heads: not every version and width can."""
     if not (torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()):
         return False
-    q, k, v = (torch.randn(1, 128, heads, head_size, device="cuda").to(dtype) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(1, 128, heads, head_size, device="cuda").to(dtype) for heads in (4, 2, 2)
+    )
     try:
         o, lse = cudnn_part(q, k, v, causal=False)
     except RuntimeError:
@@ -66,19 +70,28 @@ def has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
     k32, v32 = (x.float().repeat_interleave(2, dim=2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q.float(), k32) * head_size**-0.5
     right = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v32)
-    return bool((o.float() - right).abs().max() < 2e-2) and bool((lse - scores.logsumexp(-1)).abs().max() < 2e-2)
+    return bool((o.float() - right).abs().max() < 2e-2) and bool(
+        (lse - scores.logsumexp(-1)).abs().max() < 2e-2
+    )
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     """FlashAttention-2, row by row."""
     kernel = varlen_kernel(q.shape[2] != k.shape[2])
     tokens, total = q.shape[1], k.shape[1]
-    starts = F.pad(torch.tensor([[tokens], [total]], dtype=torch.int32).pin_memory(), (1, 0)).to(q.device, non_blocking=True)
+    starts = F.pad(torch.tensor([[tokens], [total]], dtype=torch.int32).pin_memory(), (1, 0)).to(
+        q.device, non_blocking=True
+    )
     o = torch.empty_like(q)
     for row in range(q.shape[0]):
         # Where there are more keys than queries the causal edge ends at the last of both.
         if sinks is None:
-            o[row] = kernel(q[row], k[row], v[row], starts[0], starts[1], tokens, total, window_size=(-1, 0))
+            o[row] = kernel(
+                q[row], k[row], v[row], starts[0], starts[1], tokens, total, window_size=(-1, 0)
+            )
         else:
-            o[row] = add_sinks(*packed_flash(q[row], k[row], v[row], starts[0], starts[1], tokens, total, -1, 0), sinks)[0]
+            o[row] = add_sinks(
+                *packed_flash(q[row], k[row], v[row], starts[0], starts[1], tokens, total, -1, 0),
+                sinks,
+            )[0]
     return o

@@ -40,17 +40,30 @@ def add_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     return o, torch.logaddexp(lse, beside)
 
 
-def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: AttentionMask, window: int | None) -> Tensor:
+def attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: AttentionMask, window: int | None
+) -> Tensor:
     """o [B,T,H,hd] of all documents of all rows by FlashAttention, in plain torch on the CPU."""
     left = -1 if window is None else window - 1
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
-    o = _PackedAttention.apply(flat_q, flat_k, flat_v, sinks, mask.cu_seqlens, mask.max_length, left)
+    o = _PackedAttention.apply(
+        flat_q, flat_k, flat_v, sinks, mask.cu_seqlens, mask.max_length, left
+    )
     return o.view(q.shape)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, starts: Tensor, longest: int, left: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        starts: Tensor,
+        longest: int,
+        left: int,
+    ) -> Tensor:
         from headway.kernels.streaming_pieces import flash
 
         o, lse = add_sinks(*flash(q, k, v, starts, starts, longest, longest, left, 0), sinks)
@@ -64,7 +77,9 @@ class _PackedAttention(torch.autograd.Function):
 
         q, k, v, sinks, starts, o, lse = ctx.saved_tensors
         d_o = d_o.contiguous()
-        d_q, d_k, d_v = flash_backward(d_o, q, k, v, o, lse, starts, starts, ctx.longest, ctx.longest, ctx.left, 0)
+        d_q, d_k, d_v = flash_backward(
+            d_o, q, k, v, o, lse, starts, starts, ctx.longest, ctx.longest, ctx.left, 0
+        )
         taken = (d_o.float() * o.float()).sum(-1)  # [N,H]
         d_sinks = -(torch.exp(sinks.float()[:, None] - lse).t() * taken).sum(0).to(sinks.dtype)
         return d_q, d_k, d_v, d_sinks, None, None, None

@@ -52,12 +52,22 @@ class StreamingWindow:
         return found
 
 
-def stream(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, reach: StreamingWindow, *, backend: str = "auto") -> Tensor:
+def stream(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    reach: StreamingWindow,
+    *,
+    backend: str = "auto",
+) -> Tensor:
     """Attention of each token to the sinks of its document and to the window that ends with it."""
     if backend == "auto":
         backend = choose(q, mask)
     elif backend not in BACKENDS:
-        raise ConfigError(f"streaming backend is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
+        raise ConfigError(
+            f"streaming backend is {backend!r}; it must be one of {', '.join(BACKENDS)}."
+        )
     if backend == "reference":
         return reference(q, k, v, visible_streaming(mask, reach))
     if backend == "pieces":
@@ -75,7 +85,9 @@ def visible_streaming(mask: AttentionMask, reach: StreamingWindow) -> Tensor:
     length = mask.document.shape[1]
     start = mask.bounds.long().gather(1, mask.document.long())
     is_sink = torch.arange(length, device=mask.document.device) - start < reach.sinks
-    return visible(mask, None) & (band(length, reach.window, mask.document.device) | is_sink[:, None, :])
+    return visible(mask, None) & (
+        band(length, reach.window, mask.document.device) | is_sink[:, None, :]
+    )
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, reach: StreamingWindow) -> Tensor:
@@ -96,7 +108,10 @@ def _document(q: Tensor, k: Tensor, v: Tensor, reach: StreamingWindow) -> list[T
     for begin in range(head, length, block):
         end = min(begin + block, length)
         first = begin - window + 1  # past the sinks, since begin >= window + sinks
-        near = [torch.cat((x[:, :sinks], x[:, first:end]), dim=1) if sinks else x[:, first:end] for x in (k, v)]
+        near = [
+            torch.cat((x[:, :sinks], x[:, first:end]), dim=1) if sinks else x[:, first:end]
+            for x in (k, v)
+        ]
         i = torch.arange(begin, end, device=q.device)[:, None]
         j = torch.arange(first, end, device=q.device)[None, :]
         seen = F.pad((j <= i) & (i - j < window), (sinks, 0), value=True)
@@ -106,4 +121,6 @@ def _document(q: Tensor, k: Tensor, v: Tensor, reach: StreamingWindow) -> list[T
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    ).transpose(1, 2)

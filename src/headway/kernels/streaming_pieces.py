@@ -77,13 +77,18 @@ def plan_pieces(mask: AttentionMask, window: int, sinks: int) -> StreamPlan:
             if sinks and size > window:
                 many = min(size - window, sinks)
                 corner.append((begin, window, many))
-                beyond += [(begin, first, min(SEGMENT, size - first)) for first in range(window + sinks, size, SEGMENT)]
+                beyond += [
+                    (begin, first, min(SEGMENT, size - first))
+                    for first in range(window + sinks, size, SEGMENT)
+                ]
     device = mask.bounds.device
     pieces = [_piece(corner, None, device), _piece(beyond, sinks, device)]
     return StreamPlan(mask.bounds, window, tuple(piece for piece in pieces if piece is not None))
 
 
-def _piece(ranges: list[tuple[int, int, int]], sinks: int | None, device: torch.device) -> AttentionPiece | None:
+def _piece(
+    ranges: list[tuple[int, int, int]], sinks: int | None, device: torch.device
+) -> AttentionPiece | None:
     """Ranges (document start, first query, queries) as one piece; without `sinks`, as many keys as queries and causal."""
     if not ranges:
         return None
@@ -92,7 +97,9 @@ def _piece(ranges: list[tuple[int, int, int]], sinks: int | None, device: torch.
     widths = counts if sinks is None else [sinks] * len(ranges)
     joined = all(before[1] == after[0] for before, after in itertools.pairwise(spans))
     queries = slice(spans[0][0], spans[-1][1]) if joined else _moved(_places(spans), device)
-    keys = _places((begin, begin + width) for (begin, _, _), width in zip(ranges, widths, strict=True))
+    keys = _places(
+        (begin, begin + width) for (begin, _, _), width in zip(ranges, widths, strict=True)
+    )
     unique, copy_of = torch.unique(keys, return_inverse=True)
     return AttentionPiece(
         queries, _moved(keys, device), _moved(unique, device), _moved(copy_of, device),
@@ -120,11 +127,15 @@ def stream_pieces(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: St
 
 class _Stream(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: StreamPlan) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: StreamPlan
+    ) -> Tensor:
         starts, longest = mask.cu_seqlens, mask.max_length
         o, lse = flash(q, k, v, starts, starts, longest, longest, plan.window - 1, 0)
         for piece in plan.pieces:
-            part, part_lse = flash(_take(q, piece.queries), *_sinks(k, v, piece), *_shape(piece), -1, piece.right)
+            part, part_lse = flash(
+                _take(q, piece.queries), *_sinks(k, v, piece), *_shape(piece), -1, piece.right
+            )
             merge(o, lse, part, part_lse, piece.queries)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.mask, ctx.plan = mask, plan
@@ -136,10 +147,14 @@ class _Stream(torch.autograd.Function):
         plan: StreamPlan = ctx.plan
         starts, longest = ctx.mask.cu_seqlens, ctx.mask.max_length
         do = grads[0].contiguous()
-        dq, dk, dv = flash_backward(do, q, k, v, o, lse, starts, starts, longest, longest, plan.window - 1, 0)
+        dq, dk, dv = flash_backward(
+            do, q, k, v, o, lse, starts, starts, longest, longest, plan.window - 1, 0
+        )
         for piece in plan.pieces:
             at = piece.queries
-            part_lse = (lse[:, at] if isinstance(at, slice) else lse.index_select(1, at)).contiguous()
+            part_lse = (
+                lse[:, at] if isinstance(at, slice) else lse.index_select(1, at)
+            ).contiguous()
             given = (_take(do, at), _take(q, at), *_sinks(k, v, piece), _take(o, at), part_lse)
             part_q, part_k, part_v = flash_backward(*given, *_shape(piece), -1, piece.right)
             if isinstance(at, slice):
@@ -147,9 +162,15 @@ class _Stream(torch.autograd.Function):
             else:
                 dq.index_add_(0, at, part_q)
             for total, part in ((dk, part_k), (dv, part_v)):
-                sums = torch.zeros(len(piece.sinks), *part.shape[1:], dtype=torch.float32, device=part.device)
+                sums = torch.zeros(
+                    len(piece.sinks), *part.shape[1:], dtype=torch.float32, device=part.device
+                )
                 sums.index_add_(0, piece.copy_of, part.float())
-                total.index_copy_(0, piece.sinks, (total.index_select(0, piece.sinks).float() + sums).to(total.dtype))
+                total.index_copy_(
+                    0,
+                    piece.sinks,
+                    (total.index_select(0, piece.sinks).float() + sums).to(total.dtype),
+                )
         return dq, dk, dv, None, None
 
 
@@ -166,7 +187,15 @@ def _take(x: Tensor, at: slice | Tensor) -> Tensor:
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, left: int, right: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    left: int,
+    right: int,
 ) -> tuple[Tensor, Tensor]:
     """(o [T,H,hd], lse [H,T]) of packed sequences; key b is visible to query a iff -left <= b - a - (keys - queries) <= right, -1 = any."""
     if not q.is_cuda:
@@ -201,7 +230,9 @@ def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, at: slice | Te
         merge_reference(o, lse, part, part_lse, at)
 
 
-def merge_reference(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, at: slice | Tensor) -> None:
+def merge_reference(
+    o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, at: slice | Tensor
+) -> None:
     """Plain torch; what the fused kernel is compared to."""
     before = lse[:, at]
     after = torch.logaddexp(before, part_lse)
@@ -236,7 +267,9 @@ def _kernel() -> Any:
         here = inside[:, None] & (lane < WIDTH)[None, :]
         to = o + place[:, None] * o_token + head * o_head + lane[None, :]
         old = tl.load(to, mask=here, other=0.0).to(tl.float32)
-        add = tl.load(part + row[:, None] * p_token + head * p_head + lane[None, :], mask=here, other=0.0).to(tl.float32)
+        add = tl.load(
+            part + row[:, None] * p_token + head * p_head + lane[None, :], mask=here, other=0.0
+        ).to(tl.float32)
         mixed = old * tl.exp(before - after)[:, None] + add * tl.exp(new - after)[:, None]
         tl.store(to, mixed.to(o.dtype.element_ty), mask=here)
 
@@ -255,7 +288,9 @@ def merge_cuda(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, at: slice
     )  # fmt: skip
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, left: int, right: int
+) -> tuple[Tensor, Tensor]:
     o, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
     for at, to in _sequences(starts_q, starts_k):
         scores, _, one_v = _scores(q[at], k[to], v[to], left, right)
@@ -265,7 +300,16 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, 
 
 
 def _plain_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, starts_q: Tensor, starts_k: Tensor, left: int, right: int
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    left: int,
+    right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     scale, groups = q.shape[-1] ** -0.5, q.shape[1] // k.shape[1]
@@ -284,15 +328,25 @@ def _plain_backward(
 
 
 def _sequences(starts_q: Tensor, starts_k: Tensor) -> Iterable[tuple[slice, slice]]:
-    for (a, b), (c, d) in zip(itertools.pairwise(starts_q.tolist()), itertools.pairwise(starts_k.tolist()), strict=True):
+    for (a, b), (c, d) in zip(
+        itertools.pairwise(starts_q.tolist()), itertools.pairwise(starts_k.tolist()), strict=True
+    ):
         if b > a:
             yield slice(a, b), slice(c, d)
 
 
-def _scores(q: Tensor, k: Tensor, v: Tensor, left: int, right: int) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(
+    q: Tensor, k: Tensor, v: Tensor, left: int, right: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Masked fp32 scores [H,t,s] of one sequence, and its keys and values [s,H,hd]."""
     k32, v32 = (x.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q.float(), k32) * q.shape[-1] ** -0.5
-    distance = torch.arange(k.shape[0])[None, :] - torch.arange(q.shape[0])[:, None] - (k.shape[0] - q.shape[0])
-    hidden = ((distance > right) if right >= 0 else False) | ((distance < -left) if left >= 0 else False)
+    distance = (
+        torch.arange(k.shape[0])[None, :]
+        - torch.arange(q.shape[0])[:, None]
+        - (k.shape[0] - q.shape[0])
+    )
+    hidden = ((distance > right) if right >= 0 else False) | (
+        (distance < -left) if left >= 0 else False
+    )
     return scores if isinstance(hidden, bool) else scores.masked_fill(hidden, -torch.inf), k32, v32

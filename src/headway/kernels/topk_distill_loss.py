@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from headway.kernels.cross_entropy import WeightGradBuffer, linear_loss
-from headway.kernels.distill_loss import LOGITS_AT_ONCE, Distilled, DistillShaping, blended, student_scores
+from headway.kernels.distill_loss import (
+    LOGITS_AT_ONCE,
+    Distilled,
+    DistillShaping,
+    blended,
+    student_scores,
+)
 from headway.kernels.vocab_loss import cap_in_place
 
 
@@ -34,7 +40,12 @@ class TopLogProbs(NamedTuple):
 
 @torch.no_grad()
 def linear_top_k(
-    hidden: Tensor, weight: Tensor, top_k: int, temperature: float = 1.0, chunk_tokens: int = 2048, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    top_k: int,
+    temperature: float = 1.0,
+    chunk_tokens: int = 2048,
+    softcap: float | None = None,
 ) -> TopLogProbs:
     """The `top_k` likeliest tokens of hidden states [N, D]; ids are int64, log-probabilities fp32."""
     ids: list[Tensor] = []
@@ -44,7 +55,11 @@ def linear_top_k(
         cap_in_place(x, softcap)
         log_p = torch.log_softmax(x, -1)
         best = log_p.topk(top_k, -1)
-        rest = log_p.div_(temperature).scatter_(1, best.indices, -torch.inf).logsumexp(-1, keepdim=True)
+        rest = (
+            log_p.div_(temperature)
+            .scatter_(1, best.indices, -torch.inf)
+            .logsumexp(-1, keepdim=True)
+        )
         ids.append(best.indices)
         kept.append(torch.cat([best.values, rest], -1))
     return TopLogProbs(torch.cat(ids), torch.cat(kept))
@@ -58,7 +73,9 @@ def linear_topk_distill(
 
     def gradient(logits: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         given = TopLogProbs(taught.ids[part], taught.log_probs[part])
-        return topk_gradient(logits, given, targets[part], coefficients[part], shaping, drop_rest, softcap)
+        return topk_gradient(
+            logits, given, targets[part], coefficients[part], shaping, drop_rest, softcap
+        )
 
     chunk = max(1, chunk_tokens // LOGITS_AT_ONCE)
     return Distilled(*linear_loss(hidden, weight, coefficients, gradient, chunk, grad_buffer))
@@ -76,7 +93,9 @@ def topk_gradient(
     return blended(kl, gradient, of, logits, coefficients, shaping), of.nll, kl, of.correct
 
 
-def _compare_buckets(log_p: Tensor, given: TopLogProbs, temperature: float, reverse: bool) -> tuple[Tensor, Tensor]:
+def _compare_buckets(
+    log_p: Tensor, given: TopLogProbs, temperature: float, reverse: bool
+) -> tuple[Tensor, Tensor]:
     """(divergence [n], its gradient by the student's scaled logits [n, V]) with the rest as one class; `log_p` is overwritten."""
     ids, stored = given.ids.long(), given.log_probs.float()
     top_p = log_p.gather(1, ids)
@@ -99,7 +118,9 @@ def _compare_buckets(log_p: Tensor, given: TopLogProbs, temperature: float, reve
     return kl, p.sub_(share).scatter_add_(1, ids, -q[:, :-1])
 
 
-def _compare_kept(log_p: Tensor, given: TopLogProbs, temperature: float, reverse: bool) -> tuple[Tensor, Tensor]:
+def _compare_kept(
+    log_p: Tensor, given: TopLogProbs, temperature: float, reverse: bool
+) -> tuple[Tensor, Tensor]:
     """The same among the kept tokens alone: no other logit has a gradient."""
     ids = given.ids.long()
     log_b = torch.log_softmax(log_p.gather(1, ids), -1)

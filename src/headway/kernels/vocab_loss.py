@@ -43,7 +43,9 @@ class VocabShard:
     def whole(self, logits: Tensor) -> Tensor:
         """[n,V] of all ranks' [n,v], without gradients. Some ranks may have one row more than others."""
         parts = self.collect(F.pad(logits, (0, max(self.sizes) - logits.shape[-1])))
-        return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1)
+        return torch.cat(
+            [part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ def combine(parts: Tensor) -> VocabScores:
     """The scores of the whole vocabulary from the ranks' parts [P, 4, n]."""
     highest = parts[:, HIGHEST].amax(0)
     exponentials = (parts[:, EXPONENTIALS] * (parts[:, HIGHEST] - highest).exp()).sum(0)
-    return VocabScores(highest + exponentials.log(), parts[:, TARGET].amax(0), highest, parts[:, TOTAL].sum(0))
+    return VocabScores(
+        highest + exponentials.log(), parts[:, TARGET].amax(0), highest, parts[:, TOTAL].sum(0)
+    )
 
 
 def token_scores(logits: Tensor, targets: Tensor, shard: VocabShard) -> VocabScores:
@@ -80,7 +84,12 @@ def cap_in_place(x: Tensor, softcap: float | None) -> Tensor | None:
 
 
 def sharded_softmax_gradient(
-    logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping, shard: VocabShard, softcap: float | None = None
+    logits: Tensor,
+    targets: Tensor,
+    coefficients: Tensor,
+    shaping: Shaping,
+    shard: VocabShard,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Overwrite this rank's logits with their gradient; per-token (loss, nll, lse, correct) of the whole vocabulary."""
     smoothing, z = shaping
@@ -89,7 +98,9 @@ def sharded_softmax_gradient(
     nll = scores.lse - scores.at_target
     loss = nll
     if smoothing:
-        loss = scores.lse - (1 - smoothing) * scores.at_target - smoothing * scores.total / shard.vocab
+        loss = (
+            scores.lse - (1 - smoothing) * scores.at_target - smoothing * scores.total / shard.vocab
+        )
     if z:
         loss = loss + z * scores.lse.square()
     write_gradient(logits, local, coefficients, scores.lse, shaping, shard.vocab, softcap)
@@ -98,7 +109,9 @@ def sharded_softmax_gradient(
 
 def partial_scores(logits: Tensor, local: Tensor, softcap: float | None = None) -> Tensor:
     """[4, n] of this rank's logits; `local` are the targets counted from its first row, and may lie outside."""
-    return (partial_scores_cuda if logits.is_cuda else partial_scores_reference)(logits, local, softcap)
+    return (partial_scores_cuda if logits.is_cuda else partial_scores_reference)(
+        logits, local, softcap
+    )
 
 
 def partial_scores_reference(logits: Tensor, local: Tensor, softcap: float | None = None) -> Tensor:
@@ -112,14 +125,28 @@ def partial_scores_reference(logits: Tensor, local: Tensor, softcap: float | Non
 
 
 def write_gradient(
-    logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int, softcap: float | None = None
+    logits: Tensor,
+    local: Tensor,
+    coefficients: Tensor,
+    lse: Tensor,
+    shaping: Shaping,
+    vocab: int,
+    softcap: float | None = None,
 ) -> None:
     """Overwrite this rank's logits with the gradient of sum c_i (smooth_i + z lse_i^2)."""
-    (write_gradient_cuda if logits.is_cuda else write_gradient_reference)(logits, local, coefficients, lse, shaping, vocab, softcap)
+    (write_gradient_cuda if logits.is_cuda else write_gradient_reference)(
+        logits, local, coefficients, lse, shaping, vocab, softcap
+    )
 
 
 def write_gradient_reference(
-    logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int, softcap: float | None = None
+    logits: Tensor,
+    local: Tensor,
+    coefficients: Tensor,
+    lse: Tensor,
+    shaping: Shaping,
+    vocab: int,
+    softcap: float | None = None,
 ) -> None:
     """Plain torch; what the kernel is compared to, and what runs on CPU."""
     smoothing, z = shaping
@@ -141,7 +168,9 @@ def write_gradient_reference(
 def add_at_target(x: Tensor, local: Tensor, values: Tensor) -> None:
     """Add a value to each token's target, in place; nothing where the target is another rank's."""
     inside = (local >= 0) & (local < x.shape[1])
-    x.scatter_add_(1, local.clamp(0, x.shape[1] - 1)[:, None], torch.where(inside, values, 0.0)[:, None])
+    x.scatter_add_(
+        1, local.clamp(0, x.shape[1] - 1)[:, None], torch.where(inside, values, 0.0)[:, None]
+    )
 
 
 @cache
@@ -150,7 +179,9 @@ def _kernels() -> tuple[Any, Any]:
     import triton.language as tl
 
     @triton.jit
-    def scores(logits, stride, targets, out, rows, cap, V, CAPPED: tl.constexpr, BLOCK: tl.constexpr):  # pyright: ignore
+    def scores(
+        logits, stride, targets, out, rows, cap, V, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+    ):  # pyright: ignore
         row = tl.program_id(0).to(tl.int64)
         base = logits + row * stride
         target = tl.load(targets + row)
@@ -174,7 +205,9 @@ def _kernels() -> tuple[Any, Any]:
         here = (target >= 0) & (target < V)
         at_target = tl.load(base + target, mask=here, other=-float("inf")).to(tl.float32)
         if CAPPED:
-            at_target = tl.where(here, cap * (2 * tl.sigmoid(2 * at_target / cap) - 1), -float("inf"))
+            at_target = tl.where(
+                here, cap * (2 * tl.sigmoid(2 * at_target / cap) - 1), -float("inf")
+            )
         tl.store(out + row, highest)
         tl.store(out + rows + row, tl.sum(running_sum * tl.exp(running_max - highest), 0))
         tl.store(out + 2 * rows + row, at_target)
@@ -201,7 +234,9 @@ def _kernels() -> tuple[Any, Any]:
             slope = tl.exp(x - lse) * (1.0 + 2.0 * z * lse)
             if SMOOTH:
                 slope -= smoothing / whole
-            slope = tl.where(column == target, slope - (1.0 - smoothing), slope) * coefficient * through
+            slope = (
+                tl.where(column == target, slope - (1.0 - smoothing), slope) * coefficient * through
+            )
             tl.store(base + column, slope.to(logits.dtype.element_ty), mask=inside)
 
     return scores, gradient
@@ -219,13 +254,28 @@ def partial_scores_cuda(logits: Tensor, local: Tensor, softcap: float | None = N
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     block, warps = _block(vocab)
     _kernels()[0][(rows,)](
-        logits, logits.stride(0), local, out, rows, softcap or 0.0, vocab, CAPPED=softcap is not None, BLOCK=block, num_warps=warps
+        logits,
+        logits.stride(0),
+        local,
+        out,
+        rows,
+        softcap or 0.0,
+        vocab,
+        CAPPED=softcap is not None,
+        BLOCK=block,
+        num_warps=warps,
     )
     return out
 
 
 def write_gradient_cuda(
-    logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int, softcap: float | None = None
+    logits: Tensor,
+    local: Tensor,
+    coefficients: Tensor,
+    lse: Tensor,
+    shaping: Shaping,
+    vocab: int,
+    softcap: float | None = None,
 ) -> None:
     """As the reference, in one kernel."""
     rows, here = logits.shape

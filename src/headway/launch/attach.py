@@ -38,7 +38,11 @@ def _cancelling(target: Target, handle: JobHandle) -> Iterator[None]:
         name = signal.Signals(number).name
         if len(received) > 2:
             return
-        say(f"{name}: the job saves and stops. Ctrl-C again kills it." if len(received) == 1 else f"{name}: killing the job.")
+        say(
+            f"{name}: the job saves and stops. Ctrl-C again kills it."
+            if len(received) == 1
+            else f"{name}: killing the job."
+        )
         with suppress(LaunchError):  # it has just ended
             target.cancel(handle)
 

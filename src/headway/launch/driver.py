@@ -44,7 +44,9 @@ class Driver:
         self.handle = handle
         self.target = cast(Any, open_target(handle.kind))
         pid = os.getpid()
-        self.state = DriverState("running", socket.gethostname(), boot_id(), pid, process_start(pid))
+        self.state = DriverState(
+            "running", socket.gethostname(), boot_id(), pid, process_start(pid)
+        )
         self.supervisor: Supervisor | None = None
         self._over = threading.Event()
 
@@ -64,7 +66,9 @@ class Driver:
         self._over.set()
         if thread.ident is not None:
             thread.join()
-        self._write(replace(self._now(), state=self._outcome(code), exit_code=code, message=message))
+        self._write(
+            replace(self._now(), state=self._outcome(code), exit_code=code, message=message)
+        )
         return code
 
     def _make_supervisor(self) -> Supervisor:
@@ -73,7 +77,9 @@ class Driver:
         settings = recipe.supervise
         if not self.target.detects_hangs:
             settings = settings.model_copy(update={"hang_seconds": math.inf})
-        supervisor = make_supervisor(self.target.command(self.handle), settings, recipe, self.handle.run_dir)
+        supervisor = make_supervisor(
+            self.target.command(self.handle), settings, recipe, self.handle.run_dir
+        )
         supervisor.saved_step = lambda: self.target.saved_step(self.handle)
         return supervisor
 
@@ -92,8 +98,16 @@ class Driver:
             wanted = cancel_level(self.handle.run_dir)
             while level < wanted:
                 level += 1
-                log.info("%s", {STOP: "cancelled: saving, then stopping", KILL: "cancelled again: killing all ranks"}[level])
-                os.kill(os.getpid(), signal.SIGINT)  # the supervisor passes it on; a second one means at once
+                log.info(
+                    "%s",
+                    {
+                        STOP: "cancelled: saving, then stopping",
+                        KILL: "cancelled again: killing all ranks",
+                    }[level],
+                )
+                os.kill(
+                    os.getpid(), signal.SIGINT
+                )  # the supervisor passes it on; a second one means at once
                 self._over.wait(POLL_SECONDS)
             polls += 1
             if polls % WRITE_EVERY == 0:
@@ -106,7 +120,9 @@ class Driver:
 
 def main(arguments: Sequence[str]) -> int:
     """Drive the job of one run folder."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the submitter with SIGINT ignored
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell may have started the submitter with SIGINT ignored
     logging_ = start_logging(level=os.environ.get("LOG_LEVEL", "INFO").upper())
     try:
         return Driver(read_handle(Path(arguments[0]))).run()

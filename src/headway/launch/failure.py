@@ -44,7 +44,9 @@ class Failure:
 class RankError(TrainingError):
     """A rank failed and all were killed. `at` orders causes: the time of the failure, or 0 for a rank killed by a signal."""
 
-    def __init__(self, message: str, exit_code: int, at: float, traceback: str | None = None) -> None:
+    def __init__(
+        self, message: str, exit_code: int, at: float, traceback: str | None = None
+    ) -> None:
         super().__init__(message)
         self.exit_code, self.at, self.traceback = exit_code, at, traceback
 
@@ -88,7 +90,12 @@ def report_failure(path: Path, error: Exception) -> int:
         failure = Failure(str(error), error.exit_code, time.time())
     else:
         last = "".join(traceback.format_exception_only(error)).strip().splitlines()
-        failure = Failure(last[0] if last else type(error).__name__, 1, time.time(), "".join(traceback.format_exception(error)))
+        failure = Failure(
+            last[0] if last else type(error).__name__,
+            1,
+            time.time(),
+            "".join(traceback.format_exception(error)),
+        )
     try:
         path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     except OSError as problem:  # the launcher then reports only the exit code
@@ -148,6 +155,8 @@ def report_crash(recipe: Recipe, error: RankError) -> None:
         log.info("last seen: %s", beat.describe(now))
     text = f"{traceback_tail(error.traceback)}\n{error}" if error.traceback else str(error)
     try:
-        send_crash_alert(recipe.track, recipe.run.folder, text, max((beat.step for beat in beats), default=0))
+        send_crash_alert(
+            recipe.track, recipe.run.folder, text, max((beat.step for beat in beats), default=0)
+        )
     except (OSError, HeadwayError) as problem:
         log.warning("the crash could not be reported: %s", problem)

@@ -35,7 +35,11 @@ class Gpu:
     @property
     def busy(self) -> str | None:
         """Why `auto` skips it; None if it is free."""
-        if self.memory_bytes and self.used_bytes is not None and self.used_bytes > BUSY_MEMORY_SHARE * self.memory_bytes:
+        if (
+            self.memory_bytes
+            and self.used_bytes is not None
+            and self.used_bytes > BUSY_MEMORY_SHARE * self.memory_bytes
+        ):
             return f"{self.used_bytes / self.memory_bytes:.0%} of its memory is in use (limit {BUSY_MEMORY_SHARE:.0%})"
         if self.utilisation is not None and self.utilisation > BUSY_UTILISATION:
             return f"it is {self.utilisation:.0%} busy (limit {BUSY_UTILISATION:.0%})"
@@ -61,12 +65,16 @@ def read_gpus() -> list[Gpu]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
-        raise LaunchError("nvidia-smi did not answer within 60 s; a GPU may hang. Check dmesg, or use --gpus none.") from None
+        raise LaunchError(
+            "nvidia-smi did not answer within 60 s; a GPU may hang. Check dmesg, or use --gpus none."
+        ) from None
     if done.returncode != 0:
         lines = (done.stdout + done.stderr).strip().splitlines()
         if lines and "no devices were found" in lines[0].lower():
             return []
-        raise LaunchError(f"nvidia-smi failed: {lines[0] if lines else done.returncode}. Repair the driver, or use --gpus none.")
+        raise LaunchError(
+            f"nvidia-smi failed: {lines[0] if lines else done.returncode}. Repair the driver, or use --gpus none."
+        )
     return parse_gpus(done.stdout)
 
 
@@ -78,7 +86,16 @@ def parse_gpus(text: str) -> list[Gpu]:
             continue
         index, uuid, name, total, used, rate = (field.strip() for field in row)
         percent = _number(rate)
-        gpus.append(Gpu(int(index), uuid, name, _mebibytes(total), _mebibytes(used), None if percent is None else percent / 100))
+        gpus.append(
+            Gpu(
+                int(index),
+                uuid,
+                name,
+                _mebibytes(total),
+                _mebibytes(used),
+                None if percent is None else percent / 100,
+            )
+        )
     return gpus
 
 
@@ -92,25 +109,41 @@ def _mebibytes(text: str) -> int | None:
     return None if value is None else int(value * 2**20)
 
 
-def choose_gpus(request: str, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus) -> GpuChoice:
+def choose_gpus(
+    request: str, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus
+) -> GpuChoice:
     """Choose the requested GPUs; an unknown one is refused with a list of the known ones."""
     if request.strip().lower() == "none":
-        return GpuChoice((), {"CUDA_VISIBLE_DEVICES": "", CHOSEN_GPUS: ""}, ("--gpus none: computing on the CPU",))
+        return GpuChoice(
+            (),
+            {"CUDA_VISIBLE_DEVICES": "", CHOSEN_GPUS: ""},
+            ("--gpus none: computing on the CPU",),
+        )
     here = visible(devices(), environment.get("CUDA_VISIBLE_DEVICES"))
     notes: list[str] = []
     if request.strip().lower() == "auto":
         if not here:
             return GpuChoice((), {}, ("no GPU is visible here: computing on the CPU",))
         chosen = [gpu for gpu in here if gpu.busy is None]
-        notes += [f"GPU {gpu.index} ({gpu.name}) is skipped: {gpu.busy}" for gpu in here if gpu.busy]
+        notes += [
+            f"GPU {gpu.index} ({gpu.name}) is skipped: {gpu.busy}" for gpu in here if gpu.busy
+        ]
         if not chosen:
-            raise LaunchError(f"gpus is 'auto'; no GPU is free: {'; '.join(notes)}. Wait, or name the GPUs to share them.")
+            raise LaunchError(
+                f"gpus is 'auto'; no GPU is free: {'; '.join(notes)}. Wait, or name the GPUs to share them."
+            )
     else:
         chosen = _named(request, here)
     names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in chosen)
     visible_ids = ",".join(str(gpu.index) for gpu in chosen)
-    settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible_ids, CHOSEN_GPUS: request.strip()}
-    return GpuChoice(tuple(chosen), settings, (*notes, f"GPUs of this run: {names}"), tuple(_mixed(chosen)))
+    settings = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": visible_ids,
+        CHOSEN_GPUS: request.strip(),
+    }
+    return GpuChoice(
+        tuple(chosen), settings, (*notes, f"GPUs of this run: {names}"), tuple(_mixed(chosen))
+    )
 
 
 def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
@@ -123,7 +156,11 @@ def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
             raise LaunchError(
                 f"CUDA_VISIBLE_DEVICES holds the MIG slice {entry}; --gpus chooses whole GPUs. Leave --gpus out and give --nproc 1."
             )
-        found = [gpu for gpu in gpus if entry == str(gpu.index) or (len(entry) > 4 and gpu.uuid.startswith(entry))]
+        found = [
+            gpu
+            for gpu in gpus
+            if entry == str(gpu.index) or (len(entry) > 4 and gpu.uuid.startswith(entry))
+        ]
         if len(found) != 1:
             break
         left.append(found[0])
@@ -133,12 +170,16 @@ def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
 def _named(request: str, here: Sequence[Gpu]) -> list[Gpu]:
     parts = [part.strip() for part in request.split(",")]
     if not all(parts):
-        raise LaunchError(f"gpus is {request!r}; an entry is empty. Write ids (0,1), UUIDs (GPU-...), a type (A800), auto or none.")
+        raise LaunchError(
+            f"gpus is {request!r}; an entry is empty. Write ids (0,1), UUIDs (GPU-...), a type (A800), auto or none."
+        )
     chosen: list[Gpu] = []
     for part in parts:
         for gpu in _match(part, here):
             if gpu in chosen:
-                raise LaunchError(f"gpus is {request!r}; GPU {gpu.index} is named twice. Name it once.")
+                raise LaunchError(
+                    f"gpus is {request!r}; GPU {gpu.index} is named twice. Name it once."
+                )
             chosen.append(gpu)
     return chosen
 
@@ -163,7 +204,9 @@ def _match(part: str, here: Sequence[Gpu]) -> list[Gpu]:
 def is_type(kind: str, name: str) -> bool:
     """Whether a device's name contains the words of a type, whole and in this order: A40 does not match A4000."""
     words, wanted = _words(name), _words(kind)
-    return bool(wanted) and any(words[at : at + len(wanted)] == wanted for at in range(len(words) - len(wanted) + 1))
+    return bool(wanted) and any(
+        words[at : at + len(wanted)] == wanted for at in range(len(words) - len(wanted) + 1)
+    )
 
 
 def _words(text: str) -> list[str]:
@@ -173,7 +216,11 @@ def _words(text: str) -> list[str]:
 def _listing(here: Sequence[Gpu]) -> str:
     if not here:
         return "No GPU is visible here; use --gpus none to compute on the CPU."
-    return "Visible GPUs: " + ", ".join(f"{index} {gpu.name} {gpu.uuid[:12]}" for index, gpu in enumerate(here)) + "."
+    return (
+        "Visible GPUs: "
+        + ", ".join(f"{index} {gpu.name} {gpu.uuid[:12]}" for index, gpu in enumerate(here))
+        + "."
+    )
 
 
 def _mixed(chosen: Sequence[Gpu]) -> list[str]:
@@ -185,7 +232,9 @@ def _mixed(chosen: Sequence[Gpu]) -> list[str]:
     known = {name: peak for name, peak in peaks.items() if peak is not None}
     if len(known) < len(names):
         unknown = ", ".join(name for name in names if name not in known)
-        return [f"the GPUs are of different types ({', '.join(names)}); the slowest is unknown (no peak for {unknown})"]
+        return [
+            f"the GPUs are of different types ({', '.join(names)}); the slowest is unknown (no peak for {unknown})"
+        ]
     slowest = min(known, key=lambda name: known[name])
     return [
         f"the GPUs are of different types ({', '.join(names)}); each step waits for the slowest, "

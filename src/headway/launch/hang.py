@@ -40,14 +40,27 @@ class HangDetector:
         While the disk cannot be written (`counts` is false), heartbeats stop too and mean nothing.
         """
         now = time.monotonic()
-        passed = min(now - self._checked_at, MAX_CHECK_SECONDS) if self._checked_at is not None and counts else 0.0
+        passed = (
+            min(now - self._checked_at, MAX_CHECK_SECONDS)
+            if self._checked_at is not None and counts
+            else 0.0
+        )
         self._checked_at = now
-        here = [beat for beat in beats if beat.host == socket.gethostname() and (beat.rank, beat.pid, beat.at) not in self._stale]
+        here = [
+            beat
+            for beat in beats
+            if beat.host == socket.gethostname()
+            and (beat.rank, beat.pid, beat.at) not in self._stale
+        ]
         for beat in here:
             mark = (beat.pid, beat.step, beat.phase, beat.progress_at)
             before, idle = self._idle.get(beat.rank, (None, 0.0))
             self._idle[beat.rank] = (mark, idle + passed if mark == before else 0.0)
-        return here if any(self._idle[beat.rank][1] > self.hang_seconds and is_alive(beat) for beat in here) else []
+        return (
+            here
+            if any(self._idle[beat.rank][1] > self.hang_seconds and is_alive(beat) for beat in here)
+            else []
+        )
 
 
 def record_hang(run_dir: Path, beats: Sequence[Beat], writes: Deferred) -> str:
@@ -68,7 +81,9 @@ def _record_stacks(run_dir: Path, beats: Sequence[Beat]) -> list[str]:
     for beat in beats:
         send_signal(beat.pid, STACK_SIGNAL)
     until = time.monotonic() + STACK_SECONDS
-    while time.monotonic() < until and any(_size(path) == before[rank] for rank, path in files.items()):
+    while time.monotonic() < until and any(
+        _size(path) == before[rank] for rank, path in files.items()
+    ):
         time.sleep(POLL_SECONDS)
     time.sleep(POLL_SECONDS)  # for the last lines
     return [str(path) for rank, path in files.items() if _size(path) > before[rank]]

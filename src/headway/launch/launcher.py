@@ -21,7 +21,13 @@ from headway.launch.gpus import Gpu, GpuChoice, choose_gpus, read_gpus, visible
 from headway.launch.nodes import NodeSpec, Rendezvous
 from headway.launch.ranks import RankProcesses, RankStart
 from headway.runtime.device import backend_of
-from headway.runtime.machine import CUDA_TORCH, cuda_of_torch, package_version, torch_release, usable_cores
+from headway.runtime.machine import (
+    CUDA_TORCH,
+    cuda_of_torch,
+    package_version,
+    torch_release,
+    usable_cores,
+)
 from headway.runtime.process import LAUNCHER_PID, from_environment, headway_command, set_environment
 from headway.runtime.temporary import temporary_folder
 
@@ -67,11 +73,19 @@ class LaunchSpec:
 
     def enter(self, environment: Mapping[str, str]) -> None:
         """Make this process the single rank: it sees the chosen GPUs, and its peers if another launcher started it."""
-        set_environment({**(self.choice.environment if self.choice is not None else {}), **master_address(environment)})
+        set_environment(
+            {
+                **(self.choice.environment if self.choice is not None else {}),
+                **master_address(environment),
+            }
+        )
 
 
 def plan_for_recipe(
-    recipe: Recipe, options: LaunchOptions, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus
+    recipe: Recipe,
+    options: LaunchOptions,
+    environment: Mapping[str, str],
+    devices: Callable[[], list[Gpu]] = read_gpus,
 ) -> LaunchSpec:
     """Choose GPUs and number of ranks for a recipe; the command line wins over the recipe."""
     gpus = options.gpus if options.gpus is not None else recipe.run.gpus_option
@@ -79,7 +93,10 @@ def plan_for_recipe(
 
 
 def plan_launch(
-    device: str, options: LaunchOptions, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus
+    device: str,
+    options: LaunchOptions,
+    environment: Mapping[str, str],
+    devices: Callable[[], list[Gpu]] = read_gpus,
 ) -> LaunchSpec:
     """Choose GPUs and number of ranks for work on a device (auto, cpu, cuda); contradictions are refused before anything starts."""
     external, gpus = external_launcher(environment), options.gpus
@@ -96,7 +113,9 @@ def plan_launch(
     if options.nproc is not None and options.nproc < 1:
         raise LaunchError(f"--nproc is {options.nproc}; it must be at least 1.")
     if device == "mps" and (options.nproc or 1) * options.nodes.num > 1:
-        raise LaunchError("device is 'mps'; an Apple GPU takes one rank. Leave --nproc out, or use device=cpu.")
+        raise LaunchError(
+            "device is 'mps'; an Apple GPU takes one rank. Leave --nproc out, or use device=cpu."
+        )
     choice = None if gpus is None else choose_gpus(gpus, environment, devices)
     _check_device(device, gpus, choice)
     if choice is not None and choice.gpus and cuda_of_torch() is None:
@@ -113,7 +132,9 @@ def plan_launch(
         num_gpus = len(visible(devices(), environment.get("CUDA_VISIBLE_DEVICES"))) or None
     num_ranks = options.nproc if options.nproc is not None else num_gpus or 1
     if num_gpus is not None and num_ranks > num_gpus:
-        raise LaunchError(f"--nproc is {num_ranks}; {num_gpus} GPUs are chosen, and a GPU takes one rank. Lower it, or use --gpus none.")
+        raise LaunchError(
+            f"--nproc is {num_ranks}; {num_gpus} GPUs are chosen, and a GPU takes one rank. Lower it, or use --gpus none."
+        )
     return LaunchSpec(num_ranks, choice, options.nodes)
 
 
@@ -122,9 +143,13 @@ def _check_device(device: str, gpus: str | None, choice: GpuChoice | None) -> No
         return
     if device == "cuda" and not choice.gpus:
         found = "hides all GPUs" if gpus == "none" else "finds no GPU here"
-        raise LaunchError(f"gpus is {gpus!r}, which {found}, and device is 'cuda'. Use device=auto or device=cpu to compute on the CPU.")
+        raise LaunchError(
+            f"gpus is {gpus!r}, which {found}, and device is 'cuda'. Use device=auto or device=cpu to compute on the CPU."
+        )
     if device == "cpu" and choice.gpus:
-        raise LaunchError(f"gpus is {gpus!r} and device is 'cpu'; they contradict each other. Leave one of them out.")
+        raise LaunchError(
+            f"gpus is {gpus!r} and device is 'cpu'; they contradict each other. Leave one of them out."
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +160,13 @@ class RunPlace:
     same: Mapping[str, str] = field(default_factory=dict)
 
 
-def launch(spec: LaunchSpec, arguments: Sequence[str], logs: Path, environment: Mapping[str, str], place: RunPlace | None = None) -> int:
+def launch(
+    spec: LaunchSpec,
+    arguments: Sequence[str],
+    logs: Path,
+    environment: Mapping[str, str],
+    place: RunPlace | None = None,
+) -> int:
     """Start the ranks of this node with `python -m headway ARGUMENTS`, wait for them and return their exit code."""
     rendezvous = Rendezvous(spec.nodes, spec.num_ranks)
     if spec.nodes.num > 1:
@@ -149,8 +180,15 @@ def launch(spec: LaunchSpec, arguments: Sequence[str], logs: Path, environment: 
             raise
     shared = {**environment, **rank_environment(spec, rendezvous, environment)}
     first = rendezvous.first_rank
-    starts = [RankStart(first + local, {"RANK": str(first + local), "LOCAL_RANK": str(local)}) for local in range(spec.num_ranks)]
-    log.log(logging.INFO if spec.nodes.num > 1 else logging.DEBUG, "starting %s", _describe(spec, rendezvous))
+    starts = [
+        RankStart(first + local, {"RANK": str(first + local), "LOCAL_RANK": str(local)})
+        for local in range(spec.num_ranks)
+    ]
+    log.log(
+        logging.INFO if spec.nodes.num > 1 else logging.DEBUG,
+        "starting %s",
+        _describe(spec, rendezvous),
+    )
     with RankProcesses(headway_command(arguments), starts, shared, logs) as ranks:
         if spec.nodes.num == 1:
             rendezvous.serve()  # after the start: both take seconds to load torch, and the port is bound already
@@ -165,16 +203,24 @@ def launch(spec: LaunchSpec, arguments: Sequence[str], logs: Path, environment: 
     return code
 
 
-def check_nodes(spec: LaunchSpec, rendezvous: Rendezvous, place: RunPlace, environment: Mapping[str, str]) -> None:
+def check_nodes(
+    spec: LaunchSpec, rendezvous: Rendezvous, place: RunPlace, environment: Mapping[str, str]
+) -> None:
     """The fast checks of `headway doctor` on all nodes together; a failed one stops every node with the same line."""
     assert rendezvous.store is not None
     chosen = {} if spec.choice is None else spec.choice.environment
-    needs = HostNeeds(spec.num_ranks, gpu_ranks=spec.choice is not None and bool(spec.choice.gpus), same=place.same)
+    needs = HostNeeds(
+        spec.num_ranks,
+        gpu_ranks=spec.choice is not None and bool(spec.choice.gpus),
+        same=place.same,
+    )
     exchange = StoreExchange(rendezvous.store, spec.nodes.rank, spec.nodes.num)
     require(preflight(exchange, place.folder, needs, {**environment, **chosen}))
 
 
-def rank_environment(spec: LaunchSpec, rendezvous: Rendezvous, given: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(
+    spec: LaunchSpec, rendezvous: Rendezvous, given: Mapping[str, str]
+) -> dict[str, str]:
     """The variables that all ranks of this node share; variables set by the user stay."""
     shared = {
         "MASTER_ADDR": rendezvous.host,
@@ -199,7 +245,9 @@ def rank_environment(spec: LaunchSpec, rendezvous: Rendezvous, given: Mapping[st
 def _describe(spec: LaunchSpec, rendezvous: Rendezvous) -> str:
     last = rendezvous.first_rank + spec.num_ranks - 1
     here = f"rank {last}" if spec.num_ranks == 1 else f"ranks {rendezvous.first_rank} to {last}"
-    return f"{here} of {rendezvous.world}" + (f" on node {spec.nodes.rank} of {spec.nodes.num}" if spec.nodes.num > 1 else "")
+    return f"{here} of {rendezvous.world}" + (
+        f" on node {spec.nodes.rank} of {spec.nodes.num}" if spec.nodes.num > 1 else ""
+    )
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -207,7 +255,9 @@ def is_launched(environment: Mapping[str, str]) -> bool:
     return LAUNCHER_PID in environment
 
 
-def run_on_ranks(device: str, options: LaunchOptions, arguments: Sequence[str], work: Callable[[RankGroup], None]) -> int:
+def run_on_ranks(
+    device: str, options: LaunchOptions, arguments: Sequence[str], work: Callable[[RankGroup], None]
+) -> int:
     """Run `work` on every rank of this machine and return the exit code.
 
     This process starts ranks with the same `arguments`, is itself the only rank, or was started as one of them.
@@ -219,7 +269,9 @@ def run_on_ranks(device: str, options: LaunchOptions, arguments: Sequence[str], 
     if not spec.needs_launcher:
         spec.enter(os.environ)
         return _join(device, work)
-    with temporary_folder("verb") as folder:  # without a run folder, what other ranks print is dropped
+    with temporary_folder(
+        "verb"
+    ) as folder:  # without a run folder, what other ranks print is dropped
         return launch(spec, arguments, folder / "no-logs", logging_environment())
 
 

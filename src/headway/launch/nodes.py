@@ -51,9 +51,13 @@ class NodeSpec:
         if self.num < 1:
             raise LaunchError(f"--nnodes is {self.num}; it must be at least 1.")
         if not 0 <= self.rank < self.num:
-            raise LaunchError(f"--node-rank is {self.rank}; with --nnodes {self.num} it must be 0 to {self.num - 1}.")
+            raise LaunchError(
+                f"--node-rank is {self.rank}; with --nnodes {self.num} it must be 0 to {self.num - 1}."
+            )
         if self.num > 1 and not self.port:
-            raise LaunchError("--master is missing; give every node HOST:PORT of node 0, with a port that is free there.")
+            raise LaunchError(
+                "--master is missing; give every node HOST:PORT of node 0, with a port that is free there."
+            )
 
 
 def parse_master(text: str) -> tuple[str, int]:
@@ -67,7 +71,9 @@ def parse_master(text: str) -> tuple[str, int]:
 def parse_nodes(num: int, rank: int, master: str | None, timeout_seconds: float) -> NodeSpec:
     """The nodes that `--nnodes`, `--node-rank`, `--master` and `--node-timeout` describe."""
     if master is not None and num == 1:
-        raise LaunchError("--master is given and --nnodes is 1; one machine needs no rendezvous. Leave it out, or give --nnodes.")
+        raise LaunchError(
+            "--master is given and --nnodes is 1; one machine needs no rendezvous. Leave it out, or give --nnodes."
+        )
     host, port = parse_master(master) if master is not None else (LOOPBACK, 0)
     return NodeSpec(num, rank, host, port, timeout_seconds)
 
@@ -102,11 +108,15 @@ class Rendezvous:
         try:
             return socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]  # pyright: ignore[reportReturnType]
         except OSError as error:
-            raise LaunchError(f"--master is {self.host}:{self.port}; {self.host} has no address: {error.strerror}.") from None
+            raise LaunchError(
+                f"--master is {self.host}:{self.port}; {self.host} has no address: {error.strerror}."
+            ) from None
 
     def serve(self) -> None:
         """Serve the store (node 0), or connect to it. Takes as long as loading torch."""
-        set_environment({"TORCH_CPP_LOG_LEVEL": "ERROR"})  # read when torch loads; hides the retries of its sockets
+        set_environment(
+            {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        )  # read when torch loads; hides the retries of its sockets
         if self._listening is None:
             self._wait_for_node_0()
         from torch.distributed import TCPStore
@@ -114,17 +124,29 @@ class Rendezvous:
         if self._listening is not None:
             wait = timedelta(seconds=60)
             descriptor = self._listening.detach()  # the store closes it
-            self.store = TCPStore(self.host, self.port, None, True, wait, wait_for_workers=False, master_listen_fd=descriptor)
+            self.store = TCPStore(
+                self.host,
+                self.port,
+                None,
+                True,
+                wait,
+                wait_for_workers=False,
+                master_listen_fd=descriptor,
+            )
             self._listening = None
             return
-        self.store = TCPStore(self.host, self.port, None, False, timedelta(seconds=60), wait_for_workers=False)
+        self.store = TCPStore(
+            self.host, self.port, None, False, timedelta(seconds=60), wait_for_workers=False
+        )
 
     def _wait_for_node_0(self) -> None:
         """Wait until node 0 answers on its port."""
         deadline = time.monotonic() + self.nodes.timeout_seconds
         while time.monotonic() < deadline:
             try:
-                socket.create_connection((self.host, self.port), timeout=self.nodes.timeout_seconds).close()
+                socket.create_connection(
+                    (self.host, self.port), timeout=self.nodes.timeout_seconds
+                ).close()
                 return
             except OSError:
                 time.sleep(POLL_SECONDS)
@@ -136,11 +158,20 @@ class Rendezvous:
     def gather(self) -> None:
         """Wait for the launchers of all nodes, then compute this node's first rank."""
         store, num = self._connected(), self.nodes.num
-        entry = json.dumps({"num_ranks": self.num_ranks, "num_nodes": num, "host": socket.gethostname(), "id": str(uuid.uuid4())})
+        entry = json.dumps(
+            {
+                "num_ranks": self.num_ranks,
+                "num_nodes": num,
+                "host": socket.gethostname(),
+                "id": str(uuid.uuid4()),
+            }
+        )
         there = store.compare_set(self._key(self.nodes.rank), "", entry).decode()
         if there != entry:
             host = json.loads(there)["host"]
-            raise LaunchError(f"--node-rank is {self.nodes.rank}; {host} has that rank already. Give each node its own.")
+            raise LaunchError(
+                f"--node-rank is {self.nodes.rank}; {host} has that rank already. Give each node its own."
+            )
         deadline = time.monotonic() + self.nodes.timeout_seconds
         while missing := [node for node in range(num) if not store.check([self._key(node)])]:
             if (failure := self.first_failure()) is not None:
@@ -149,11 +180,19 @@ class Rendezvous:
                 self._give_up(missing)
             time.sleep(POLL_SECONDS)
         entries = [json.loads(store.get(self._key(node))) for node in range(num)]
-        if wrong := [f"node {node} has {one['num_nodes']}" for node, one in enumerate(entries) if one["num_nodes"] != num]:
-            raise LaunchError(f"--nnodes is {num}; {', '.join(wrong)}. Give all nodes the same number.")
+        if wrong := [
+            f"node {node} has {one['num_nodes']}"
+            for node, one in enumerate(entries)
+            if one["num_nodes"] != num
+        ]:
+            raise LaunchError(
+                f"--nnodes is {num}; {', '.join(wrong)}. Give all nodes the same number."
+            )
         counts = [one["num_ranks"] for one in entries]
         self.first_rank, self.world = sum(counts[: self.nodes.rank]), sum(counts)
-        hosts = ", ".join(f"node {node} {one['host']} with {one['num_ranks']}" for node, one in enumerate(entries))
+        hosts = ", ".join(
+            f"node {node} {one['host']} with {one['num_ranks']}" for node, one in enumerate(entries)
+        )
         log.info("%d ranks on %d nodes: %s", self.world, num, hosts)
 
     def _give_up(self, missing: list[int]) -> None:
@@ -175,7 +214,11 @@ class Rendezvous:
                 if self.store.check([key]):
                     failures.append(RankError(**json.loads(self.store.get(key))))
         except RuntimeError:
-            return RankError(f"node 0 is gone: {self.host}:{self.port} no longer answers. All ranks here were stopped.", 1, time.time())
+            return RankError(
+                f"node 0 is gone: {self.host}:{self.port} no longer answers. All ranks here were stopped.",
+                1,
+                time.time(),
+            )
         return min(failures, key=lambda one: one.at, default=None)
 
     def announce(self, error: RankError) -> None:
@@ -212,7 +255,9 @@ class Rendezvous:
         try:
             self.store.add(PREFIX + "done", 1)
             deadline = None if well else time.monotonic() + LINGER_SECONDS
-            while self.store.add(PREFIX + "done", 0) < (self._num_arrived() if is_first else self.nodes.num):
+            while self.store.add(PREFIX + "done", 0) < (
+                self._num_arrived() if is_first else self.nodes.num
+            ):
                 if deadline is None and self.first_failure() is not None:
                     deadline = time.monotonic() + LINGER_SECONDS
                 if deadline is not None and time.monotonic() > deadline:
@@ -253,7 +298,9 @@ def _interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asking.fileno(), 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
+                answer = fcntl.ioctl(
+                    asking.fileno(), 0x8915, name.encode().ljust(256, b"\0")
+                )  # SIOCGIFADDR
             except OSError:
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:

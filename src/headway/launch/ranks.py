@@ -45,7 +45,13 @@ class RankStart:
 class RankProcesses:
     """The child processes of one launcher."""
 
-    def __init__(self, command: Sequence[str], starts: Sequence[RankStart], environment: Mapping[str, str], logs: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        starts: Sequence[RankStart],
+        environment: Mapping[str, str],
+        logs: Path,
+    ) -> None:
         self.logs, self.begun = logs, time.time()
         self.failures = make_temporary_folder("ranks")
         self.received: list[int] = []
@@ -74,11 +80,19 @@ class RankProcesses:
         pipe = None if rank == 0 else subprocess.PIPE
         joined = None if rank == 0 else subprocess.STDOUT
         child = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=pipe, stderr=joined, process_group=0, bufsize=0
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=joined,
+            process_group=0,
+            bufsize=0,
         )
         self.children[rank] = child
         if child.stdout is not None:
-            reader = threading.Thread(target=_copy_output, args=(child.stdout, self.output_log(rank)), daemon=True)
+            reader = threading.Thread(
+                target=_copy_output, args=(child.stdout, self.output_log(rank)), daemon=True
+            )
             reader.start()
             self.readers.append(reader)
 
@@ -133,11 +147,17 @@ class RankProcesses:
 
     def _find_ended(self) -> list[Ended]:
         found = ((rank, child.poll()) for rank, child in self.children.items())
-        return [Ended(rank, code, read_failure(self._failure_path(rank))) for rank, code in found if code is not None]
+        return [
+            Ended(rank, code, read_failure(self._failure_path(rank)))
+            for rank, code in found
+            if code is not None
+        ]
 
     def _is_failure(self, one: Ended) -> bool:
         """A requested stop is no failure, nor is death by a signal that was passed on, which happens before training begins."""
-        was_signalled = one.failure is None and (-one.code in self.received or self.kill_at is not None)
+        was_signalled = one.failure is None and (
+            -one.code in self.received or self.kill_at is not None
+        )
         return one.code != 0 and not one.was_stopped and not was_signalled
 
     def _failure(self, failed: Sequence[Ended]) -> RankError:
@@ -151,15 +171,33 @@ class RankProcesses:
         ended_alone = set(self.ended)
         self.end()
         ended = self._find_ended()
-        late = [one.with_reported_code() for one in ended if one.is_cause and (one.rank in ended_alone or one.failure is not None)]
+        late = [
+            one.with_reported_code()
+            for one in ended
+            if one.is_cause and (one.rank in ended_alone or one.failure is not None)
+        ]
         first = first_cause([*failed, *filter(self._is_failure, late)])
         for one in ended:
             self._write_traceback(one)
-        log = next((path for path in (self.logs / f"rank-{first.rank:05}.log", self.output_log(first.rank)) if path.exists()), None)
+        log = next(
+            (
+                path
+                for path in (self.logs / f"rank-{first.rank:05}.log", self.output_log(first.rank))
+                if path.exists()
+            ),
+            None,
+        )
         message = f"{describe_cause(first, log)} {explain_flight(self.logs, self.begun)}".rstrip()
         if log is None and first.failure is not None and first.failure.traceback is not None:
-            Lossy(sys.stderr).write(first.failure.traceback)  # there is no run folder yet to write it to
-        return RankError(message, first.exit_code, first.at, first.failure.traceback if first.failure is not None else None)
+            Lossy(sys.stderr).write(
+                first.failure.traceback
+            )  # there is no run folder yet to write it to
+        return RankError(
+            message,
+            first.exit_code,
+            first.at,
+            first.failure.traceback if first.failure is not None else None,
+        )
 
     def _write_traceback(self, one: Ended) -> None:
         if one.failure is not None and one.failure.traceback is not None and self.logs.is_dir():

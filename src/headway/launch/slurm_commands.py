@@ -65,7 +65,14 @@ class QueueEntry:
     @property
     def is_alive(self) -> bool:
         """Whether there is anything to cancel."""
-        return self.is_running or self.state in ("PENDING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+        return self.is_running or self.state in (
+            "PENDING",
+            "CONFIGURING",
+            "COMPLETING",
+            "REQUEUED",
+            "REQUEUE_HOLD",
+            "SPECIAL_EXIT",
+        )
 
     @property
     def waits_for(self) -> str:
@@ -74,7 +81,11 @@ class QueueEntry:
         if code in ("", "None"):
             return "was queued just now"
         words = WAITS.get(code, f"SLURM's reason is {self.reason}")
-        when = f"; expected to start {self.start}" if self.start not in ("", "N/A", "Unknown") and code in ("Priority", "Resources") else ""
+        when = (
+            f"; expected to start {self.start}"
+            if self.start not in ("", "N/A", "Unknown") and code in ("Priority", "Resources")
+            else ""
+        )
         return words + when
 
 
@@ -88,18 +99,24 @@ class PastJob:
     nodes: str
 
 
-def call(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def call(
+    program: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a program of SLURM; refused in one line where it is missing or does not answer."""
     found = shutil.which(program)
     if found is None:
-        raise LaunchError(f"{program} is not found. Run this on a machine that submits jobs, with SLURM's programs on the PATH.")
+        raise LaunchError(
+            f"{program} is not found. Run this on a machine that submits jobs, with SLURM's programs on the PATH."
+        )
     try:
         return subprocess.run(
             [found, *arguments], capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False, stdin=subprocess.DEVNULL,
             env=None if environment is None else dict(environment),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{program} did not answer within {COMMAND_SECONDS:.0f} s. Ask the controller with `scontrol ping`.") from None
+        raise LaunchError(
+            f"{program} did not answer within {COMMAND_SECONDS:.0f} s. Ask the controller with `scontrol ping`."
+        ) from None
 
 
 def checked(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
@@ -122,13 +139,22 @@ def submit(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     shown = checked("sbatch", "--parsable", *arguments, environment=environment)
     job = shown.strip().splitlines()[-1].partition(";")[0] if shown.strip() else ""
     if not job.isdecimal():
-        raise LaunchError(f"sbatch answered {shown.strip()[:200]!r}, which holds no job id; look with squeue whether the job was queued.")
+        raise LaunchError(
+            f"sbatch answered {shown.strip()[:200]!r}, which holds no job id; look with squeue whether the job was queued."
+        )
     return job
 
 
 def queue(jobs: Sequence[str]) -> list[QueueEntry]:
     """The jobs that squeue knows, ended ones too for as long as the controller remembers them; an array gives one entry per element."""
-    done = call("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(jobs)}", f"--format={QUEUE_FORMAT}")
+    done = call(
+        "squeue",
+        "--noheader",
+        "--array",
+        "--states=all",
+        f"--jobs={','.join(jobs)}",
+        f"--format={QUEUE_FORMAT}",
+    )
     if done.returncode != 0 and UNKNOWN_JOB in done.stderr:
         return []
     if done.returncode != 0:
@@ -145,7 +171,9 @@ def parse_queue(text: str) -> list[QueueEntry]:
 def is_preempted(job: str) -> bool:
     """Whether SLURM takes a job's nodes away for another job: in the grace time its ranks have the signal, its first process has not."""
     done = call("scontrol", "--oneliner", "show", "job", job)
-    times = [word.partition("=")[2] for word in done.stdout.split() if word.startswith("PreemptTime=")]
+    times = [
+        word.partition("=")[2] for word in done.stdout.split() if word.startswith("PreemptTime=")
+    ]
     return any(time not in ("", "None", "Unknown", "N/A") for time in times)
 
 
@@ -153,7 +181,14 @@ def past(job: str) -> PastJob | None:
     """A job in the accounting; None where the cluster keeps none, or does not know the job."""
     if shutil.which("sacct") is None:
         return None
-    done = call("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=JobID,State,ExitCode,NodeList")
+    done = call(
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        f"--jobs={job}",
+        "--format=JobID,State,ExitCode,NodeList",
+    )
     return next(iter(parse_past(done.stdout)), None) if done.returncode == 0 else None
 
 
@@ -165,6 +200,12 @@ def parse_past(text: str) -> list[PastJob]:
         if len(parts) != 4 or not parts[1]:
             continue
         code, _, number = parts[2].partition(":")
-        shown = 128 + int(number) if number.isdecimal() and int(number) else int(code) if code.isdecimal() else 0
+        shown = (
+            128 + int(number)
+            if number.isdecimal() and int(number)
+            else int(code)
+            if code.isdecimal()
+            else 0
+        )
         found.append(PastJob(parts[0], parts[1].split()[0], shown, parts[3]))
     return found

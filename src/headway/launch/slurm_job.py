@@ -36,7 +36,17 @@ from headway.train.stages import steps_saved
 log = logging.getLogger("headway")
 
 END_SECONDS = 120.0
-STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", LAUNCHER_PID, FAILURE_FILE)
+STALE = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    LAUNCHER_PID,
+    FAILURE_FILE,
+)
 """Variables of the shell that submitted the job that would describe ranks which do not exist here."""
 
 
@@ -63,7 +73,9 @@ class Progress:
         return self.after > self.before
 
 
-def decide(code: int, received: Sequence[int], progress: Progress, *, requeue: bool, max_restarts: int) -> Ending:
+def decide(
+    code: int, received: Sequence[int], progress: Progress, *, requeue: bool, max_restarts: int
+) -> Ending:
     """Whether the job is queued again, from the exit code of its ranks and the first signal that it received."""
     if code == 0:
         return Ending("done", "done")
@@ -72,26 +84,45 @@ def decide(code: int, received: Sequence[int], progress: Progress, *, requeue: b
     if code in (USERS_MISTAKE, GAVE_UP):
         return Ending("failed", f"exit code {code}: starting again would not help")
     if not received:
-        return Ending("stopped", "stopped by request") if code - 128 in STOP_SIGNALS else Ending("failed", f"exit code {code}; see the log")
+        return (
+            Ending("stopped", "stopped by request")
+            if code - 128 in STOP_SIGNALS
+            else Ending("failed", f"exit code {code}; see the log")
+        )
     why = "the time limit" if received[0] == signal.SIGUSR1 else "a preemption or a lost node"
     if not requeue:
-        return Ending("failed", f"stopped by {why}; launch.slurm.requeue is false. Launch the run again to resume it")
+        return Ending(
+            "failed",
+            f"stopped by {why}; launch.slurm.requeue is false. Launch the run again to resume it",
+        )
     if progress.is_made:
-        return Ending("requeued", f"stopped by {why} after step {progress.after}; queued again", True)
+        return Ending(
+            "requeued", f"stopped by {why} after step {progress.after}; queued again", True
+        )
     if received[0] == signal.SIGUSR1:
-        return Ending("failed", f"{why} came before one step was saved; not queued again. Give the job more --time, or save more often")
+        return Ending(
+            "failed",
+            f"{why} came before one step was saved; not queued again. Give the job more --time, or save more often",
+        )
     if progress.fruitless >= max_restarts:
-        return Ending("failed", f"stopped by {why}; {progress.fruitless + 1} starts in a row saved nothing newer; not queued again")
+        return Ending(
+            "failed",
+            f"stopped by {why}; {progress.fruitless + 1} starts in a row saved nothing newer; not queued again",
+        )
     return Ending("requeued", f"stopped by {why} before a step was saved; queued again", True)
 
 
 class SlurmJob:
     """One start of a job."""
 
-    def __init__(self, run_dir: Path, job: str, supervisor: Supervisor, *, requeue: bool, max_restarts: int) -> None:
+    def __init__(
+        self, run_dir: Path, job: str, supervisor: Supervisor, *, requeue: bool, max_restarts: int
+    ) -> None:
         self.run_dir, self.job, self.supervisor = run_dir, job, supervisor
         self.requeue, self.max_restarts = requeue, max_restarts
-        supervisor.passes_on = signal.SIGUSR1  # srun passes it to every task; it takes SIGINT as a question and SIGTERM as an end
+        supervisor.passes_on = (
+            signal.SIGUSR1
+        )  # srun passes it to every task; it takes SIGINT as a question and SIGTERM as an end
 
     def run(self, hosts: str) -> int:
         """Train until the end, a signal or too many failures; returns the exit code of the job."""
@@ -108,28 +139,54 @@ class SlurmJob:
         received = self.supervisor.received
         if not received and code - 128 in STOP_SIGNALS and is_preempted(self.job):
             received = [signal.SIGTERM]
-        ending = decide(code, received, progress, requeue=self.requeue, max_restarts=self.max_restarts)
+        ending = decide(
+            code, received, progress, requeue=self.requeue, max_restarts=self.max_restarts
+        )
         if not ending.is_requeued:
             return self._end(starts, ending, code)
-        self._end(starts, ending, code)  # before the request: SLURM ends this process as soon as it has it
+        self._end(
+            starts, ending, code
+        )  # before the request: SLURM ends this process as soon as it has it
         if (problem := self._request_requeue()) is not None:
-            return self._end(starts, Ending("failed", f"{ending.message.partition(';')[0]}; {problem}"), code)
-        time.sleep(END_SECONDS)  # until SLURM ends this process: one that ends by itself now may count as failed
+            return self._end(
+                starts, Ending("failed", f"{ending.message.partition(';')[0]}; {problem}"), code
+            )
+        time.sleep(
+            END_SECONDS
+        )  # until SLURM ends this process: one that ends by itself now may count as failed
         return code
 
     def _request_requeue(self) -> str | None:
         """Queue the job again; returns why that cannot be done. One that SLURM is ending already is left to SLURM."""
         found = next(iter(queue([self.job])), None)
         if found is not None and found.state not in ("RUNNING", "CONFIGURING"):
-            return None if found.state in ("PENDING", "REQUEUED", "COMPLETING") else f"SLURM is ending the job ({found.state.lower()})"
+            return (
+                None
+                if found.state in ("PENDING", "REQUEUED", "COMPLETING")
+                else f"SLURM is ending the job ({found.state.lower()})"
+            )
         done = call("scontrol", "requeue", self.job)
-        return None if done.returncode == 0 else f"SLURM did not queue it again: {last_line(done.stderr)}"
+        return (
+            None
+            if done.returncode == 0
+            else f"SLURM did not queue it again: {last_line(done.stderr)}"
+        )
 
     def _end(self, starts: Sequence[JobStart], ending: Ending, code: int) -> int:
-        level = logging.INFO if ending.outcome in ("done", "requeued", "cancelled", "stopped") else logging.ERROR
+        level = (
+            logging.INFO
+            if ending.outcome in ("done", "requeued", "cancelled", "stopped")
+            else logging.ERROR
+        )
         log.log(level, "job %s: %s", self.job, ending.message)
         after = steps_saved(self.run_dir)
-        changes = replace(starts[-1], step_after=after, outcome=ending.outcome, exit_code=code, message=ending.message)
+        changes = replace(
+            starts[-1],
+            step_after=after,
+            outcome=ending.outcome,
+            exit_code=code,
+            message=ending.message,
+        )
         end(self.run_dir, self.job, starts, changes)
         return code
 
@@ -159,7 +216,13 @@ def main(arguments: Sequence[str]) -> int:
         set_environment({"MASTER_ADDR": first_host(hosts)})
         recipe = load(Recipe, given.recipe)
         supervisor = make_supervisor(command, recipe.supervise, recipe, given.run)
-        job = SlurmJob(given.run, own_id(os.environ), supervisor, requeue=not given.no_requeue, max_restarts=given.max_restarts)
+        job = SlurmJob(
+            given.run,
+            own_id(os.environ),
+            supervisor,
+            requeue=not given.no_requeue,
+            max_restarts=given.max_restarts,
+        )
         return job.run(hosts)
     except HeadwayError as problem:
         log.error("%s", problem)

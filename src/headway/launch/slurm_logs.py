@@ -25,7 +25,10 @@ def log_files(folder: Path, jobs: Sequence[str]) -> dict[Path, str]:
         if own.exists():
             found[own] = f"[job {job}]"
         files = sorted(folder.glob(f"slurm-{job}.*.*.log"))
-        names = [path.name.removeprefix(f"slurm-{job}.").removesuffix(".log").rpartition(".") for path in files]
+        names = [
+            path.name.removeprefix(f"slurm-{job}.").removesuffix(".log").rpartition(".")
+            for path in files
+        ]
         for path, (host, _, index) in zip(files, names, strict=True):
             shares_host = len([name for name, _, _ in names if name == host]) > 1
             words = [*([job] if len(jobs) > 1 else []), host, *([index] if shares_host else [])]
@@ -33,7 +36,9 @@ def log_files(folder: Path, jobs: Sequence[str]) -> dict[Path, str]:
     return found
 
 
-def last_lines(folder: Path, jobs: Sequence[str], lines: int, positions: dict[Path, int]) -> Iterator[str]:
+def last_lines(
+    folder: Path, jobs: Sequence[str], lines: int, positions: dict[Path, int]
+) -> Iterator[str]:
     """The last lines of each file; where they end goes into `positions`."""
     for path, prefix in log_files(folder, jobs).items():
         positions[path] = path.stat().st_size
@@ -41,11 +46,15 @@ def last_lines(folder: Path, jobs: Sequence[str], lines: int, positions: dict[Pa
             yield f"{prefix} {line}"
 
 
-def follow_files(folder: Path, jobs: Sequence[str], positions: dict[Path, int], is_over: Callable[[], bool]) -> Iterator[str]:
+def follow_files(
+    folder: Path, jobs: Sequence[str], positions: dict[Path, int], is_over: Callable[[], bool]
+) -> Iterator[str]:
     """Every new line until the jobs have ended, of files that begin later too."""
     polls, over = 0, False
     while True:
-        over = polls % STATUS_EVERY == 0 and is_over()  # before the read: what was written until the end is read
+        over = (
+            polls % STATUS_EVERY == 0 and is_over()
+        )  # before the read: what was written until the end is read
         for path, prefix in log_files(folder, jobs).items():
             for line in _new_lines(path, positions, whole=not over):
                 yield f"{prefix} {line}"

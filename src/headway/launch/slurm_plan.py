@@ -76,9 +76,13 @@ def plan_submission(job: Job, how: Submission) -> SubmitPlan:
     recipe = load(Recipe, job.recipe, job.overrides)
     world = settings.nodes * settings.ranks
     if how.elements and how.chain:
-        raise ConfigError("--array and --chain are both given; an array trains several recipes, a chain the stages of one. Leave one out.")
+        raise ConfigError(
+            "--array and --chain are both given; an array trains several recipes, a chain the stages of one. Leave one out."
+        )
     if how.chain and len(recipe.stages) < 2:
-        raise ConfigError(f"--chain is given; {job.recipe} has {len(recipe.stages) or 'no'} stages, and a chain needs two. Leave it out.")
+        raise ConfigError(
+            f"--chain is given; {job.recipe} has {len(recipe.stages) or 'no'} stages, and a chain needs two. Leave it out."
+        )
     files: dict[Path, str] = {}
     jobs, elements = (PlannedJob(run_dir),), list[PlannedJob]()
     if how.elements:
@@ -91,7 +95,9 @@ def plan_submission(job: Job, how: Submission) -> SubmitPlan:
         files[launch / "recipe.yaml"] = dump_yaml(recipe, only_given=True)
     if how.chain:
         jobs = tuple(_chain(recipe, run_dir, files))
-    words = ([] if job.resume == "auto" else ["--resume", job.resume]) + ([] if job.gpus is None else ["--gpus", job.gpus])
+    words = ([] if job.resume == "auto" else ["--resume", job.resume]) + (
+        [] if job.gpus is None else ["--gpus", job.gpus]
+    )
     count = len(elements) or None
     parts = ScriptParts(settings, recipe.run.name, run_dir, here, tuple(words), count, how.at_once)
     files[launch / SCRIPT] = write_script(parts)
@@ -114,13 +120,25 @@ def _check(recipe: Recipe, world: int, prefix: str) -> None:
 
 def _elements(job: Job, elements: Sequence[Sequence[str]], run_dir: Path) -> list[Recipe]:
     if len(elements) > MAX_ELEMENTS:
-        raise ConfigError(f"--array has {len(elements)} elements; SLURM takes {MAX_ELEMENTS} by default. Split it.")
+        raise ConfigError(
+            f"--array has {len(elements)} elements; SLURM takes {MAX_ELEMENTS} by default. Split it."
+        )
     found: list[Recipe] = []
     for at, overrides in enumerate(elements):
-        if wrong := next((one for one in overrides if one.startswith(("run.name=", "run.dir="))), None):
-            raise ConfigError(f"--array element {at} has {wrong}; each element has its own run folder, {run_dir}/{at}. Leave it out.")
+        if wrong := next(
+            (one for one in overrides if one.startswith(("run.name=", "run.dir="))), None
+        ):
+            raise ConfigError(
+                f"--array element {at} has {wrong}; each element has its own run folder, {run_dir}/{at}. Leave it out."
+            )
         try:
-            found.append(load(Recipe, job.recipe, [*job.overrides, *overrides, f"run.dir={run_dir}", f'run.name="{at}"']))
+            found.append(
+                load(
+                    Recipe,
+                    job.recipe,
+                    [*job.overrides, *overrides, f"run.dir={run_dir}", f'run.name="{at}"'],
+                )
+            )
         except ConfigError as problem:
             raise ConfigError(f"--array element {at}: {problem}") from None
     return found
@@ -131,7 +149,9 @@ def _chain(recipe: Recipe, run_dir: Path, files: dict[Path, str]) -> list[Planne
     found: list[PlannedJob] = []
     for number, stage in enumerate(recipe.stages, 1):
         path = run_dir / FOLDER / f"recipe-stage-{number}.yaml"
-        files[path] = dump_yaml(recipe.model_copy(update={"stages": recipe.stages[:number]}), only_given=True)
+        files[path] = dump_yaml(
+            recipe.model_copy(update={"stages": recipe.stages[:number]}), only_given=True
+        )
         found.append(PlannedJob(run_dir, stage.name, (str(path),)))
     return found
 
@@ -145,7 +165,9 @@ def read_elements(given: Sequence[str]) -> tuple[tuple[str, ...], ...]:
             try:
                 lines += path.read_text(encoding="utf-8").splitlines()
             except (OSError, ValueError) as problem:
-                raise ConfigError(f"--array is {text[:200]!r}; neither key=value words nor a readable file: {problem}.") from None
+                raise ConfigError(
+                    f"--array is {text[:200]!r}; neither key=value words nor a readable file: {problem}."
+                ) from None
         else:
             lines.append(text)
     sets: list[tuple[str, ...]] = []
@@ -153,10 +175,16 @@ def read_elements(given: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         try:
             words = tuple(shlex.split(line, comments=True))
         except ValueError as problem:
-            raise ConfigError(f"--array has {line[:200]!r}, which cannot be split into words: {problem}.") from None
+            raise ConfigError(
+                f"--array has {line[:200]!r}, which cannot be split into words: {problem}."
+            ) from None
         if wrong := next((word for word in words if "=" not in word), None):
-            raise ConfigError(f'--array has {wrong[:200]!r}; each word must be key=value, e.g. "optim.lr=3e-4 seed=1".')
+            raise ConfigError(
+                f'--array has {wrong[:200]!r}; each word must be key=value, e.g. "optim.lr=3e-4 seed=1".'
+            )
         sets += [words] if words else []
     if given and not sets:
-        raise ConfigError('--array has no override sets. Give each as "key=value key=value", or a file with one per line.')
+        raise ConfigError(
+            '--array has no override sets. Give each as "key=value key=value", or a file with one per line.'
+        )
     return tuple(sets)

@@ -86,4 +86,6 @@ def end(run_dir: Path, job: str, starts: Sequence[JobStart], changes: JobStart) 
 def fruitless(starts: Sequence[JobStart]) -> int:
     """How many starts before the newest one saved nothing newer, in a row."""
     now = starts[-1].step
-    return next((at for at, one in enumerate(reversed(starts[:-1])) if one.step < now), len(starts) - 1)
+    return next(
+        (at for at, one in enumerate(reversed(starts[:-1])) if one.step < now), len(starts) - 1
+    )

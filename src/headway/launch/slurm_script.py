@@ -75,7 +75,9 @@ def _header(parts: ScriptParts) -> list[str]:
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     lines.append("#SBATCH --requeue" if settings.requeue else "#SBATCH --no-requeue")
     again = shlex.join(["sbatch", str(parts.run_dir / FOLDER / SCRIPT)])
-    first = [f"# Written by `headway launch slurm` for {parts.run_dir}. To submit it by hand: {again}"]
+    first = [
+        f"# Written by `headway launch slurm` for {parts.run_dir}. To submit it by hand: {again}"
+    ]
     return ["#!/bin/bash", *first, *lines, *(f"#SBATCH --{one}" for one in settings.sbatch)]
 
 
@@ -84,7 +86,9 @@ def _setup(parts: ScriptParts) -> list[str]:
     if parts.settings.setup:
         lines += ["", "# launch.slurm.setup", *parts.settings.setup, ""]
     if parts.settings.cpus is not None:
-        lines.append(f"export SRUN_CPUS_PER_TASK={parts.settings.cpus}  # srun does not take it from the job")
+        lines.append(
+            f"export SRUN_CPUS_PER_TASK={parts.settings.cpus}  # srun does not take it from the job"
+        )
     return [*lines, "set -u"]
 
 
@@ -95,12 +99,27 @@ def _command(parts: ScriptParts) -> list[str]:
     recipe = f'"{launch}/recipe-{INDEX}.yaml"' if is_array else f'"${{1:-{launch}/recipe.yaml}}"'
     log = f"{parts.run_dir}/logs/{ARRAY_LOG_NAME if is_array else LOG_NAME}.%N.%n.log"
     own = [sys.executable, "-P", "-m", "headway.launch.slurm_job"]
-    flags = [f"--max-restarts={settings.max_restarts}", *([] if settings.requeue else ["--no-requeue"])]
-    srun = ["srun", f"--nodes={settings.nodes}", f"--ntasks={settings.nodes}", "--ntasks-per-node=1"]
+    flags = [
+        f"--max-restarts={settings.max_restarts}",
+        *([] if settings.requeue else ["--no-requeue"]),
+    ]
+    srun = [
+        "srun",
+        f"--nodes={settings.nodes}",
+        f"--ntasks={settings.nodes}",
+        "--ntasks-per-node=1",
+    ]
     # not --kill-on-bad-exit: the other launchers would have no time to save and to say what happened
-    srun += ["--kill-on-bad-exit=0", f"--wait={WAIT_SECONDS}", f"--output={log}", "--open-mode=append"]
+    srun += [
+        "--kill-on-bad-exit=0",
+        f"--wait={WAIT_SECONDS}",
+        f"--output={log}",
+        "--open-mode=append",
+    ]
     nodes = [] if settings.nodes == 1 else ["--nnodes", str(settings.nodes)]
-    _, *train = headway_command(["train", *nodes, "--nproc", str(settings.ranks), *parts.train_words])
+    _, *train = headway_command(
+        ["train", *nodes, "--nproc", str(settings.ranks), *parts.train_words]
+    )
     return [
         "# One launcher per node. It saves and queues again before the time limit (SIGUSR1) and on preemption (SIGTERM).",
         f"recipe={recipe}",
@@ -136,11 +155,17 @@ def _pyxis(parts: ScriptParts) -> list[str]:
     if settings.container is None or settings.container_runtime != "pyxis":
         return []
     mounts = ",".join(one if ":" in one else f"{one}:{one}" for one in _mounts(parts))
-    return [f"--container-image={settings.container}", f"--container-mounts={mounts}", f"--container-workdir={parts.working_dir}"]
+    return [
+        f"--container-image={settings.container}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={parts.working_dir}",
+    ]
 
 
 def check_paths(paths: Sequence[Path]) -> None:
     """Refuse folders whose names SLURM or a shell would read as something else."""
     for path in paths:
         if SAFE_PATH.fullmatch(str(path)) is None:
-            raise ConfigError(f"{path}: the name of a SLURM job's folder may have letters, digits and ._/+=@,:~- only. Rename it.")
+            raise ConfigError(
+                f"{path}: the name of a SLURM job's folder may have letters, digits and ._/+=@,:~- only. Rename it."
+            )

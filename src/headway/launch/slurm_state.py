@@ -27,18 +27,32 @@ WORDS = {
     "REQUEUE_HOLD": "was queued again and is held; release it with scontrol release",
     "SPECIAL_EXIT": "was queued again and is held; release it with scontrol release",
 }
-ORDER: tuple[State, ...] = ("running", "stopping", "queued", "failed", "unknown", "cancelled", "done")
+ORDER: tuple[State, ...] = (
+    "running",
+    "stopping",
+    "queued",
+    "failed",
+    "unknown",
+    "cancelled",
+    "done",
+)
 """The state of several jobs is the first of these that one of them has."""
 
 
-def state_from_queue(entry: QueueEntry, starts: Sequence[JobStart], *, is_cancelled: bool = False) -> JobStatus:
+def state_from_queue(
+    entry: QueueEntry, starts: Sequence[JobStart], *, is_cancelled: bool = False
+) -> JobStatus:
     """The status of a job that squeue knows."""
     state = STATES.get(entry.state, "unknown")
     message = WORDS.get(entry.state, "")
     last = starts[-1] if starts else None
     code = None
     if state == "queued" and entry.state in ("PENDING", "CONFIGURING"):
-        message = f"{last.message}; {entry.waits_for}" if last is not None and last.outcome == "requeued" else entry.waits_for
+        message = (
+            f"{last.message}; {entry.waits_for}"
+            if last is not None and last.outcome == "requeued"
+            else entry.waits_for
+        )
     elif state == "unknown":
         message = f"SLURM's state is {entry.state}"
     elif state == "running" and is_cancelled:
@@ -59,13 +73,26 @@ def state_from_record(known: PastJob | None, starts: Sequence[JobStart], job: st
         return JobStatus(state, hosts=(last.hosts,), exit_code=code, message=message)
     if known is not None:
         state = STATES.get(known.state, "unknown")
-        return JobStatus(state, hosts=(known.nodes,) if known.nodes else (), exit_code=known.exit_code, message=WORDS.get(known.state, ""))
-    return JobStatus("unknown", message=f"SLURM does not know job {job} any more, and the job left no record of its end")
+        return JobStatus(
+            state,
+            hosts=(known.nodes,) if known.nodes else (),
+            exit_code=known.exit_code,
+            message=WORDS.get(known.state, ""),
+        )
+    return JobStatus(
+        "unknown",
+        message=f"SLURM does not know job {job} any more, and the job left no record of its end",
+    )
 
 
 def _of_start(start: JobStart) -> tuple[State, int | None, str]:
     """The state, exit code and message of a start that ended by itself."""
-    states: dict[str, State] = {"done": "done", "failed": "failed", "cancelled": "cancelled", "stopped": "cancelled"}
+    states: dict[str, State] = {
+        "done": "done",
+        "failed": "failed",
+        "cancelled": "cancelled",
+        "stopped": "cancelled",
+    }
     return states.get(str(start.outcome), "unknown"), start.exit_code, start.message
 
 
@@ -76,8 +103,26 @@ def combine(parts: Sequence[tuple[str, JobStatus]]) -> JobStatus:
     first = next((label, status) for label, status in parts if status.state == state)
     words = ", ".join(f"{counts[one]} {one}" for one in ORDER if counts[one])
     detail = ": ".join(text for text in first if isinstance(text, str) and text)
-    message = f"{len(parts)} jobs: {words}" + (f"; {detail}" if detail else "") + (f": {first[1].message}" if first[1].message else "")
-    hosts = tuple(dict.fromkeys(host for _, status in parts if status.state in ("running", "stopping") for host in status.hosts))
+    message = (
+        f"{len(parts)} jobs: {words}"
+        + (f"; {detail}" if detail else "")
+        + (f": {first[1].message}" if first[1].message else "")
+    )
+    hosts = tuple(
+        dict.fromkeys(
+            host
+            for _, status in parts
+            if status.state in ("running", "stopping")
+            for host in status.hosts
+        )
+    )
     code = first[1].exit_code if state in ("done", "failed", "cancelled") else None
     steps = [status.step for _, status in parts if status.step is not None]
-    return JobStatus(state, max(status.attempt for _, status in parts), hosts, code, max(steps, default=None), message)
+    return JobStatus(
+        state,
+        max(status.attempt for _, status in parts),
+        hosts,
+        code,
+        max(steps, default=None),
+        message,
+    )

@@ -66,7 +66,10 @@ class RestartPolicy:
 
     def pause(self, failures: int) -> float:
         """Seconds to wait after that many failures in a row."""
-        return min(self.backoff_seconds * 2 ** (failures - 1), max(MAX_BACKOFF_SECONDS, self.backoff_seconds))
+        return min(
+            self.backoff_seconds * 2 ** (failures - 1),
+            max(MAX_BACKOFF_SECONDS, self.backoff_seconds),
+        )
 
 
 class Supervisor:
@@ -80,7 +83,12 @@ class Supervisor:
         environment: Mapping[str, str],
         report: Report = lambda *_: None,
     ) -> None:
-        self.command, self.policy, self.run_dir, self.report = list(command), policy, run_dir, report
+        self.command, self.policy, self.run_dir, self.report = (
+            list(command),
+            policy,
+            run_dir,
+            report,
+        )
         self.job = str(uuid.uuid4())
         self.environment = dict(environment)
         self.received: list[int] = []
@@ -92,7 +100,9 @@ class Supervisor:
         self.hang_detector = HangDetector(policy.hang_seconds)
         self.writes = Deferred()
         self.can_write = True
-        self.saved_step: Callable[[], int] = lambda: -1 if self.run_dir is None else steps_saved(self.run_dir)
+        self.saved_step: Callable[[], int] = lambda: (
+            -1 if self.run_dir is None else steps_saved(self.run_dir)
+        )
 
     def run(self) -> int:
         """Run until the command is done, stopped, or has failed too often; returns its exit code as a shell shows it."""
@@ -115,8 +125,12 @@ class Supervisor:
         """Start the command once and wait for its end; None means restart."""
         outcome.unlink(missing_ok=True)
         variables = {SUPERVISOR: self.job, RESTARTS: str(self.restarts), OUTCOME_FILE: str(outcome)}
-        self.hang_detector = HangDetector(self.policy.hang_seconds, read_beats(self.run_dir) if self.run_dir is not None else ())
-        self.child = subprocess.Popen(self.command, env={**self.environment, **variables}, process_group=0)
+        self.hang_detector = HangDetector(
+            self.policy.hang_seconds, read_beats(self.run_dir) if self.run_dir is not None else ()
+        )
+        self.child = subprocess.Popen(
+            self.command, env={**self.environment, **variables}, process_group=0
+        )
         was_hung = self._watch(self.child)
         code = self.child.returncode if self.child.returncode >= 0 else 128 - self.child.returncode
         code = _read_outcome(outcome, code)
@@ -125,15 +139,31 @@ class Supervisor:
         self._count_failure()
         why = "it hung" if was_hung else f"exit code {code}"
         if self.failures > self.policy.max_restarts:
-            log.error("%s; giving up after %d failures in a row without a newer checkpoint", why, self.failures)
-            self.report("crash", f"{why}; gave up after {self.failures} failures in a row", max(self.furthest, 0))
+            log.error(
+                "%s; giving up after %d failures in a row without a newer checkpoint",
+                why,
+                self.failures,
+            )
+            self.report(
+                "crash",
+                f"{why}; gave up after {self.failures} failures in a row",
+                max(self.furthest, 0),
+            )
             return code or 1
         pause = self.policy.pause(self.failures)
         log.warning(
-            "%s; restarting in %s (failure %d of at most %d in a row)", why, duration(pause), self.failures, self.policy.max_restarts + 1
+            "%s; restarting in %s (failure %d of at most %d in a row)",
+            why,
+            duration(pause),
+            self.failures,
+            self.policy.max_restarts + 1,
         )
         killed = f"killed by {_signal_name(code - 128)}; restarting"
-        if not was_hung and code > 128 and (self.run_dir is None or claim_crash_report(self.run_dir, killed, self.job)):
+        if (
+            not was_hung
+            and code > 128
+            and (self.run_dir is None or claim_crash_report(self.run_dir, killed, self.job))
+        ):
             self.report("crash", killed, max(self.furthest, 0))  # no other process can report it
         self.restarts += 1
         return self._wait(pause)
@@ -145,7 +175,12 @@ class Supervisor:
             if self.received:
                 return 128 + self.received[0]
             request = read_request(self.run_dir) if self.run_dir is not None else None
-            if request is not None and request.at_step is None and not request.save_only and self.run_dir is not None:
+            if (
+                request is not None
+                and request.at_step is None
+                and not request.save_only
+                and self.run_dir is not None
+            ):
                 remove_request(self.run_dir)
                 return 128 + signal.SIGTERM
             if time.monotonic() >= until:
@@ -175,7 +210,9 @@ class Supervisor:
                 check_at = time.monotonic() + CHECK_SECONDS
                 self._write_presence()
                 self.writes.retry(now=False)
-                if self.run_dir is not None and (hung := self.hang_detector.hung(read_beats(self.run_dir), counts=self.can_write)):
+                if self.run_dir is not None and (
+                    hung := self.hang_detector.hung(read_beats(self.run_dir), counts=self.can_write)
+                ):
                     self._end_hung(hung)
                     return True
             time.sleep(POLL_SECONDS)
@@ -183,8 +220,13 @@ class Supervisor:
 
     def _end_hung(self, beats: list[Beat]) -> None:
         assert self.run_dir is not None
-        log.error("no progress for %s; recording the stacks of every rank, then restarting", duration(self.policy.hang_seconds))
-        self.report("hang", record_hang(self.run_dir, beats, self.writes), max(beat.step for beat in beats))
+        log.error(
+            "no progress for %s; recording the stacks of every rank, then restarting",
+            duration(self.policy.hang_seconds),
+        )
+        self.report(
+            "hang", record_hang(self.run_dir, beats, self.writes), max(beat.step for beat in beats)
+        )
         self._kill(beats)
 
     def _kill(self, beats: Sequence[Beat] = ()) -> None:
@@ -208,7 +250,10 @@ class Supervisor:
             except HeadwayError as problem:
                 if self.can_write:
                     self.can_write = False
-                    log.warning("%s The run is still supervised; hangs are not detected until the disk can be written.", problem)
+                    log.warning(
+                        "%s The run is still supervised; hangs are not detected until the disk can be written.",
+                        problem,
+                    )
                     self.report("save_failure", str(problem), max(self.furthest, 0))
 
 
@@ -228,7 +273,12 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def make_supervisor(command: Sequence[str], settings: SuperviseConfig, recipe: Recipe | None, run_dir: Path | None = None) -> Supervisor:
+def make_supervisor(
+    command: Sequence[str],
+    settings: SuperviseConfig,
+    recipe: Recipe | None,
+    run_dir: Path | None = None,
+) -> Supervisor:
     """A supervisor whose events go to the trackers of the recipe."""
     folder = run_dir if run_dir is not None else recipe.run.folder if recipe is not None else None
     trackers = recipe.track if recipe is not None else ()
@@ -238,14 +288,23 @@ def make_supervisor(command: Sequence[str], settings: SuperviseConfig, recipe: R
     policy = RestartPolicy(settings.max_restarts, settings.backoff_seconds, settings.hang_seconds)
     supervisor = Supervisor(command, policy, folder, safe_environment(command, os.environ))
     if folder is not None:
-        supervisor.report = lambda event, text, step: report_event(trackers, folder, event, text, step, supervisor.writes)
+        supervisor.report = lambda event, text, step: report_event(
+            trackers, folder, event, text, step, supervisor.writes
+        )
     return supervisor
 
 
-def supervise(command: Sequence[str], settings: SuperviseConfig, recipe: Recipe | None, run_dir: Path | None = None) -> int:
+def supervise(
+    command: Sequence[str],
+    settings: SuperviseConfig,
+    recipe: Recipe | None,
+    run_dir: Path | None = None,
+) -> int:
     """Run a command under a supervisor; returns its exit code."""
     supervisor = make_supervisor(command, settings, recipe, run_dir)
     try:
         return supervisor.run()
     except (FileNotFoundError, PermissionError) as problem:
-        raise LaunchError(f"{command[0]}: {problem.strerror}. Give a command that can be run, after --.") from None
+        raise LaunchError(
+            f"{command[0]}: {problem.strerror}. Give a command that can be run, after --."
+        ) from None

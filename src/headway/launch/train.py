@@ -19,10 +19,23 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import ConfigError, LaunchError
 from headway.launch.external import external_launcher
 from headway.launch.failure import RankError, report_crash
-from headway.launch.launcher import LaunchOptions, LaunchSpec, RunPlace, launch, logging_environment, plan_for_recipe
+from headway.launch.launcher import (
+    LaunchOptions,
+    LaunchSpec,
+    RunPlace,
+    launch,
+    logging_environment,
+    plan_for_recipe,
+)
 from headway.launch.supervise import supervise
 from headway.runtime.output import OutputError
-from headway.runtime.process import from_environment, headway_command, kill_at_step, set_environment, supervisor
+from headway.runtime.process import (
+    from_environment,
+    headway_command,
+    kill_at_step,
+    set_environment,
+    supervisor,
+)
 from headway.runtime.run_lock import refuse_live
 from headway.train.run_name import name_override
 
@@ -31,7 +44,11 @@ if TYPE_CHECKING:
     from headway.train.config import Recipe
     from headway.train.run import Run
 
-PROFILE_FLAGS = {"first_step": "--profile-from", "num_steps": "--profile-steps", "ratio": "--slow-ratio"}
+PROFILE_FLAGS = {
+    "first_step": "--profile-from",
+    "num_steps": "--profile-steps",
+    "ratio": "--slow-ratio",
+}
 Show = Callable[[dict[str, Any]], None]
 
 
@@ -51,21 +68,35 @@ class TrainOptions:
     def check(self) -> None:
         """Refuse options that would have no effect."""
         if self.with_code and not self.dry_run:
-            raise ConfigError("--with-code is given without --dry-run; a run always runs the code that its recipe names. Leave it out.")
+            raise ConfigError(
+                "--with-code is given without --dry-run; a run always runs the code that its recipe names. Leave it out."
+            )
         if self.profile_numbers and not self.profile:
             flag = PROFILE_FLAGS[next(iter(self.profile_numbers))]
             raise ConfigError(f"{flag} is given without --profile. Add --profile, or leave it out.")
         if self.profile and self.dry_run:
-            raise ConfigError("--profile is given with --dry-run, which writes nothing. Leave one of them out.")
+            raise ConfigError(
+                "--profile is given with --dry-run, which writes nothing. Leave one of them out."
+            )
 
     def flags(self) -> list[str]:
         """The options on a command line."""
         switches = {"--dry-run": self.dry_run, "--json": self.json, "--profile": self.profile}
-        numbers = [text for name, value in self.profile_numbers.items() for text in (PROFILE_FLAGS[name], str(value))]
+        numbers = [
+            text
+            for name, value in self.profile_numbers.items()
+            for text in (PROFILE_FLAGS[name], str(value))
+        ]
         return ["--resume", self.resume, *(flag for flag, on in switches.items() if on), *numbers]
 
 
-def start_training(recipe: Recipe, arguments: Sequence[str], options: TrainOptions, launching: LaunchOptions, show: Show) -> int:
+def start_training(
+    recipe: Recipe,
+    arguments: Sequence[str],
+    options: TrainOptions,
+    launching: LaunchOptions,
+    show: Show,
+) -> int:
     """Train a recipe, which `arguments` describe on the command line; returns the exit code."""
     nodes = launching.nodes
     if not options.dry_run and nodes.rank == 0 and from_environment().is_first:
@@ -77,16 +108,28 @@ def start_training(recipe: Recipe, arguments: Sequence[str], options: TrainOptio
     if not spec.needs_launcher:
         spec.enter(os.environ)
         return train_here(recipe, options, show)
-    given = {"--nproc": launching.nproc, "--gpus": launching.gpus, "--nnodes": None if nodes.num == 1 else nodes.num}
-    flags = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]  # the run folder records them
-    return _launch(spec, recipe, ["train", *arguments, name_override(recipe), *options.flags(), *flags])
+    given = {
+        "--nproc": launching.nproc,
+        "--gpus": launching.gpus,
+        "--nnodes": None if nodes.num == 1 else nodes.num,
+    }
+    flags = [
+        text for flag, value in given.items() if value is not None for text in (flag, str(value))
+    ]  # the run folder records them
+    return _launch(
+        spec, recipe, ["train", *arguments, name_override(recipe), *options.flags(), *flags]
+    )
 
 
 def _start_supervised(recipe: Recipe) -> int:
     """Start this same command again under a supervisor."""
     if (external := external_launcher(os.environ)) is not None:
-        raise LaunchError(f"run.supervise is true and {external} started this process. Put `headway supervise --` in front of {external}.")
-    return supervise(headway_command([*sys.argv[1:], name_override(recipe)]), recipe.supervise, recipe)
+        raise LaunchError(
+            f"run.supervise is true and {external} started this process. Put `headway supervise --` in front of {external}."
+        )
+    return supervise(
+        headway_command([*sys.argv[1:], name_override(recipe)]), recipe.supervise, recipe
+    )
 
 
 def _launch(spec: LaunchSpec, recipe: Recipe, line: list[str]) -> int:
@@ -101,7 +144,13 @@ def _launch(spec: LaunchSpec, recipe: Recipe, line: list[str]) -> int:
 
 def recipe_digest(recipe: Recipe) -> str:
     """Changes with the settings that must be equal on all nodes; folders on their disks and what only the first rank reads may differ."""
-    own = {"run": True, "log": True, "track": True, "supervise": True, "data": {"cache_dir", "stage_to"}}
+    own = {
+        "run": True,
+        "log": True,
+        "track": True,
+        "supervise": True,
+        "data": {"cache_dir", "stage_to"},
+    }
     return hashlib.sha256(recipe.model_dump_json(exclude=own).encode()).hexdigest()[:12]
 
 
@@ -113,21 +162,31 @@ def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
     from headway.train.session import run_recipe
 
     if options.profile:
-        set_environment({"KINETO_LOG_LEVEL": "99"})  # read when torch loads; else the profiler prints a greeting
+        set_environment(
+            {"KINETO_LOG_LEVEL": "99"}
+        )  # read when torch loads; else the profiler prints a greeting
     plan = plan_profile(**options.profile_numbers)
     if options.profile and recipe.steps is not None and not recipe.stages:
-        plan.fit(recipe.steps)  # before anything is written; a resumed run has fewer steps left and is checked again
+        plan.fit(
+            recipe.steps
+        )  # before anything is written; a resumed run has fewer steps left and is checked again
     hook = profiled(plan) if options.profile else nullcontext
     if (step := kill_at_step()) is not None:
         hook = kill_after(step)
-    outcome: dict[str, Any] = dry_run(recipe, resume=options.resume) if options.dry_run else run_recipe(recipe, options.resume, hook)
+    outcome: dict[str, Any] = (
+        dry_run(recipe, resume=options.resume)
+        if options.dry_run
+        else run_recipe(recipe, options.resume, hook)
+    )
     if not options.json and not options.dry_run and from_environment().is_first:
         for line in next_lines(outcome):
             logging.getLogger("headway").info("%s", line)
     if options.json and from_environment().is_first:
         try:
             show(outcome)
-        except OutputError as problem:  # training is done and saved, so the exit code is that of success
+        except (
+            OutputError
+        ) as problem:  # training is done and saved, so the exit code is that of success
             logging.getLogger("headway").warning("%s", problem)
     return outcome.get("exit_code", 0)
 
@@ -141,7 +200,14 @@ def profiled(plan: ProfilePlan) -> Callable[[Run], Any]:
 
         plan.fit(run.total_steps - run.state.step)
         report = partial(run.emit, "slow_rank")
-        target = ProfileTarget(run.process, run.compute, run.start.folder / "logs", run.ranks.world, report, run.meter.interrupt)
+        target = ProfileTarget(
+            run.process,
+            run.compute,
+            run.start.folder / "logs",
+            run.ranks.world,
+            report,
+            run.meter.interrupt,
+        )
         recorder = Recorder(target, plan)
         with recorder.profiler:
             run.on_step(recorder.after_step)

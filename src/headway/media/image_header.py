@@ -27,7 +27,9 @@ def image_size(data: bytes, name: str) -> tuple[str, int, int]:
         return "WEBP", *_webp_size(data, name)
     if not data:
         raise DataError(f"{name}: the file is empty.")
-    raise DataError(f"{name}: not a PNG, JPEG or WebP picture (it begins with {data[:8].hex(' ')}).")
+    raise DataError(
+        f"{name}: not a PNG, JPEG or WebP picture (it begins with {data[:8].hex(' ')})."
+    )
 
 
 def _jpeg_size(data: bytes, name: str) -> tuple[int, int]:
@@ -42,7 +44,9 @@ def _jpeg_size(data: bytes, name: str) -> tuple[int, int]:
         if 0xC0 <= marker <= 0xCF and marker not in NOT_FRAMES:
             if at + 9 > len(data):
                 break
-            return int.from_bytes(data[at + 7 : at + 9], "big"), int.from_bytes(data[at + 5 : at + 7], "big")
+            return int.from_bytes(data[at + 7 : at + 9], "big"), int.from_bytes(
+                data[at + 5 : at + 7], "big"
+            )
         at += 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
     raise DataError(f"{name}: the JPEG header is damaged or cut short.")
 
@@ -55,5 +59,7 @@ def _webp_size(data: bytes, name: str) -> tuple[int, int]:
         bits = int.from_bytes(data[21:25], "little")
         return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
     if form == b"VP8 " and len(data) >= 30 and data[23:26] == b"\x9d\x01\x2a":
-        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(
+            data[28:30], "little"
+        ) & 0x3FFF
     raise DataError(f"{name}: the WebP header is damaged or cut short.")

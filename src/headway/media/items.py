@@ -55,7 +55,9 @@ class MediaLimits:
 
     def bytes_of(self, modality: Modality) -> int:
         """The largest file of a modality."""
-        return {"image": self.image_bytes, "audio": self.audio_bytes, "video": self.video_bytes}[modality]
+        return {"image": self.image_bytes, "audio": self.audio_bytes, "video": self.video_bytes}[
+            modality
+        ]
 
 
 LIMITS = MediaLimits()
@@ -78,7 +80,9 @@ class MediaRef:
         if self.path is not None:
             object.__setattr__(self, "path", Path(self.path))
         if not self.name:
-            object.__setattr__(self, "name", str(self.path) if self.path is not None else f"{self.modality} bytes")
+            object.__setattr__(
+                self, "name", str(self.path) if self.path is not None else f"{self.modality} bytes"
+            )
 
     def size(self) -> int:
         """The number of bytes; only regular files have one."""
@@ -88,7 +92,9 @@ class MediaRef:
         try:
             found = os.stat(self.path)
         except (OSError, ValueError) as error:  # ValueError: a null character in the name
-            raise DataError(f"{self.name}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+            raise DataError(
+                f"{self.name}: cannot be read: {getattr(error, 'strerror', None) or error}."
+            ) from None
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{self.name}: is not a file.")
         return found.st_size
@@ -132,7 +138,9 @@ class ImageSpec:
         if not 1 <= self.size <= 4096:
             raise ConfigError(f"size is {self.size}; it must be 1 to 4096 pixels.")
         if self.fit == "crop" and self.resize is not None and not self.size <= self.resize <= 8192:
-            raise ConfigError(f"resize is {self.resize}; it must be at least size ({self.size}) and at most 8192.")
+            raise ConfigError(
+                f"resize is {self.resize}; it must be at least size ({self.size}) and at most 8192."
+            )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -161,7 +169,9 @@ class AudioSpec:
         return (self.mel.mels, self.frames)
 
 
-def decode_image(ref: MediaRef, spec: ImageSpec = ImageSpec(), limits: MediaLimits = LIMITS) -> NDArray[np.uint8]:
+def decode_image(
+    ref: MediaRef, spec: ImageSpec = ImageSpec(), limits: MediaLimits = LIMITS
+) -> NDArray[np.uint8]:
     """The pixels of a picture, `[3, size, size]`; its EXIF orientation is applied."""
     if ref.part:
         from headway.media.video import decode_frame
@@ -170,7 +180,11 @@ def decode_image(ref: MediaRef, spec: ImageSpec = ImageSpec(), limits: MediaLimi
     data = ref.read(limits)
     kind, width, height = image_size(data, ref.name)
     check_pixels(ref.name, width, height, limits)
-    if width == height == spec.size and spec.resize in (None, spec.size) and (plain := read_plain_png(data, ref.name)) is not None:
+    if (
+        width == height == spec.size
+        and spec.resize in (None, spec.size)
+        and (plain := read_plain_png(data, ref.name)) is not None
+    ):
         return np.ascontiguousarray(plain.transpose(2, 0, 1))
     need("PIL", f"{ref.name} ({kind})")
     return fit_image(open_image(data, ref.name, limits), spec)
@@ -181,7 +195,9 @@ def check_pixels(name: str, width: int, height: int, limits: MediaLimits) -> Non
     if width < 1 or height < 1:
         raise DataError(f"{name}: {width} x {height} pixels; the picture is empty.")
     if width * height > limits.image_pixels:
-        raise DataError(f"{name}: {width} x {height} pixels; at most {limits.image_pixels} are decoded.")
+        raise DataError(
+            f"{name}: {width} x {height} pixels; at most {limits.image_pixels} are decoded."
+        )
 
 
 def open_image(data: bytes, name: str, limits: MediaLimits, *, as_stored: bool = False) -> Any:
@@ -196,7 +212,9 @@ def open_image(data: bytes, name: str, limits: MediaLimits, *, as_stored: bool =
             return image
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255
-            image = Image.fromarray((np.asarray(image, dtype=np.int64).clip(0, 65535) >> 8).astype(np.uint8))
+            image = Image.fromarray(
+                (np.asarray(image, dtype=np.int64).clip(0, 65535) >> 8).astype(np.uint8)
+            )
         clear = image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
         return image.convert("RGBA" if clear else "RGB")
     except DataError:
@@ -204,7 +222,9 @@ def open_image(data: bytes, name: str, limits: MediaLimits, *, as_stored: bool =
     except MemoryError:
         raise DataError(f"{name}: there is not enough memory to decode the picture.") from None
     except Exception as error:  # Pillow's plugins raise many types for damaged files
-        raise DataError(f"{name}: the picture is damaged or cut short ({first_line(error)}).") from None
+        raise DataError(
+            f"{name}: the picture is damaged or cut short ({first_line(error)})."
+        ) from None
 
 
 def fit_image(image: Any, spec: ImageSpec) -> NDArray[np.uint8]:
@@ -214,14 +234,22 @@ def fit_image(image: Any, spec: ImageSpec) -> NDArray[np.uint8]:
     if image.mode == "RGBA":
         behind = Image.new("RGBA", image.size, (*spec.background, 255))
         image = Image.alpha_composite(behind, image).convert("RGB")
-    filter_ = Image.Resampling.BICUBIC if spec.interpolation == "bicubic" else Image.Resampling.BILINEAR
+    filter_ = (
+        Image.Resampling.BICUBIC if spec.interpolation == "bicubic" else Image.Resampling.BILINEAR
+    )
     width, height = image.size
     if spec.fit == "pad" and width != height:
         side = max(width, height)
         # Scaled first: a picture of 1 x 1,000,000 pixels must not become a square of that side.
-        width, height = max(1, round(width * spec.size / side)), max(1, round(height * spec.size / side))
+        width, height = (
+            max(1, round(width * spec.size / side)),
+            max(1, round(height * spec.size / side)),
+        )
         square = Image.new("RGB", (spec.size, spec.size), spec.pad_colour)
-        square.paste(image.resize((width, height), filter_), ((spec.size - width) // 2, (spec.size - height) // 2))
+        square.paste(
+            image.resize((width, height), filter_),
+            ((spec.size - width) // 2, (spec.size - height) // 2),
+        )
         image = square
     elif spec.fit == "crop":
         image = _crop(image, spec.size, spec.resize or spec.size, filter_)
@@ -237,11 +265,18 @@ def _crop(image: Any, size: int, shorter: int, filter_: Any) -> Any:
     wide, high = shorter * width // short, shorter * height // short
     left, top = (wide - size) // 2, (high - size) // 2
     across, down = width / wide, height / high
-    box = (left * across, top * down, min(width, (left + size) * across), min(height, (top + size) * down))
+    box = (
+        left * across,
+        top * down,
+        min(width, (left + size) * across),
+        min(height, (top + size) * down),
+    )
     return image.resize((size, size), filter_, box=box)
 
 
-def decode_audio(ref: MediaRef, spec: AudioSpec = AudioSpec(), limits: MediaLimits = LIMITS) -> NDArray[np.float32]:
+def decode_audio(
+    ref: MediaRef, spec: AudioSpec = AudioSpec(), limits: MediaLimits = LIMITS
+) -> NDArray[np.float32]:
     """The log-mel of a sound, `[mels, frames]`: its middle if it is longer, with silence around it if it is shorter."""
     return fit_audio(decode_waveform(ref, spec.mel.sample_rate, limits), spec)
 
@@ -256,7 +291,9 @@ def fit_audio(samples: NDArray[np.float32], spec: AudioSpec) -> NDArray[np.float
     return spec.mel(samples, spec.frames)
 
 
-def decode_waveform(ref: MediaRef, sample_rate: int, limits: MediaLimits = LIMITS) -> NDArray[np.float32]:
+def decode_waveform(
+    ref: MediaRef, sample_rate: int, limits: MediaLimits = LIMITS
+) -> NDArray[np.float32]:
     """The samples of a sound, mono, at this rate, about -1 to 1."""
     samples, rate = read_samples(ref, limits)
     return resample(samples.mean(axis=1, dtype=np.float32), rate, sample_rate)
@@ -275,12 +312,18 @@ def read_samples(ref: MediaRef, limits: MediaLimits = LIMITS) -> tuple[NDArray[n
 def _stored_samples(ref: MediaRef, limits: MediaLimits) -> tuple[NDArray[np.float32], int]:
     """`[samples, channels]` and the rate. Without soundfile, PCM WAV files are read by the standard library."""
     data = ref.read(limits)
-    if ref.part or data[4:8] == b"ftyp":  # a video, or .m4a: AAC inside MP4, which soundfile cannot read
+    if (
+        ref.part or data[4:8] == b"ftyp"
+    ):  # a video, or .m4a: AAC inside MP4, which soundfile cannot read
         from headway.media.video import read_track
 
         return read_track(data, ref.name, limits)
     if not is_installed("soundfile"):
-        found = read_wave(data, ref.name, lambda rate, channels, count: check_sound(ref.name, rate, channels, count, limits))
+        found = read_wave(
+            data,
+            ref.name,
+            lambda rate, channels, count: check_sound(ref.name, rate, channels, count, limits),
+        )
         if found is not None:
             return found
         need("soundfile", ref.name)
@@ -291,7 +334,9 @@ def _stored_samples(ref: MediaRef, limits: MediaLimits) -> tuple[NDArray[np.floa
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             if file.format not in AUDIO_KINDS:
-                raise DataError(f"{ref.name}: {file.format} audio; WAV, FLAC, OGG or MP3 is expected.")
+                raise DataError(
+                    f"{ref.name}: {file.format} audio; WAV, FLAC, OGG or MP3 is expected."
+                )
             check_sound(ref.name, file.samplerate, file.channels, file.frames, limits)
             most = int(limits.audio_seconds * file.samplerate)
             blocks: list[NDArray[Any]] = []
@@ -303,17 +348,25 @@ def _stored_samples(ref: MediaRef, limits: MediaLimits) -> tuple[NDArray[np.floa
                 blocks.append(block)
             # The length of an MP3 file is an estimate where it has no table of its frames.
             if not blocks or count < file.frames * (0.95 if file.format == "MP3" else 1):
-                raise DataError(f"{ref.name}: the sound is cut short: {count} of {file.frames} samples.")
+                raise DataError(
+                    f"{ref.name}: the sound is cut short: {count} of {file.frames} samples."
+                )
             return np.concatenate(blocks), file.samplerate
     except (soundfile.SoundFileError, RuntimeError, ValueError, OSError) as error:
-        raise DataError(f"{ref.name}: the sound is damaged or of an unknown kind ({first_line(error)}).") from None
+        raise DataError(
+            f"{ref.name}: the sound is damaged or of an unknown kind ({first_line(error)})."
+        ) from None
 
 
 def check_sound(name: str, rate: int, channels: int, samples: int, limits: MediaLimits) -> None:
     """Refuse a sound that is too long, has too many channels or an impossible rate."""
     if not SAMPLE_RATES[0] <= rate <= SAMPLE_RATES[1]:
-        raise DataError(f"{name}: {rate} samples a second; {SAMPLE_RATES[0]} to {SAMPLE_RATES[1]} are read.")
+        raise DataError(
+            f"{name}: {rate} samples a second; {SAMPLE_RATES[0]} to {SAMPLE_RATES[1]} are read."
+        )
     if not 1 <= channels <= limits.audio_channels:
         raise DataError(f"{name}: {channels} channels; 1 to {limits.audio_channels} are read.")
     if samples > limits.audio_seconds * rate:
-        raise DataError(f"{name}: {samples / rate:.0f} seconds of sound; at most {limits.audio_seconds:g} are decoded.")
+        raise DataError(
+            f"{name}: {samples / rate:.0f} seconds of sound; at most {limits.audio_seconds:g} are decoded."
+        )

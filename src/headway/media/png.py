@@ -23,7 +23,9 @@ STORED_BYTES = 65535
 def write_png(pixels: NDArray[np.uint8], *, compressed: bool = False) -> bytes:
     """The bytes of a PNG file; compressed ones are smaller and depend on the version of zlib."""
     height, width, _ = pixels.shape
-    rows = np.zeros((height, 1 + 3 * width), np.uint8)  # the first byte of a row is its filter: none
+    rows = np.zeros(
+        (height, 1 + 3 * width), np.uint8
+    )  # the first byte of a row is its filter: none
     rows[:, 1:] = pixels.reshape(height, 3 * width)
     raw = rows.tobytes()
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -35,7 +37,9 @@ def _stored(raw: bytes) -> bytes:
     body = bytearray(b"\x78\x01")
     for at in range(0, len(raw), STORED_BYTES):
         part = raw[at : at + STORED_BYTES]
-        body += struct.pack("<BHH", at + len(part) == len(raw), len(part), len(part) ^ 0xFFFF) + part
+        body += (
+            struct.pack("<BHH", at + len(part) == len(raw), len(part), len(part) ^ 0xFFFF) + part
+        )
     return bytes(body) + struct.pack(">I", zlib.adler32(raw))
 
 
@@ -45,11 +49,19 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 def read_plain_png(data: bytes, name: str) -> NDArray[np.uint8] | None:
     """The pixels of a file that `write_png` made; None for any other PNG, which Pillow reads."""
-    if not data.startswith(SIGNATURE) or len(data) < 57 or data[24:29] != b"\x08\x02\x00\x00\x00" or data[37:41] != b"IDAT":
+    if (
+        not data.startswith(SIGNATURE)
+        or len(data) < 57
+        or data[24:29] != b"\x08\x02\x00\x00\x00"
+        or data[37:41] != b"IDAT"
+    ):
         return None
     width, height = struct.unpack(">II", data[16:24])
     size = height * (1 + 3 * width)
-    if int.from_bytes(data[33:37], "big") != 2 + size + 5 * -(-size // STORED_BYTES) + 4 or data[41:43] != b"\x78\x01":
+    if (
+        int.from_bytes(data[33:37], "big") != 2 + size + 5 * -(-size // STORED_BYTES) + 4
+        or data[41:43] != b"\x78\x01"
+    ):
         return None
     end = 41 + int.from_bytes(data[33:37], "big")
     if len(data) < end + 16 or data[end + 8 : end + 12] != b"IEND":

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.media.image_header import image_size
-from headway.media.items import LIMITS, MediaLimits, MediaRef, check_pixels, open_image, read_samples
+from headway.media.items import (
+    LIMITS,
+    MediaLimits,
+    MediaRef,
+    check_pixels,
+    open_image,
+    read_samples,
+)
 from headway.media.sound import FLOOR, magnitudes
 from headway.runtime.optional import need
 
@@ -86,13 +93,19 @@ def _resized(image: Any) -> Any:
     return image.resize(size, Image.Resampling.BILINEAR)
 
 
-def purrsight_mel(ref: MediaRef, filters: NDArray[np.float32], limits: MediaLimits = LIMITS) -> NDArray[np.float32]:
+def purrsight_mel(
+    ref: MediaRef, filters: NDArray[np.float32], limits: MediaLimits = LIMITS
+) -> NDArray[np.float32]:
     """The log-mel of a sound, `[64, 256]`; `filters` are the mel filters of the encoder's file, `[257, 64]`."""
     samples, rate = read_samples(ref, limits)
-    return purrsight_log_mel(hann_resample(samples.T, rate, SAMPLE_RATE).mean(axis=0, dtype=np.float32), filters)
+    return purrsight_log_mel(
+        hann_resample(samples.T, rate, SAMPLE_RATE).mean(axis=0, dtype=np.float32), filters
+    )
 
 
-def purrsight_log_mel(samples: NDArray[np.float32], filters: NDArray[np.float32]) -> NDArray[np.float32]:
+def purrsight_log_mel(
+    samples: NDArray[np.float32], filters: NDArray[np.float32]
+) -> NDArray[np.float32]:
     """The log-mel of mono samples at 16 kHz: the middle of a long sound; a short one ends with zeros."""
     loud = np.flatnonzero(np.abs(samples) + FLOOR > QUIET)
     if len(loud):
@@ -131,6 +144,9 @@ def hann_resample(channels: NDArray[np.float32], rate: int, wanted: int) -> NDAr
     padded = np.pad(channels, ((0, 0), (width, width + old)))
     steps = np.lib.stride_tricks.sliding_window_view(padded, kernels.shape[1], axis=1)[:, ::old]
     # The windows overlap, and a product copies them: a part at a time keeps that small.
-    parts = [steps[:, first : first + STEPS_AT_ONCE] @ kernels.T for first in range(0, steps.shape[1], STEPS_AT_ONCE)]
+    parts = [
+        steps[:, first : first + STEPS_AT_ONCE] @ kernels.T
+        for first in range(0, steps.shape[1], STEPS_AT_ONCE)
+    ]
     resampled = np.concatenate(parts, axis=1).reshape(len(channels), -1)
     return np.ascontiguousarray(resampled[:, : -(-new * length // old)], dtype=np.float32)

@@ -85,10 +85,15 @@ class MediaRecord:
 def is_conversation(data: Mapping[str, Any]) -> bool:
     """Whether a record holds turns, or a question and its answer."""
     has = [not is_empty(data.get(key)) for key in LISTS]
-    return any(has) or (any(data.get(key) is not None for key in QUESTIONS) and any(data.get(key) is not None for key in ANSWERS))
+    return any(has) or (
+        any(data.get(key) is not None for key in QUESTIONS)
+        and any(data.get(key) is not None for key in ANSWERS)
+    )
 
 
-def read_records(paths: Sequence[Path | str] | Path | str, options: MediaOptions = MediaOptions()) -> Iterator[MediaRecord]:
+def read_records(
+    paths: Sequence[Path | str] | Path | str, options: MediaOptions = MediaOptions()
+) -> Iterator[MediaRecord]:
     """Every record of files, folders, globs and tars, one at a time; the first bad one is an error."""
     for record in read_sources(paths, options.limits):
         yield parse_media_record(record, options)
@@ -108,11 +113,16 @@ def parse_media_record(record: Record, options: MediaOptions = MediaOptions()) -
     reader.take_file_names()
     for key in LISTS:
         if isinstance(data.get(key), list):
-            data[key] = [reader.rewrite(turn, f"{key}[{number}]") for number, turn in enumerate(cast(list[Any], data[key]))]
+            data[key] = [
+                reader.rewrite(turn, f"{key}[{number}]")
+                for number, turn in enumerate(cast(list[Any], data[key]))
+            ]
     media = reader.ordered()
     found = MediaRecord(replace(record, data=data), media, None, frozenset(reader.in_parts))
     if options.video_frames and found.of("video"):
-        found = spread_videos(found, options.video_frames if is_conversation(data) else 1, options.limits)
+        found = spread_videos(
+            found, options.video_frames if is_conversation(data) else 1, options.limits
+        )
         media = found.media
     if is_conversation(data):
         return found
@@ -133,7 +143,9 @@ def _caption(data: Mapping[str, Any], place: str) -> str | None:
         if value is None:
             continue
         if not isinstance(value, str):
-            raise DataError(f"{place}: {key} is of type {type(value).__name__}; a text is expected.")
+            raise DataError(
+                f"{place}: {key} is of type {type(value).__name__}; a text is expected."
+            )
         if not value.strip():
             raise DataError(f"{place}: {key} is empty.")
         return value
@@ -148,9 +160,13 @@ def spread_videos(found: MediaRecord, frames: int, limits: MediaLimits = LIMITS)
     others = [ref for ref in found.media if ref.modality != "video"]
     marks = sum(text.count(MARKS["video"]) for text in _texts(found.record.data))
     if marks and others:
-        raise DataError(f"{found.place}: <video> stands beside other media; put the video into a record of its own.")
+        raise DataError(
+            f"{found.place}: <video> stands beside other media; put the video into a record of its own."
+        )
     if marks not in (0, len(videos)):
-        raise DataError(f"{found.place}: {marks} <video> marks in the texts, but {len(videos)} video files; write one mark for each file.")
+        raise DataError(
+            f"{found.place}: {marks} <video> marks in the texts, but {len(videos)} video files; write one mark for each file."
+        )
     parts = [parts_of(video, frames, limits) for video in videos]
     media = [*others, *(part for many in parts for part in many)]
     data: dict[str, Any] = dict(found.record.data)
@@ -170,7 +186,10 @@ def _texts(data: Mapping[str, Any]) -> list[str]:
 
 def _rewritten(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     """A record with other texts: those of its turns, or of its question."""
-    made = {key: change(value) if key in QUESTIONS and isinstance(value, str) else value for key, value in data.items()}
+    made = {
+        key: change(value) if key in QUESTIONS and isinstance(value, str) else value
+        for key, value in data.items()
+    }
     for key in LISTS:
         if isinstance(data.get(key), list):
             made[key] = [_turn(turn, change) for turn in cast(list[Any], data[key])]
@@ -181,7 +200,10 @@ def _turn(turn: Any, change: Callable[[str], str]) -> Any:
     if not isinstance(turn, dict):
         return turn
     given = cast(dict[str, Any], turn)
-    return {key: change(value) if key in ("content", "value") and isinstance(value, str) else value for key, value in given.items()}
+    return {
+        key: change(value) if key in ("content", "value") and isinstance(value, str) else value
+        for key, value in given.items()
+    }
 
 
 class _Reader:
@@ -197,7 +219,9 @@ class _Reader:
         """The values of `image`, `images` and so on."""
         values = cast(list[Any], given) if isinstance(given, list) else [given]
         for number, value in enumerate(values):
-            self.listed[modality].append(self._ref(modality, value, where if len(values) == 1 else f"{where}[{number}]"))
+            self.listed[modality].append(
+                self._ref(modality, value, where if len(values) == 1 else f"{where}[{number}]")
+            )
 
     def take_file_names(self) -> None:
         """`file_name` of a folder's metadata; the suffix says what it is."""
@@ -207,7 +231,9 @@ class _Reader:
                 continue
             modality = modality_of(name)
             if modality is None:
-                raise DataError(f"{self.record.place}: {key} is {name[:200]!r}; its suffix is not that of a picture, sound or video.")
+                raise DataError(
+                    f"{self.record.place}: {key} is {name[:200]!r}; its suffix is not that of a picture, sound or video."
+                )
             self.listed[modality].append(self._ref(modality, name, key))
 
     def rewrite(self, turn: Any, where: str) -> Any:
@@ -215,8 +241,14 @@ class _Reader:
         if not isinstance(turn, dict):
             return turn
         given = cast(dict[str, Any], turn)
-        key = next((name for name in ("content", "value") if isinstance(given.get(name), list)), None)
-        return given if key is None else {**given, key: self._text(cast(list[Any], given[key]), f"{where}.{key}")}
+        key = next(
+            (name for name in ("content", "value") if isinstance(given.get(name), list)), None
+        )
+        return (
+            given
+            if key is None
+            else {**given, key: self._text(cast(list[Any], given[key]), f"{where}.{key}")}
+        )
 
     def _text(self, parts: list[Any], where: str) -> str:
         texts: list[str] = []
@@ -224,21 +256,36 @@ class _Reader:
             if isinstance(part, str):
                 texts.append(part)
                 continue
-            kind = cast(dict[str, Any], part).get("type", "text") if isinstance(part, dict) else type(part).__name__
+            kind = (
+                cast(dict[str, Any], part).get("type", "text")
+                if isinstance(part, dict)
+                else type(part).__name__
+            )
             modality = PART_TYPES.get(str(kind))
             if modality is not None:
                 texts.append(self._mark(modality, cast(dict[str, Any], part), f"{where}[{number}]"))
                 continue
-            text = cast(dict[str, Any], part).get("text", cast(dict[str, Any], part).get("value")) if isinstance(part, dict) else None
+            text = (
+                cast(dict[str, Any], part).get("text", cast(dict[str, Any], part).get("value"))
+                if isinstance(part, dict)
+                else None
+            )
             if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
                 expected = ", ".join(("text", *PART_TYPES))
-                raise DataError(f"{self.record.place}: {where}[{number}] is a part of type {str(kind)[:60]!r}; expected one of {expected}.")
+                raise DataError(
+                    f"{self.record.place}: {where}[{number}] is a part of type {str(kind)[:60]!r}; expected one of {expected}."
+                )
             texts.append(text)
         return "".join(texts)
 
     def _mark(self, modality: Modality, part: dict[str, Any], where: str) -> str:
         value = next(
-            (part[key] for key in (str(part["type"]), modality, f"{modality}_url", *PART_VALUES) if part.get(key) is not None), None
+            (
+                part[key]
+                for key in (str(part["type"]), modality, f"{modality}_url", *PART_VALUES)
+                if part.get(key) is not None
+            ),
+            None,
         )
         if value is not None:
             self.in_parts.setdefault(modality, []).append(self._ref(modality, value, where))
@@ -251,15 +298,27 @@ class _Reader:
             if isinstance(inner.get("bytes"), bytes):
                 name = str(inner.get("path") or where)
                 return self._bytes(modality, inner["bytes"], name)
-            if isinstance(inner.get("data"), str) and "format" in inner:  # OpenAI's input_audio: base64 alone
-                return self._bytes(modality, _base64(inner["data"], place, self.options.limits.bytes_of(modality)), where)
+            if (
+                isinstance(inner.get("data"), str) and "format" in inner
+            ):  # OpenAI's input_audio: base64 alone
+                return self._bytes(
+                    modality,
+                    _base64(inner["data"], place, self.options.limits.bytes_of(modality)),
+                    where,
+                )
             value = next((inner[key] for key in PART_VALUES if inner.get(key) is not None), None)
         if isinstance(value, bytes):
             return self._bytes(modality, value, where)
         if not isinstance(value, str) or not value:
-            raise DataError(f"{place} is {_kind(value)}; a path, a data: URI or bytes are expected.")
+            raise DataError(
+                f"{place} is {_kind(value)}; a path, a data: URI or bytes are expected."
+            )
         if uri := DATA_URI.match(value):
-            return self._bytes(modality, _base64(value[uri.end() :], place, self.options.limits.bytes_of(modality)), where)
+            return self._bytes(
+                modality,
+                _base64(value[uri.end() :], place, self.options.limits.bytes_of(modality)),
+                where,
+            )
         if ADDRESS.match(value) or value.startswith("data:"):
             raise DataError(
                 f"{place} is the address {value[:200]!r}; nothing is fetched from the network. Download the file and give its path."
@@ -274,8 +333,14 @@ class _Reader:
         """The media of lists and of content parts; one modality in both is refused, because their order would be unknown."""
         for modality, refs in self.in_parts.items():
             if refs and self.listed[modality]:
-                raise DataError(f"{self.record.place}: {modality} is given in content parts and as {modality}s; keep one.")
-        return tuple(ref for modality in MODALITIES for ref in (*self.listed[modality], *self.in_parts.get(modality, ())))
+                raise DataError(
+                    f"{self.record.place}: {modality} is given in content parts and as {modality}s; keep one."
+                )
+        return tuple(
+            ref
+            for modality in MODALITIES
+            for ref in (*self.listed[modality], *self.in_parts.get(modality, ()))
+        )
 
 
 def _base64(text: str, place: str, most: int) -> bytes:

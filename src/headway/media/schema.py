@@ -55,7 +55,9 @@ RECORDS = {"purrsight_v3": RecordRule(("instruction", "response"), ("image", "au
 class AnswerSchema:
     """A checked schema."""
 
-    def __init__(self, rules: Mapping[str, Any], name: str = "schema", records: RecordRule | None = None) -> None:
+    def __init__(
+        self, rules: Mapping[str, Any], name: str = "schema", records: RecordRule | None = None
+    ) -> None:
         self.rules, self.name = dict(rules), name
         self.records = records
         _check_schema(self.rules, name, 0)
@@ -71,7 +73,9 @@ class AnswerSchema:
                 f"no {' and no '.join(absent)}, which {self.name} needs. Rename the keys, or name yours: --keys prompt=KEY,response=KEY."
             )
         if all(is_empty(data.get(key)) for key in self.records.one_of):
-            problems.append(f"no picture, sound or video, which {self.name} needs: {', '.join(self.records.one_of)}.")
+            problems.append(
+                f"no picture, sound or video, which {self.name} needs: {', '.join(self.records.one_of)}."
+            )
         return problems
 
     def problems(self, answer: str) -> list[str]:
@@ -96,11 +100,17 @@ class AnswerSchema:
 def load_schema(given: Path | str) -> AnswerSchema:
     """The schema of a file, or a shipped one by its name."""
     if str(given) in SHIPPED:
-        text = resources.files("headway.media").joinpath(SHIPPED[str(given)]).read_text(encoding="utf-8")
+        text = (
+            resources.files("headway.media")
+            .joinpath(SHIPPED[str(given)])
+            .read_text(encoding="utf-8")
+        )
         return AnswerSchema(json.loads(text), str(given), RECORDS.get(str(given)))
     path = Path(given)
     if not path.is_file():
-        raise ConfigError(f"schema is {str(given)!r}; it must be a JSON schema file or one of {', '.join(SHIPPED)}.")
+        raise ConfigError(
+            f"schema is {str(given)!r}; it must be a JSON schema file or one of {', '.join(SHIPPED)}."
+        )
     return AnswerSchema(read_object(path, ConfigError), str(path))
 
 
@@ -114,11 +124,19 @@ def _check_schema(rules: Any, where: str, depth: int) -> None:
         if key in SILENT:
             continue
         if key not in SHAPES:
-            raise ConfigError(f"{where}: {key!r} is not supported; supported are {', '.join(SHAPES)}.")
+            raise ConfigError(
+                f"{where}: {key!r} is not supported; supported are {', '.join(SHAPES)}."
+            )
         if not isinstance(value, SHAPES[key]) or (type(given) is bool and key not in TRUTHS):
-            raise ConfigError(f"{where}.{key} is of type {type(value).__name__}, which that rule cannot have.")
-        if key == "type" and (not value or any(not isinstance(one, str) or one not in TYPES for one in _listed(value))):
-            raise ConfigError(f"{where}.type is {str(value)[:60]!r}; it must be one or more of {', '.join(TYPES)}.")
+            raise ConfigError(
+                f"{where}.{key} is of type {type(value).__name__}, which that rule cannot have."
+            )
+        if key == "type" and (
+            not value or any(not isinstance(one, str) or one not in TYPES for one in _listed(value))
+        ):
+            raise ConfigError(
+                f"{where}.type is {str(value)[:60]!r}; it must be one or more of {', '.join(TYPES)}."
+            )
         if key == "pattern":
             _check_pattern(value, where)
         if key == "properties":
@@ -152,10 +170,14 @@ def _check(value: Any, rules: Mapping[str, Any], where: str, found: list[str]) -
     if len(found) >= MOST_PROBLEMS:
         return
     if "type" in rules and not any(_is_type(value, name) for name in _listed(rules["type"])):
-        found.append(f"{where} is of type {_name(value)}; {' or '.join(_listed(rules['type']))} is expected")
+        found.append(
+            f"{where} is of type {_name(value)}; {' or '.join(_listed(rules['type']))} is expected"
+        )
         return
     if "enum" in rules and not any(_same(value, one) for one in rules["enum"]):
-        found.append(f"{where} is {_short(value)}; it must be one of {', '.join(map(str, rules['enum']))}")
+        found.append(
+            f"{where} is {_short(value)}; it must be one of {', '.join(map(str, rules['enum']))}"
+        )
     if "const" in rules and not _same(value, rules["const"]):
         found.append(f"{where} is {_short(value)}; it must be {_short(rules['const'])}")
     if isinstance(value, dict):
@@ -172,7 +194,9 @@ def _check(value: Any, rules: Mapping[str, Any], where: str, found: list[str]) -
     _check_combined(value, rules, where, found)
 
 
-def _check_object(value: dict[str, Any], rules: Mapping[str, Any], where: str, found: list[str]) -> None:
+def _check_object(
+    value: dict[str, Any], rules: Mapping[str, Any], where: str, found: list[str]
+) -> None:
     known: Mapping[str, Any] = rules.get("properties", {})
     found += [f"{where} has no {key!r}" for key in rules.get("required", ()) if key not in value]
     if rules.get("additionalProperties") is False:
@@ -184,7 +208,9 @@ def _check_object(value: dict[str, Any], rules: Mapping[str, Any], where: str, f
 
 def _check_list(value: list[Any], rules: Mapping[str, Any], where: str, found: list[str]) -> None:
     if not rules.get("minItems", 0) <= len(value) <= rules.get("maxItems", len(value)):
-        found.append(f"{where} has {len(value)} items; {rules.get('minItems', 0)} to {rules.get('maxItems', 'any number')} are expected")
+        found.append(
+            f"{where} has {len(value)} items; {rules.get('minItems', 0)} to {rules.get('maxItems', 'any number')} are expected"
+        )
     for number, one in enumerate(value if "items" in rules else ()):
         _check(one, rules["items"], f"{where}[{number}]", found)
 
@@ -219,7 +245,12 @@ def _same(one: Any, other: Any) -> bool:
 
 def _name(value: Any) -> str:
     return next(
-        (name for name in ("null", "boolean", "integer", "number", "string", "array", "object") if _is_type(value, name)), "unknown"
+        (
+            name
+            for name in ("null", "boolean", "integer", "number", "string", "array", "object")
+            if _is_type(value, name)
+        ),
+        "unknown",
     )
 
 

@@ -26,7 +26,10 @@ def closed_schema(schema: Any) -> Any:
         return [closed_schema(item) for item in cast(list[Any], schema)]
     if not isinstance(schema, dict):
         return schema
-    rules = {key: value if key in ("const", "enum") else closed_schema(value) for key, value in cast(dict[str, Any], schema).items()}
+    rules = {
+        key: value if key in ("const", "enum") else closed_schema(value)
+        for key, value in cast(dict[str, Any], schema).items()
+    }
     is_object = rules.get("type") == "object" and isinstance(rules.get("properties"), dict)
     if is_object:
         rules.setdefault("additionalProperties", False)
@@ -36,7 +39,10 @@ def closed_schema(schema: Any) -> Any:
 def without_conditions(schema: Any, where: str = "schema") -> Any:
     """The same schema without if / then / else; a ConfigError names a condition that is not about lists of values."""
     if isinstance(schema, list):
-        return [without_conditions(item, f"{where}[{number}]") for number, item in enumerate(cast(list[Any], schema))]
+        return [
+            without_conditions(item, f"{where}[{number}]")
+            for number, item in enumerate(cast(list[Any], schema))
+        ]
     if not isinstance(schema, dict):
         return schema
     given = cast(dict[str, Any], schema)
@@ -47,7 +53,9 @@ def without_conditions(schema: Any, where: str = "schema") -> Any:
             rules[key] = value
         elif key == "properties" and isinstance(value, dict):
             names = cast(dict[str, Any], value)
-            rules[key] = {name: without_conditions(rule, f"{where}.{name}") for name, rule in names.items()}
+            rules[key] = {
+                name: without_conditions(rule, f"{where}.{name}") for name, rule in names.items()
+            }
         else:
             rules[key] = without_conditions(value, f"{where}.{key}")
     if "if" not in rules or ("then" not in rules and "else" not in rules):
@@ -61,24 +69,36 @@ def _branches(rules: dict[str, Any], where: str) -> dict[str, Any]:
     properties = plain.get("properties")
     names = sorted(_names(condition, f"{where}.if"))
     if not isinstance(properties, dict) or not names:
-        raise ConfigError(f"{where}.if: a grammar needs a condition about `properties` of the same object.")
+        raise ConfigError(
+            f"{where}.if: a grammar needs a condition about `properties` of the same object."
+        )
     values: Values = {}
     for name in names:
         listed = _listed_values(cast(dict[str, Any], properties).get(name, {}))
         if listed is None or name not in plain.get("required", ()):
-            raise ConfigError(f"{where}.if: a grammar needs {name!r} to be required and to have a list of values (enum).")
+            raise ConfigError(
+                f"{where}.if: a grammar needs {name!r} to be required and to have a list of values (enum)."
+            )
         values[name] = listed
     count = 1
     for listed in values.values():
         count *= len(listed)
     if count > MOST_COMBINATIONS:
-        raise ConfigError(f"{where}.if: its properties have {count} combinations of values; a grammar takes {MOST_COMBINATIONS} at most.")
+        raise ConfigError(
+            f"{where}.if: its properties have {count} combinations of values; a grammar takes {MOST_COMBINATIONS} at most."
+        )
     branches: list[dict[str, Any]] = []
     for holds, key in ((True, "then"), (False, "else")):
         for chosen in _combinations(condition, values, names, {}, holds):
             narrowed = {"properties": {name: {"enum": allowed} for name, allowed in chosen.items()}}
             branch = _merged(plain, narrowed, where)
-            branches.append(_merged(branch, without_conditions(rules.get(key, {}), f"{where}.{key}"), f"{where}.{key}"))
+            branches.append(
+                _merged(
+                    branch,
+                    without_conditions(rules.get(key, {}), f"{where}.{key}"),
+                    f"{where}.{key}",
+                )
+            )
     return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
 
@@ -94,10 +114,14 @@ def _names(condition: Any, where: str) -> set[str]:
         elif key == "properties" and isinstance(value, dict):
             for name, rule in cast(dict[str, Any], value).items():
                 if _listed_values(rule) is None:
-                    raise ConfigError(f"{where}: a grammar needs a list of values (enum or const) for {name!r} there.")
+                    raise ConfigError(
+                        f"{where}: a grammar needs a list of values (enum or const) for {name!r} there."
+                    )
                 names.add(name)
         elif key != "required":
-            raise ConfigError(f"{where}: a grammar cannot follow {key!r} in a condition; properties, required, anyOf and allOf work.")
+            raise ConfigError(
+                f"{where}: a grammar cannot follow {key!r} in a condition; properties, required, anyOf and allOf work."
+            )
     return names
 
 
@@ -125,7 +149,9 @@ def _holds(condition: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     return True
 
 
-def _combinations(condition: Any, values: Values, names: Sequence[str], chosen: dict[str, Any], holds: bool) -> list[Values]:
+def _combinations(
+    condition: Any, values: Values, names: Sequence[str], chosen: dict[str, Any], holds: bool
+) -> list[Values]:
     """The combinations of values for which the condition holds (or does not), in few groups: each property has a list of values.
 
     The properties are decided one after the other; values of one that leave the same groups for the rest belong together.

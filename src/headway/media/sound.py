@@ -46,19 +46,30 @@ class LogMel:
 
     def __post_init__(self) -> None:
         if not 0 <= self.fmin < self.fmax <= self.sample_rate / 2:
-            raise ConfigError(f"fmin is {self.fmin:g} and fmax {self.fmax:g}; 0 <= fmin < fmax <= {self.sample_rate / 2:g} is expected.")
+            raise ConfigError(
+                f"fmin is {self.fmin:g} and fmax {self.fmax:g}; 0 <= fmin < fmax <= {self.sample_rate / 2:g} is expected."
+            )
         if min(self.n_fft, self.hop, self.mels) < 1:
             raise ConfigError("n_fft, hop and mels must be at least 1.")
 
-    def __call__(self, samples: NDArray[np.float32], frames: int | None = None) -> NDArray[np.float32]:
+    def __call__(
+        self, samples: NDArray[np.float32], frames: int | None = None
+    ) -> NDArray[np.float32]:
         """`[mels, frames]`: all frames, or the `frames` in the middle; dB."""
         power = magnitudes(samples, self.n_fft, self.hop, frames) ** 2
         filters = mel_filters(self)
-        energy = np.concatenate([power[at : at + FRAMES_AT_ONCE] @ filters for at in range(0, len(power), FRAMES_AT_ONCE)])
+        energy = np.concatenate(
+            [
+                power[at : at + FRAMES_AT_ONCE] @ filters
+                for at in range(0, len(power), FRAMES_AT_ONCE)
+            ]
+        )
         return (10 * np.log10(np.maximum(energy, FLOOR))).T.astype(np.float32)
 
 
-def magnitudes(samples: NDArray[np.float32], n_fft: int, hop: int, frames: int | None = None) -> NDArray[np.float64]:
+def magnitudes(
+    samples: NDArray[np.float32], n_fft: int, hop: int, frames: int | None = None
+) -> NDArray[np.float64]:
     """Spectra of Hann windows, centred, with reflected ends, `[frames, 1 + n_fft / 2]`: all, or the `frames` in the middle."""
     half = n_fft // 2
     if len(samples) <= half:  # too short to reflect
@@ -84,12 +95,18 @@ def mel_filters(spec: LogMel) -> NDArray[np.float64]:
 
 
 def _mel(hz: float) -> float:
-    return hz / LINEAR_HZ if hz < LOG_HZ else float(LOG_HZ / LINEAR_HZ + np.log(hz / LOG_HZ) / LOG_STEP)
+    return (
+        hz / LINEAR_HZ
+        if hz < LOG_HZ
+        else float(LOG_HZ / LINEAR_HZ + np.log(hz / LOG_HZ) / LOG_STEP)
+    )
 
 
 def _hz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
     knee = LOG_HZ / LINEAR_HZ
-    return np.where(mel < knee, mel * LINEAR_HZ, LOG_HZ * np.exp(LOG_STEP * (np.maximum(mel, knee) - knee)))
+    return np.where(
+        mel < knee, mel * LINEAR_HZ, LOG_HZ * np.exp(LOG_STEP * (np.maximum(mel, knee) - knee))
+    )
 
 
 def resample(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
@@ -111,11 +128,15 @@ def resample(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np
         window = np.cos(np.clip(distance / ZERO_CROSSINGS, -1, 1) * (np.pi / 2)) ** 2
         weights = np.sinc(distance) * window
         weights /= weights.sum(axis=1, keepdims=True)
-        out[start : start + len(times)] = (padded[whole[:, None] + offsets[None, :] + reach] * weights).sum(axis=1)
+        out[start : start + len(times)] = (
+            padded[whole[:, None] + offsets[None, :] + reach] * weights
+        ).sum(axis=1)
     return out
 
 
-def trim_silence(samples: NDArray[np.float32], below_db: float, window: int, hop: int) -> NDArray[np.float32]:
+def trim_silence(
+    samples: NDArray[np.float32], below_db: float, window: int, hop: int
+) -> NDArray[np.float32]:
     """Samples without the quiet ends: windows whose power is more than `-below_db` dB below the loudest. Pure silence stays whole."""
     if len(samples) <= window:
         return samples
@@ -141,7 +162,9 @@ def is_cut(data: bytes) -> bool:
         return True
     if data[:4] == b"OggS":
         last = data.rfind(b"OggS")
-        return not data[last + 5 : last + 6] or not data[last + 5] & 4  # the page that ends a stream is marked
+        return (
+            not data[last + 5 : last + 6] or not data[last + 5] & 4
+        )  # the page that ends a stream is marked
     return False
 
 
@@ -154,13 +177,20 @@ def write_wave(samples: NDArray[np.float32], rate: int) -> bytes:
     return whole.getvalue()
 
 
-def read_wave(data: bytes, name: str, check: Callable[[int, int, int], None]) -> tuple[NDArray[np.float32], int] | None:
+def read_wave(
+    data: bytes, name: str, check: Callable[[int, int, int], None]
+) -> tuple[NDArray[np.float32], int] | None:
     """`[samples, channels]` and the rate of a WAV file of integers; None for any other sound. `check` gets rate, channels, samples."""
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         return None
     try:
         with wave.open(io.BytesIO(data)) as file:
-            rate, channels, width, count = file.getframerate(), file.getnchannels(), file.getsampwidth(), file.getnframes()
+            rate, channels, width, count = (
+                file.getframerate(),
+                file.getnchannels(),
+                file.getsampwidth(),
+                file.getnframes(),
+            )
             check(rate, channels, count)
             raw = file.readframes(count)
     except wave.Error:  # other encodings inside WAV
@@ -168,12 +198,18 @@ def read_wave(data: bytes, name: str, check: Callable[[int, int, int], None]) ->
     except EOFError:
         raise DataError(f"{name}: the sound is cut short.") from None
     if len(raw) < count * channels * width:
-        raise DataError(f"{name}: the sound is cut short: {len(raw)} of {count * channels * width} bytes.")
+        raise DataError(
+            f"{name}: the sound is cut short: {len(raw)} of {count * channels * width} bytes."
+        )
     if width == 1:
         values = np.frombuffer(raw, np.uint8).astype(np.float32) / 128 - 1
     elif width == 3:
         parts = np.frombuffer(raw, np.uint8).reshape(-1, 3).astype(np.int32)
-        values = ((parts[:, 0] << 8 | parts[:, 1] << 16 | parts[:, 2] << 24) / np.float32(1 << 31)).astype(np.float32)
+        values = (
+            (parts[:, 0] << 8 | parts[:, 1] << 16 | parts[:, 2] << 24) / np.float32(1 << 31)
+        ).astype(np.float32)
     else:
-        values = np.frombuffer(raw, f"<i{width}").astype(np.float32) / np.float32(1 << (8 * width - 1))
+        values = np.frombuffer(raw, f"<i{width}").astype(np.float32) / np.float32(
+            1 << (8 * width - 1)
+        )
     return values.reshape(-1, channels).astype(np.float32), rate

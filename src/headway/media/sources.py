@@ -32,7 +32,9 @@ SUFFIXES: dict[Modality, tuple[str, ...]] = {
     "video": (".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v"),
 }
 CAPTION_FILE = "captions.txt"
-CAPTION_LINE = re.compile(r"(?P<file>[^\t]+?)(?:#\d+)?(?:\t|(?<=\.\w{3})[,|]|(?<=\.\w{4})[,|])\s*(?P<text>.*)")
+CAPTION_LINE = re.compile(
+    r"(?P<file>[^\t]+?)(?:#\d+)?(?:\t|(?<=\.\w{3})[,|]|(?<=\.\w{4})[,|])\s*(?P<text>.*)"
+)
 IN_FOLDERS = f"In a folder, a caption is in a .txt file of the same name, in {CAPTION_FILE} or metadata.jsonl, or is the name of a folder."
 TEXT_BYTES = 16 << 20
 """The longest caption or JSON member of a tar."""
@@ -44,7 +46,9 @@ def modality_of(name: str) -> Modality | None:
     return next((modality for modality, suffixes in SUFFIXES.items() if suffix in suffixes), None)
 
 
-def read_sources(paths: Sequence[Path | str] | Path | str, limits: MediaLimits = LIMITS) -> Iterator[Record]:
+def read_sources(
+    paths: Sequence[Path | str] | Path | str, limits: MediaLimits = LIMITS
+) -> Iterator[Record]:
     """Every record of some files, folders or globs."""
     for file in source_files(paths):
         yield from read_source(file, limits)
@@ -55,7 +59,9 @@ def source_files(paths: Sequence[Path | str] | Path | str) -> list[Path]:
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     found: list[Path] = []
     for path in given:
-        found += [Path(path)] if Path(path).is_dir() and is_media_folder(Path(path)) else expand([path])
+        found += (
+            [Path(path)] if Path(path).is_dir() and is_media_folder(Path(path)) else expand([path])
+        )
     return found
 
 
@@ -82,7 +88,11 @@ def is_media_folder(folder: Path) -> bool:
 def _media_files(folder: Path) -> Iterator[Path]:
     for file in folder.rglob("*"):
         inner = file.relative_to(folder)
-        if modality_of(file.name) and file.is_file() and not any(part.startswith(".") for part in inner.parts):
+        if (
+            modality_of(file.name)
+            and file.is_file()
+            and not any(part.startswith(".") for part in inner.parts)
+        ):
             yield file
 
 
@@ -93,7 +103,9 @@ def _folder(folder: Path) -> Iterator[Record]:
     for file in sorted(_media_files(folder)):
         modality = modality_of(file.name)
         assert modality is not None
-        yield Record({modality: file.name, **_text_of(file, file.relative_to(folder))}, str(file), None)
+        yield Record(
+            {modality: file.name, **_text_of(file, file.relative_to(folder))}, str(file), None
+        )
 
 
 def _text_of(file: Path, inner: Path) -> dict[str, str]:
@@ -102,7 +114,9 @@ def _text_of(file: Path, inner: Path) -> dict[str, str]:
     if beside.is_file():
         with RawFile.at(beside).open() as stream:
             return {"text": decode(stream.read(TEXT_BYTES), str(beside), 1).strip()}
-    return {"text": inner.parts[0].replace("_", " ").replace("-", " ")} if len(inner.parts) > 1 else {}
+    return (
+        {"text": inner.parts[0].replace("_", " ").replace("-", " ")} if len(inner.parts) > 1 else {}
+    )
 
 
 def _captions(file: Path) -> Iterator[Record]:
@@ -112,9 +126,17 @@ def _captions(file: Path) -> Iterator[Record]:
         found = CAPTION_LINE.fullmatch(line)
         modality = modality_of(found["file"].strip()) if found else None
         if found is None or modality is None:
-            if number == 1 and line.replace("\t", ",").lower().split(",")[0].strip() in ("image", "audio", "file", "file_name", "filename"):
+            if number == 1 and line.replace("\t", ",").lower().split(",")[0].strip() in (
+                "image",
+                "audio",
+                "file",
+                "file_name",
+                "filename",
+            ):
                 continue
-            raise DataError(f"{file}:{number}: {line[:100]!r} is not a file, a tab or comma, and its caption.")
+            raise DataError(
+                f"{file}:{number}: {line[:100]!r} is not a file, a tab or comma, and its caption."
+            )
         yield Record({"text": found["text"], modality: found["file"].strip()}, str(file), number)
 
 
@@ -144,18 +166,24 @@ def read_webdataset(file: Path, limits: MediaLimits = LIMITS) -> Iterator[Record
 
 def _finished(sample: dict[str, Any]) -> dict[str, Any]:
     """A sample without the names that its JSON member gives to media which are members themselves."""
-    return {key: value for key, value in sample.items() if not (key in SUFFIXES and f"{key}s" in sample)}
+    return {
+        key: value for key, value in sample.items() if not (key in SUFFIXES and f"{key}s" in sample)
+    }
 
 
 def _checked_name(tar: str, entry: tarfile.TarInfo) -> str | None:
     """The name of a regular member; None for folders and hidden files. A name outside the archive and links are refused."""
     path = PurePosixPath(entry.name)
     if path.is_absolute() or ".." in path.parts or "\\" in entry.name or "\0" in entry.name:
-        raise DataError(f"{tar}: the member {entry.name[:200]!r} leads outside the archive; it is refused.")
+        raise DataError(
+            f"{tar}: the member {entry.name[:200]!r} leads outside the archive; it is refused."
+        )
     if entry.isdir():
         return None
     if not entry.isfile():
-        raise DataError(f"{tar}: the member {entry.name[:200]!r} is a link or device; it is refused.")
+        raise DataError(
+            f"{tar}: the member {entry.name[:200]!r} is a link or device; it is refused."
+        )
     return None if path.name.startswith(".") else entry.name
 
 
@@ -166,7 +194,12 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _add_member(
-    sample: dict[str, Any], archive: tarfile.TarFile, entry: tarfile.TarInfo, suffix: str, place: str, limits: MediaLimits
+    sample: dict[str, Any],
+    archive: tarfile.TarFile,
+    entry: tarfile.TarInfo,
+    suffix: str,
+    place: str,
+    limits: MediaLimits,
 ) -> None:
     modality = modality_of(f"x.{suffix}")
     most = TEXT_BYTES if modality is None else limits.bytes_of(modality)

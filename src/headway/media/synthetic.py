@@ -37,7 +37,13 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
 PLACES = {"in the centre": (0.5, 0.5), "on the left": (0.25, 0.5), "on the right": (0.75, 0.5), "at the top": (0.5, 0.25),
           "at the bottom": (0.5, 0.75)}  # fmt: skip
-TONES = {"low": (250.0, 250.0), "middle": (700.0, 700.0), "high": (2000.0, 2000.0), "rising": (350.0, 1600.0), "falling": (1600.0, 350.0)}
+TONES = {
+    "low": (250.0, 250.0),
+    "middle": (700.0, 700.0),
+    "high": (2000.0, 2000.0),
+    "rising": (350.0, 1600.0),
+    "falling": (1600.0, 350.0),
+}
 """Name -> the frequency at the start and at the end."""
 HELD_OUT = 0.2
 """This share of the combinations of shape, colour, place and tone is held out, chosen at random: few enough that no value, and no two
@@ -58,11 +64,15 @@ class SyntheticMedia:
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.heldout < 0:
-            raise ConfigError(f"samples is {self.samples} and heldout {self.heldout}; at least 1 and 0 are expected.")
+            raise ConfigError(
+                f"samples is {self.samples} and heldout {self.heldout}; at least 1 and 0 are expected."
+            )
         if not 16 <= self.image_size <= 1024:
             raise ConfigError(f"image_size is {self.image_size}; it must be 16 to 1024.")
         if not 0.1 <= self.seconds <= 60 or not 8000 <= self.sample_rate <= 48_000:
-            raise ConfigError(f"seconds is {self.seconds:g} and sample_rate {self.sample_rate}; 0.1 to 60 and 8000 to 48000 are expected.")
+            raise ConfigError(
+                f"seconds is {self.seconds:g} and sample_rate {self.sample_rate}; 0.1 to 60 and 8000 to 48000 are expected."
+            )
         if not 0 <= self.missing <= 0.5:
             raise ConfigError(f"missing is {self.missing:g}; it must be 0 to 0.5.")
 
@@ -84,13 +94,21 @@ class Scene:
         """A sentence about what is present."""
         seen = f"a {self.colour} {self.shape} {self.place}"
         heard = f"a {self.tone} tone"
-        return seen if not self.has_audio else heard if not self.has_image else f"{seen} with {heard}"
+        return (
+            seen if not self.has_audio else heard if not self.has_image else f"{seen} with {heard}"
+        )
 
     @property
     def questions(self) -> list[tuple[str, str]]:
         """Questions and answers about what is present."""
-        seen = [("What colour is the shape?", self.colour), ("What shape is it?", self.shape), ("Where is the shape?", self.place)]
-        return (seen if self.has_image else []) + ([("What kind of tone is it?", self.tone)] if self.has_audio else [])
+        seen = [
+            ("What colour is the shape?", self.colour),
+            ("What shape is it?", self.shape),
+            ("Where is the shape?", self.place),
+        ]
+        return (seen if self.has_image else []) + (
+            [("What kind of tone is it?", self.tone)] if self.has_audio else []
+        )
 
     @property
     def media(self) -> dict[str, str]:
@@ -119,13 +137,22 @@ def _combinations() -> tuple[list[tuple[str, str, str, str]], list[tuple[str, st
     every = list(product(SHAPES, COLOURS, PLACES, TONES))
     order = np.random.Generator(np.random.PCG64(0)).permutation(len(every))
     held_out = set(order[: round(HELD_OUT * len(every))].tolist())
-    return [one for n, one in enumerate(every) if n not in held_out], [one for n, one in enumerate(every) if n in held_out]
+    return [one for n, one in enumerate(every) if n not in held_out], [
+        one for n, one in enumerate(every) if n in held_out
+    ]
 
 
-def _scene(index: int, combinations: list[tuple[str, str, str, str]], missing: float, rng: np.random.Generator) -> Scene:
+def _scene(
+    index: int,
+    combinations: list[tuple[str, str, str, str]],
+    missing: float,
+    rng: np.random.Generator,
+) -> Scene:
     shape, colour, place, tone = combinations[int(rng.random() * len(combinations))]
     draw = rng.random()
-    return Scene(index, shape, colour, place, tone, has_image=draw >= missing, has_audio=draw < 1 - missing)
+    return Scene(
+        index, shape, colour, place, tone, has_image=draw >= missing, has_audio=draw < 1 - missing
+    )
 
 
 def draw_image(scene: Scene, spec: SyntheticMedia) -> NDArray[np.uint8]:
@@ -178,7 +205,10 @@ def records(listed: list[Scene]) -> Iterator[tuple[str, dict[str, object]]]:
         marks = "".join(f"<{modality}>\n" for modality in scene.media)
         files = {f"{modality}s": [file] for modality, file in scene.media.items()}
         for question, answer in scene.questions:
-            turns = [{"role": "user", "content": marks + question}, {"role": "assistant", "content": answer}]
+            turns = [
+                {"role": "user", "content": marks + question},
+                {"role": "assistant", "content": answer},
+            ]
             yield "chat", {"messages": turns, **files}
 
 
@@ -191,8 +221,14 @@ def write_media(folder: Path, spec: SyntheticMedia = SyntheticMedia()) -> dict[s
     for suffix, listed in zip(("", "_heldout"), scenes(spec), strict=True):
         for scene in listed:
             for modality, file in scene.media.items():
-                data = write_png(draw_image(scene, spec)) if modality == "image" else write_wave(draw_sound(scene, spec), spec.sample_rate)
-                with writing(folder / file, len(data)):  # the JSONL files come last and whole: without them nothing is read
+                data = (
+                    write_png(draw_image(scene, spec))
+                    if modality == "image"
+                    else write_wave(draw_sound(scene, spec), spec.sample_rate)
+                )
+                with writing(
+                    folder / file, len(data)
+                ):  # the JSONL files come last and whole: without them nothing is read
                     (folder / file).write_bytes(data)
         lines: dict[str, list[str]] = {"captions": [], "chat": []}
         for kind, record in records(listed):

@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.errors import ConfigError, DataError, first_line
-from headway.media.items import LIMITS, AudioSpec, ImageSpec, MediaLimits, MediaRef, check_pixels, check_sound, fit_audio, fit_image
+from headway.media.items import (
+    LIMITS,
+    AudioSpec,
+    ImageSpec,
+    MediaLimits,
+    MediaRef,
+    check_pixels,
+    check_sound,
+    fit_audio,
+    fit_image,
+)
 from headway.media.sound import resample
 from headway.runtime.optional import need
 
@@ -56,7 +66,9 @@ class DecodedVideo:
     audio: NDArray[np.float32] | None
 
 
-def decode_video(ref: MediaRef, spec: VideoSpec = VideoSpec(), limits: MediaLimits = LIMITS) -> DecodedVideo:
+def decode_video(
+    ref: MediaRef, spec: VideoSpec = VideoSpec(), limits: MediaLimits = LIMITS
+) -> DecodedVideo:
     """The frames and the sound of a video. A video with fewer frames than wanted repeats some."""
     need("PIL", ref.name)
     data = ref.read(limits)
@@ -65,10 +77,14 @@ def decode_video(ref: MediaRef, spec: VideoSpec = VideoSpec(), limits: MediaLimi
     if found is None:
         return DecodedVideo(frames, None)
     samples, rate = found
-    return DecodedVideo(frames, fit_audio(resample(samples[:, 0], rate, spec.audio.mel.sample_rate), spec.audio))
+    return DecodedVideo(
+        frames, fit_audio(resample(samples[:, 0], rate, spec.audio.mel.sample_rate), spec.audio)
+    )
 
 
-def read_track(data: bytes, name: str, limits: MediaLimits = LIMITS) -> tuple[NDArray[np.float32], int]:
+def read_track(
+    data: bytes, name: str, limits: MediaLimits = LIMITS
+) -> tuple[NDArray[np.float32], int]:
     """The sound of an MP4 file, `[samples, 1]` and its rate."""
     found = _track(data, name, limits)
     if found is None:
@@ -83,7 +99,9 @@ def _container(data: bytes, name: str) -> str:
         return "matroska"
     if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
         return "avi"
-    raise DataError(f"{name}: not an MP4, MOV, WebM, Matroska or AVI file (it begins with {data[:12].hex(' ')}).")
+    raise DataError(
+        f"{name}: not an MP4, MOV, WebM, Matroska or AVI file (it begins with {data[:12].hex(' ')})."
+    )
 
 
 @contextmanager
@@ -93,17 +111,27 @@ def _opened(data: bytes, name: str) -> Iterator[Any]:
     import av
 
     try:
-        with av.open(io.BytesIO(data), format=kind, options={"protocol_whitelist": "none"}) as container:
+        with av.open(
+            io.BytesIO(data), format=kind, options={"protocol_whitelist": "none"}
+        ) as container:
             yield container
     except DataError:
         raise
     except (av.FFmpegError, ValueError, RuntimeError, MemoryError, EOFError) as error:
-        raise DataError(f"{name}: the video is damaged or of an unknown kind ({first_line(error)}).") from None
+        raise DataError(
+            f"{name}: the video is damaged or of an unknown kind ({first_line(error)})."
+        ) from None
 
 
 def _frames(data: bytes, name: str, spec: VideoSpec, limits: MediaLimits) -> NDArray[np.uint8]:
     total = _count_packets(data, name, limits)
-    return _pick(data, name, [_place(number, spec.frames, total) for number in range(spec.frames)], spec.image, limits)
+    return _pick(
+        data,
+        name,
+        [_place(number, spec.frames, total) for number in range(spec.frames)],
+        spec.image,
+        limits,
+    )
 
 
 def _place(number: int, count: int, total: int) -> int:
@@ -111,18 +139,26 @@ def _place(number: int, count: int, total: int) -> int:
     return int((number + 0.5) * total / count)
 
 
-def _pick(data: bytes, name: str, wanted: list[int], spec: ImageSpec, limits: MediaLimits) -> NDArray[np.uint8]:
+def _pick(
+    data: bytes, name: str, wanted: list[int], spec: ImageSpec, limits: MediaLimits
+) -> NDArray[np.uint8]:
     """The frames at these places, in rising order; beyond the last frame it is repeated."""
     kept: list[NDArray[np.uint8]] = []
     last: Any = None
     with _opened(data, name) as container:
         for number, frame in enumerate(container.decode(video=0)):
             if number >= limits.video_frames:
-                raise DataError(f"{name}: more than {limits.video_frames} frames; at most that many are decoded.")
+                raise DataError(
+                    f"{name}: more than {limits.video_frames} frames; at most that many are decoded."
+                )
             check_pixels(name, frame.width, frame.height, limits)
             last = frame
             while len(kept) < len(wanted) and wanted[len(kept)] <= number:
-                kept.append(kept[-1] if kept and wanted[len(kept)] == wanted[len(kept) - 1] else fit_image(frame.to_image(), spec))
+                kept.append(
+                    kept[-1]
+                    if kept and wanted[len(kept)] == wanted[len(kept) - 1]
+                    else fit_image(frame.to_image(), spec)
+                )
             if len(kept) == len(wanted):
                 break
         if last is None:
@@ -135,11 +171,24 @@ def _pick(data: bytes, name: str, wanted: list[int], spec: ImageSpec, limits: Me
 def decode_frame(ref: MediaRef, spec: ImageSpec, limits: MediaLimits = LIMITS) -> NDArray[np.uint8]:
     """One frame of a video, `[3, size, size]`: `frame 2/4` of a ref is the second of four that are spread evenly."""
     number, _, count = ref.part.removeprefix(FRAME).partition("/")
-    if not (ref.part.startswith(FRAME) and number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise ConfigError(f"{ref.name}: {ref.part!r} is not a picture of a video; frame 1/4 is one.")
+    if not (
+        ref.part.startswith(FRAME)
+        and number.isdigit()
+        and count.isdigit()
+        and 1 <= int(number) <= int(count)
+    ):
+        raise ConfigError(
+            f"{ref.name}: {ref.part!r} is not a picture of a video; frame 1/4 is one."
+        )
     need("PIL", ref.name)
     data = ref.read(limits)
-    return _pick(data, ref.name, [_place(int(number) - 1, int(count), _count_packets(data, ref.name, limits))], spec, limits)[0]
+    return _pick(
+        data,
+        ref.name,
+        [_place(int(number) - 1, int(count), _count_packets(data, ref.name, limits))],
+        spec,
+        limits,
+    )[0]
 
 
 def parts_of(ref: MediaRef, frames: int, limits: MediaLimits = LIMITS) -> list[MediaRef]:
@@ -150,7 +199,14 @@ def parts_of(ref: MediaRef, frames: int, limits: MediaLimits = LIMITS) -> list[M
         has_sound = bool(container.streams.audio)
     parts = [f"{FRAME}{number}/{frames}" for number in range(1, frames + 1)]
     found = [MediaRef("image", ref.path, ref.data, f"{ref.name} ({part})", part) for part in parts]
-    return [*found, *([MediaRef("audio", ref.path, ref.data, f"{ref.name} ({SOUND})", SOUND)] if has_sound else [])]
+    return [
+        *found,
+        *(
+            [MediaRef("audio", ref.path, ref.data, f"{ref.name} ({SOUND})", SOUND)]
+            if has_sound
+            else []
+        ),
+    ]
 
 
 def _count_packets(data: bytes, name: str, limits: MediaLimits) -> int:
@@ -162,12 +218,16 @@ def _count_packets(data: bytes, name: str, limits: MediaLimits) -> int:
         check_pixels(name, stream.codec_context.width, stream.codec_context.height, limits)
         seconds = (container.duration or 0) / 1e6
         if seconds > limits.video_seconds:
-            raise DataError(f"{name}: {seconds:.0f} seconds of video; at most {limits.video_seconds:g} are decoded.")
+            raise DataError(
+                f"{name}: {seconds:.0f} seconds of video; at most {limits.video_seconds:g} are decoded."
+            )
         total = 0
         for packet in container.demux(stream):
             total += packet.size > 0
             if total > limits.video_frames:
-                raise DataError(f"{name}: more than {limits.video_frames} frames; at most that many are decoded.")
+                raise DataError(
+                    f"{name}: more than {limits.video_frames} frames; at most that many are decoded."
+                )
     if total == 0:
         raise DataError(f"{name}: the video is cut short: it holds no frame.")
     return total

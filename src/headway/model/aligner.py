@@ -48,8 +48,15 @@ class Aligner(Model):
         aligner = config.aligner
         assert aligner is not None
         self.names, self.dim = aligner.modalities, aligner.dim
-        self.towers = nn.ModuleDict({name: one.tower() for name, one in aligner.encoders.items() if one.TRAINS})
-        self.heads = nn.ModuleDict({name: AlignHead(aligner.width_of(name), aligner.dim, aligner.norm_eps) for name in self.names})
+        self.towers = nn.ModuleDict(
+            {name: one.tower() for name, one in aligner.encoders.items() if one.TRAINS}
+        )
+        self.heads = nn.ModuleDict(
+            {
+                name: AlignHead(aligner.width_of(name), aligner.dim, aligner.norm_eps)
+                for name in self.names
+            }
+        )
 
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
         """The vectors of a microbatch's samples; nothing is sampled."""
@@ -98,5 +105,7 @@ def aligner_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: 
     aligner = config.aligner
     assert aligner is not None
     modality = name.split(".")[1]
-    layers = getattr(aligner.encoders[modality], "layers", None) or getattr(aligner.encoders[modality], "stages", 1)
+    layers = getattr(aligner.encoders[modality], "layers", None) or getattr(
+        aligner.encoders[modality], "stages", 1
+    )
     return tower_value(name, tuple(shape), seed, int(layers))

@@ -22,10 +22,12 @@ class AlignerConfig(Section):
     dim: int = setting(512, "Width of the common space.", gt=0, le=65536)
     norm_eps: float = setting(1e-6, "Added to the variance in the heads' LayerNorm.", gt=0)
     weights: Path | None = setting(
-        None, "aligner.safetensors or PurrSight's aligner.pt whose heads and scales the run starts from; null = random heads."
+        None,
+        "aligner.safetensors or PurrSight's aligner.pt whose heads and scales the run starts from; null = random heads.",
     )
     widths: dict[str, int] = setting(
-        dict, "Widths of the frozen encoders' features. Left out, they are read from the encoders; others are refused."
+        dict,
+        "Widths of the frozen encoders' features. Left out, they are read from the encoders; others are refused.",
     )
 
     @field_validator("encoders", mode="before")
@@ -42,10 +44,14 @@ class AlignerConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> AlignerConfig:
         if len(self.encoders) < 2:
-            raise ValueError(f"has encoders for {', '.join(self.encoders) or 'nothing'}; an aligner needs two modalities or more")
+            raise ValueError(
+                f"has encoders for {', '.join(self.encoders) or 'nothing'}; an aligner needs two modalities or more"
+            )
         for name, one in self.encoders.items():
             if name not in one.FOR:
-                raise ValueError(f"has kind {one.kind!r} for {name}; it encodes {', '.join(one.FOR)}")
+                raise ValueError(
+                    f"has kind {one.kind!r} for {name}; it encodes {', '.join(one.FOR)}"
+                )
         return self
 
     @property

@@ -76,7 +76,9 @@ class AttentionCache(Protocol):
 class AttentionCore(Protocol):
     """Attention of one layer: q [B,T,H,hd], k and v [B,T,KV,hd] -> o [B,T,H,hd]."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None
+    ) -> Tensor:
         """In a model with trained sinks also `rule`, a `ScoreRule` with those of this layer."""
         ...
 
@@ -132,15 +134,29 @@ class LMHead:
 
     def scores(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probability, lse) of targets [B, T], differentiable in any way."""
-        log_prob, lse = linear_scores(self._tokens(), self.weight, targets.flatten(), self.chunk_tokens, self.shard, self.softcap)
+        log_prob, lse = linear_scores(
+            self._tokens(),
+            self.weight,
+            targets.flatten(),
+            self.chunk_tokens,
+            self.shard,
+            self.softcap,
+        )
         return log_prob.view(targets.shape), lse.view(targets.shape)
 
     def distill(
-        self, targets: Tensor, coefficients: Tensor, taught: Tensor, teacher: TeacherHead, shaping: DistillShaping = DistillShaping()
+        self,
+        targets: Tensor,
+        coefficients: Tensor,
+        taught: Tensor,
+        teacher: TeacherHead,
+        shaping: DistillShaping = DistillShaping(),
     ) -> Distilled:
         """Loss against a teacher with hidden states `taught` [B, T, D of the teacher] in one pass; per-token results are [B, T]."""
         if self.shard is not None:
-            raise ConfigError("objective distill needs the whole head on every rank: parallel.tensor must be 1.")
+            raise ConfigError(
+                "objective distill needs the whole head on every rank: parallel.tensor must be 1."
+            )
         out = linear_distill(
             self._tokens(), self.weight, taught.flatten(0, 1), teacher, targets.flatten(), coefficients.flatten(), shaping,
             self.chunk_tokens, self.grad_buffer, self.softcap,
@@ -148,11 +164,18 @@ class LMHead:
         return Distilled(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
 
     def distill_top_k(
-        self, targets: Tensor, coefficients: Tensor, taught: TopLogProbs, shaping: DistillShaping, drop_rest: bool = False
+        self,
+        targets: Tensor,
+        coefficients: Tensor,
+        taught: TopLogProbs,
+        shaping: DistillShaping,
+        drop_rest: bool = False,
     ) -> Distilled:
         """Loss against what is stored of a teacher, [B, T, ...], in one pass; per-token results are [B, T]."""
         if self.shard is not None:
-            raise ConfigError("objective distill needs the whole head on every rank: parallel.tensor must be 1.")
+            raise ConfigError(
+                "objective distill needs the whole head on every rank: parallel.tensor must be 1."
+            )
         given = TopLogProbs(taught.ids.flatten(0, 1), taught.log_probs.flatten(0, 1))
         out = linear_topk_distill(
             self._tokens(), self.weight, given, targets.flatten(), coefficients.flatten(), shaping, drop_rest,
@@ -162,7 +185,9 @@ class LMHead:
 
     def top_k(self, k: int, temperature: float = 1.0) -> TopLogProbs:
         """The k likeliest next tokens [B * T, k] of all positions, without gradients."""
-        return linear_top_k(self._tokens(), self.weight, k, temperature, self.chunk_tokens, self.softcap)
+        return linear_top_k(
+            self._tokens(), self.weight, k, temperature, self.chunk_tokens, self.softcap
+        )
 
 
 @dataclass(frozen=True)
@@ -237,7 +262,9 @@ class Model(nn.Module, ABC):
 
     def param_specs(self) -> list[ParamSpec]:
         """Every parameter in the order of the model, and how it may be sharded; replicated unless a model says otherwise."""
-        return [ParamSpec(name, tuple(parameter.shape)) for name, parameter in self.named_parameters()]
+        return [
+            ParamSpec(name, tuple(parameter.shape)) for name, parameter in self.named_parameters()
+        ]
 
     @property
     @abstractmethod
@@ -255,15 +282,21 @@ class Model(nn.Module, ABC):
 
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in every case."""
-        raise ConfigError(f"kernels.attention is {backend!r}; {type(self).__name__} has no choice of attention backends. Use auto.")
+        raise ConfigError(
+            f"kernels.attention is {backend!r}; {type(self).__name__} has no choice of attention backends. Use auto."
+        )
 
     def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:
         """Put `wrap(core)` in the place of every attention core, which then computes only these KV heads."""
-        raise ConfigError(f"parallel.context is above 1; {type(self).__name__} cannot share the tokens of a row. Use context 1.")
+        raise ConfigError(
+            f"parallel.context is above 1; {type(self).__name__} cannot share the tokens of a row. Use context 1."
+        )
 
     def split_layers(self, split: LayerSplit) -> None:
         """Put the exchanges of a rank that holds a part of every layer into the layers; its parameters are already parts."""
-        raise ConfigError(f"parallel.tensor is above 1; {type(self).__name__} cannot be split. Use tensor 1.")
+        raise ConfigError(
+            f"parallel.tensor is above 1; {type(self).__name__} cannot be split. Use tensor 1."
+        )
 
     def share_experts(self, wrap: Callable[[nn.Module], ExpertCall]) -> None:
         """Call `wrap(experts)` in the place of every mixture's experts, of which this rank holds some."""
@@ -271,21 +304,35 @@ class Model(nn.Module, ABC):
 
         mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
         if not mixtures:
-            raise ConfigError(f"parallel.expert is above 1; {type(self).__name__} has no experts to split. Use expert 1.")
+            raise ConfigError(
+                f"parallel.expert is above 1; {type(self).__name__} has no experts to split. Use expert 1."
+            )
         for mixture in mixtures:
             mixture.exchange = wrap(mixture.experts)
 
     def keep_layers(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         """Remove all layers but these, the embedding unless `first`, final norm and head unless `last`; names stay those of the whole
         model. Gates stay, and so does a tied embedding where the head is."""
-        raise ConfigError(f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1.")
+        raise ConfigError(
+            f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1."
+        )
 
-    def forward_stage(self, batch: Batch, stream: Tensor | None, layers: range, seed: int | None = None) -> Tensor | ModelOut:
+    def forward_stage(
+        self, batch: Batch, stream: Tensor | None, layers: range, seed: int | None = None
+    ) -> Tensor | ModelOut:
         """Consecutive layers of `forward_batch`: `stream` [B,T,D] enters the first of them (None: the tokens are embedded). The stream
         after the last of them comes out, or the output where that is the model's last."""
-        raise ConfigError(f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1.")
+        raise ConfigError(
+            f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1."
+        )
 
-    def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None, media: MediaTensors | None = None) -> Tensor:
+    def prefill(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        cache: KVCache | None = None,
+        media: MediaTensors | None = None,
+    ) -> Tensor:
         """Hidden states [B,T,D] of tokens [B,T], each row one document; they continue what the cache holds and are added to it.
 
         `media` replaces the embeddings of its positions, for a model with media inputs."""
@@ -301,7 +348,9 @@ class Model(nn.Module, ABC):
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
         """A forward over any cache, for prompts and for decoding; the caller counts lengths. `compiler` as for `decoder`."""
 
-        def forward(tokens: Tensor, position: Tensor, cache: Any, media: MediaTensors | None = None) -> Tensor:
+        def forward(
+            tokens: Tensor, position: Tensor, cache: Any, media: MediaTensors | None = None
+        ) -> Tensor:
             return self.prefill(tokens, position, cache, media)
 
         return forward
@@ -318,7 +367,9 @@ def build_model(config: ModelConfig) -> Model:
         from headway.model.aligner import Aligner
 
         return Aligner(config)
-    if config.hf_config is not None or ("." in config.family and not config.family.startswith(STORED)):
+    if config.hf_config is not None or (
+        "." in config.family and not config.family.startswith(STORED)
+    ):
         build = vars(family_of(config.family)).get("build")
         if build is not None:
             return build(config)
@@ -337,7 +388,9 @@ MAX_VARIANTS = 64
 a reference model, every stage of a run. Its default limit of 8 would end such a run."""
 
 
-def compile_method(method: Callable[..., Any], options: dict[str, Any] | None = None, *, fullgraph: bool = True) -> Callable[..., Any]:
+def compile_method(
+    method: Callable[..., Any], options: dict[str, Any] | None = None, *, fullgraph: bool = True
+) -> Callable[..., Any]:
     """A method of a block as one graph per shape; anything that would break the graph is an error unless `fullgraph` is false."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)

@@ -20,11 +20,20 @@ MAX_LAYERS = 10_000
 class HeadGatesConfig(Section):
     """One gate per KV head: how much of the full context the head needs. 1 = all of it, 0 = sinks and a window (streaming)."""
 
-    window: int = setting(1024, "Tokens a streaming head sees up to and including the query itself.", gt=0)
-    sinks: int = setting(128, "First tokens of the document that a streaming head also sees; 0 = local attention.", ge=0)
+    window: int = setting(
+        1024, "Tokens a streaming head sees up to and including the query itself.", gt=0
+    )
+    sinks: int = setting(
+        128,
+        "First tokens of the document that a streaming head also sees; 0 = local attention.",
+        ge=0,
+    )
     init_mean: float = setting(4.0, "Initial mean of log_alpha; at 4 nearly every head is full.")
     init_std: float = setting(0.01, "Initial standard deviation of log_alpha.", ge=0)
-    stripe: bool = setting(False, "Instead, start with every second layer full and the others streaming (log_alpha +10 and -10).")
+    stripe: bool = setting(
+        False,
+        "Instead, start with every second layer full and the others streaming (log_alpha +10 and -10).",
+    )
 
 
 def with_form(data: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +41,11 @@ def with_form(data: dict[str, Any]) -> dict[str, Any]:
     family, width = data.get("family"), data.get("hidden_size", 256)
     if not isinstance(family, str) or family not in FORMS:
         return data
-    scale = {"embed_scale": width**0.5} if family in EMBED_SCALE_BY_WIDTH and isinstance(width, int) and width > 0 else {}
+    scale = (
+        {"embed_scale": width**0.5}
+        if family in EMBED_SCALE_BY_WIDTH and isinstance(width, int) and width > 0
+        else {}
+    )
     form = {**FORMS[family], **scale}
     if isinstance(form.get("experts"), dict) and isinstance(data.get("experts"), dict):
         data = {**data, "experts": {**form["experts"], **data["experts"]}}
@@ -53,69 +66,124 @@ class ModelConfig(Section):
     num_kv_heads: int | None = setting(None, "Key and value heads; null = num_heads.", gt=0)
     head_dim: int | None = setting(None, "Width of one head; null = hidden_size / num_heads.", gt=0)
     ffn_size: int = setting(688, "Inner width of the feed-forward layer.", gt=0)
-    vocab_size: int | None = setting(None, "Rows of the embedding; null = the tokenizer's vocabulary, padded to a multiple of 64.", gt=0)
+    vocab_size: int | None = setting(
+        None,
+        "Rows of the embedding; null = the tokenizer's vocabulary, padded to a multiple of 64.",
+        gt=0,
+    )
     max_seq_len: int = setting(512, "Longest sequence the model supports.", gt=0)
     rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", gt=0)
     rope_scaling: RopeScaling | None = setting(None, "Scaling of the rotary frequencies.")
     rope_local_theta: float | None = setting(
-        None, "Base of the rotary frequencies, unscaled, in layers with a sliding window; null = the same as in the others.", gt=0
+        None,
+        "Base of the rotary frequencies, unscaled, in layers with a sliding window; null = the same as in the others.",
+        gt=0,
     )
-    rope_interleaved: bool = setting(False, "Rotate neighbouring channels (0 with 1, 2 with 3) instead of the two halves of a head.")
-    rotary_fraction: float = setting(1.0, "Share of a head's channels that is rotated, from the first one on.", gt=0, le=1)
-    no_rope_layers: tuple[int, ...] = setting((), "Layers (from 0) whose queries and keys are not rotated.")
+    rope_interleaved: bool = setting(
+        False,
+        "Rotate neighbouring channels (0 with 1, 2 with 3) instead of the two halves of a head.",
+    )
+    rotary_fraction: float = setting(
+        1.0, "Share of a head's channels that is rotated, from the first one on.", gt=0, le=1
+    )
+    no_rope_layers: tuple[int, ...] = setting(
+        (), "Layers (from 0) whose queries and keys are not rotated."
+    )
     positions: Literal["rotary", "learned"] = setting(
-        "rotary", "learned = a trained vector per position, up to max_seq_len, is added to the embedding, and nothing is rotated."
+        "rotary",
+        "learned = a trained vector per position, up to max_seq_len, is added to the embedding, and nothing is rotated.",
     )
     norm: Literal["rmsnorm", "rmsnorm1p", "layernorm", "layernorm_no_bias"] = setting(
         "rmsnorm", "Normalisation of the residual stream; rmsnorm1p multiplies by 1 + weight."
     )
     norm_placement: Literal["before", "after", "both"] = setting(
-        "before", "Norms stand before attention and feed-forward, after them (on what is added to the stream), or both."
+        "before",
+        "Norms stand before attention and feed-forward, after them (on what is added to the stream), or both.",
     )
-    parallel_block: bool = setting(False, "Attention and feed-forward read the same normed stream, and both are added to it.")
+    parallel_block: bool = setting(
+        False, "Attention and feed-forward read the same normed stream, and both are added to it."
+    )
     norm_eps: float = setting(1e-5, "Added to the variance in the normalisation.", gt=0)
     qkv_bias: bool = setting(False, "Bias on the query, key and value projections.")
     output_bias: bool = setting(False, "Bias on the attention output projection.")
     ffn_bias: bool = setting(False, "Bias on the feed-forward projections.")
     qk_norm: bool = setting(False, "RMSNorm of queries and keys, before rotation.")
-    qk_norm_over: Literal["head", "projection"] = setting("head", "What one such norm covers: each head, or all heads of a token together.")
-    activation: Literal["silu", "gelu", "gelu_tanh"] = setting("silu", "Activation of the feed-forward layer.")
-    ffn_gate: bool = setting(True, "The feed-forward multiplies by the activation of a gate; false = it activates its inner layer itself.")
-    tie_embeddings: bool = setting(True, "Share one matrix between input embedding and output head.")
-    sliding_window: int | None = setting(None, "Tokens a query sees, including itself; null = all.", gt=0)
-    window_layers: tuple[int, ...] | None = setting(None, "Layers the sliding window applies to; null = all.")
-    attention_scale: float | None = setting(None, "Scores are q k times this; null = 1 / sqrt(head_dim).", gt=0)
-    attention_softcap: float | None = setting(None, "Attention scores s become softcap * tanh(s / softcap); null = unchanged.", gt=0)
+    qk_norm_over: Literal["head", "projection"] = setting(
+        "head", "What one such norm covers: each head, or all heads of a token together."
+    )
+    activation: Literal["silu", "gelu", "gelu_tanh"] = setting(
+        "silu", "Activation of the feed-forward layer."
+    )
+    ffn_gate: bool = setting(
+        True,
+        "The feed-forward multiplies by the activation of a gate; false = it activates its inner layer itself.",
+    )
+    tie_embeddings: bool = setting(
+        True, "Share one matrix between input embedding and output head."
+    )
+    sliding_window: int | None = setting(
+        None, "Tokens a query sees, including itself; null = all.", gt=0
+    )
+    window_layers: tuple[int, ...] | None = setting(
+        None, "Layers the sliding window applies to; null = all."
+    )
+    attention_scale: float | None = setting(
+        None, "Scores are q k times this; null = 1 / sqrt(head_dim).", gt=0
+    )
+    attention_softcap: float | None = setting(
+        None, "Attention scores s become softcap * tanh(s / softcap); null = unchanged.", gt=0
+    )
     attention_sinks: bool = setting(
-        False, "A trained logit per query head takes part in the softmax over scores, with a value of 0: a head may attend to nothing."
+        False,
+        "A trained logit per query head takes part in the softmax over scores, with a value of 0: a head may attend to nothing.",
     )
     latent_attention: LatentAttentionConfig | None = setting(
-        None, "Multi-head latent attention in every layer; null = keys and values of their own for each KV head."
+        None,
+        "Multi-head latent attention in every layer; null = keys and values of their own for each KV head.",
     )
-    experts: ExpertsConfig | None = setting(None, "Mixtures of experts in place of feed-forward layers; null = none.")
+    experts: ExpertsConfig | None = setting(
+        None, "Mixtures of experts in place of feed-forward layers; null = none."
+    )
     embed_scale: float = setting(1.0, "The embedding of a token is multiplied by this.", gt=0)
-    residual_scale: float = setting(1.0, "What attention and feed-forward add to the stream is multiplied by this.", gt=0)
+    residual_scale: float = setting(
+        1.0, "What attention and feed-forward add to the stream is multiplied by this.", gt=0
+    )
     logit_scale: float = setting(1.0, "Logits are multiplied by this.", gt=0)
-    logit_softcap: float | None = setting(None, "Logits x become softcap * tanh(x / softcap); null = unchanged.", gt=0)
-    dropout: float = setting(0.0, "Dropout on the output of attention and feed-forward.", ge=0, lt=1)
+    logit_softcap: float | None = setting(
+        None, "Logits x become softcap * tanh(x / softcap); null = unchanged.", gt=0
+    )
+    dropout: float = setting(
+        0.0, "Dropout on the output of attention and feed-forward.", ge=0, lt=1
+    )
     embed_grad_scale: float = setting(1.0, "The embedding's gradient is multiplied by this.", ge=0)
     head_gates: HeadGatesConfig | None = setting(
-        None, "Gates that let KV heads stream; objective head_sparsity and init.masks add them. null with init.from drops them."
+        None,
+        "Gates that let KV heads stream; objective head_sparsity and init.masks add them. null with init.from drops them.",
     )
     score_head: bool = setting(
-        False, "A head that gives a document one number, its reward, in place of the one that predicts tokens; objective reward adds it."
+        False,
+        "A head that gives a document one number, its reward, in place of the one that predicts tokens; objective reward adds it.",
     )
     hf_config: dict[str, Any] | None = setting(
         None,
         "family transformers: config.json of the class, as a mapping. With init.from its keys override those of the folder; without, the "
         "weights are random.",
     )
-    trust_remote_code: bool = setting(False, "family transformers: run the model code that lies in the folder of init.from.")
-    media: MediaShape | None = setting(None, "Media inputs of the model, written by the run: set `multimodal` instead.")
-    aligner: AlignerConfig | None = setting(
-        None, "Align encoders of text, image and audio instead of training a language model; objective contrastive needs it."
+    trust_remote_code: bool = setting(
+        False, "family transformers: run the model code that lies in the folder of init.from."
     )
-    init_std: float = setting(0.02, "Standard deviation of initial weights; divided by sqrt(2 * num_layers) for output projections.", gt=0)
+    media: MediaShape | None = setting(
+        None, "Media inputs of the model, written by the run: set `multimodal` instead."
+    )
+    aligner: AlignerConfig | None = setting(
+        None,
+        "Align encoders of text, image and audio instead of training a language model; objective contrastive needs it.",
+    )
+    init_std: float = setting(
+        0.02,
+        "Standard deviation of initial weights; divided by sqrt(2 * num_layers) for output projections.",
+        gt=0,
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -157,10 +225,18 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "ModelConfig":
-        if self.head_dim is None and self.latent_attention is None and self.hidden_size % self.num_heads:
-            raise ValueError(f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or give head_dim")
+        if (
+            self.head_dim is None
+            and self.latent_attention is None
+            and self.hidden_size % self.num_heads
+        ):
+            raise ValueError(
+                f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or give head_dim"
+            )
         ffn = max(
-            self.ffn_size, 0 if self.experts is None else self.expert_size * self.experts.num, getattr(self.experts, "shared_ffn_size", 0)
+            self.ffn_size,
+            0 if self.experts is None else self.expert_size * self.experts.num,
+            getattr(self.experts, "shared_ffn_size", 0),
         )
         widest = max(self.hidden_size, ffn, self.vocab_size or 0, self.num_heads * self.head_size)
         if self.hidden_size * widest > MAX_ELEMENTS or self.num_layers > MAX_LAYERS:
@@ -171,92 +247,172 @@ class ModelConfig(Section):
         self._latent_fits()
         self._positions_fit()
         if self.parallel_block and self.norm_placement != "before":
-            raise ValueError(f"parallel_block is given with norm_placement={self.norm_placement}; its one norm stands before. Use before")
-        if self.experts is not None and (self.parallel_block or not self.ffn_gate or self.activation != "silu"):
-            key = "parallel_block" if self.parallel_block else "activation" if self.ffn_gate else "ffn_gate"
-            raise ValueError(f"experts is given with {key}={getattr(self, key)}; experts are gated, with silu, behind attention")
+            raise ValueError(
+                f"parallel_block is given with norm_placement={self.norm_placement}; its one norm stands before. Use before"
+            )
+        if self.experts is not None and (
+            self.parallel_block or not self.ffn_gate or self.activation != "silu"
+        ):
+            key = (
+                "parallel_block"
+                if self.parallel_block
+                else "activation"
+                if self.ffn_gate
+                else "ffn_gate"
+            )
+            raise ValueError(
+                f"experts is given with {key}={getattr(self, key)}; experts are gated, with silu, behind attention"
+            )
         if self.qk_norm_over != "head" and not self.qk_norm:
-            raise ValueError(f"qk_norm_over is {self.qk_norm_over} without qk_norm; set qk_norm: true")
+            raise ValueError(
+                f"qk_norm_over is {self.qk_norm_over} without qk_norm; set qk_norm: true"
+            )
         if self.num_heads % self.kv_heads:
-            raise ValueError(f"num_kv_heads is {self.kv_heads}; it must divide num_heads={self.num_heads}")
+            raise ValueError(
+                f"num_kv_heads is {self.kv_heads}; it must divide num_heads={self.num_heads}"
+            )
         for key in ("no_rope_layers", "window_layers"):
             too_high = [i for i in getattr(self, key) or () if i >= self.num_layers]
             # Without num_layers in the recipe, the layers may come from pretrained weights; then this is checked again with them.
             if too_high and "num_layers" in self.model_fields_set:
-                raise ValueError(f"{key} holds {too_high[0]}; layers go from 0 to {self.num_layers - 1}")
+                raise ValueError(
+                    f"{key} holds {too_high[0]}; layers go from 0 to {self.num_layers - 1}"
+                )
         if self.window_layers is not None and self.sliding_window is None:
-            raise ValueError("window_layers is given without sliding_window; give sliding_window too")
-        if self.experts is not None and "num_layers" in self.model_fields_set and not any(map(self.is_mixture, range(self.num_layers))):
-            raise ValueError(f"experts leaves none of the num_layers={self.num_layers} layers a mixture; lower first_dense or every")
+            raise ValueError(
+                "window_layers is given without sliding_window; give sliding_window too"
+            )
+        if (
+            self.experts is not None
+            and "num_layers" in self.model_fields_set
+            and not any(map(self.is_mixture, range(self.num_layers)))
+        ):
+            raise ValueError(
+                f"experts leaves none of the num_layers={self.num_layers} layers a mixture; lower first_dense or every"
+            )
         if self.experts is not None and self.ffn_bias:
-            raise ValueError("experts is given with ffn_bias=true; the biases of experts are experts.bias. Use ffn_bias false")
+            raise ValueError(
+                "experts is given with ffn_bias=true; the biases of experts are experts.bias. Use ffn_bias false"
+            )
         if self.head_gates is not None and self.sliding_window is not None:
-            raise ValueError(f"head_gates is given with sliding_window={self.sliding_window}; gates need heads that see the full context")
+            raise ValueError(
+                f"head_gates is given with sliding_window={self.sliding_window}; gates need heads that see the full context"
+            )
         if self.head_gates is not None and self.attention_softcap is not None:
-            raise ValueError(f"head_gates is given with attention_softcap={self.attention_softcap}; gated heads have no soft-capping")
+            raise ValueError(
+                f"head_gates is given with attention_softcap={self.attention_softcap}; gated heads have no soft-capping"
+            )
         if self.head_gates is not None and self.attention_sinks:
-            raise ValueError("head_gates is given with attention_sinks=true; gated heads have no trained sinks")
+            raise ValueError(
+                "head_gates is given with attention_sinks=true; gated heads have no trained sinks"
+            )
         return self
 
     def _latent_fits(self) -> None:
         latent = self.latent_attention
         if latent is None:
             if self.rope_scaling is not None and self.rope_scaling.mscale_all_dim:
-                raise ValueError("rope_scaling has mscale_all_dim, which is for latent_attention. Use attention_factor")
+                raise ValueError(
+                    "rope_scaling has mscale_all_dim, which is for latent_attention. Use attention_factor"
+                )
             return
         if self.head_dim not in (None, latent.head_size):
-            raise ValueError(f"head_dim is {self.head_dim}; with latent_attention it is {latent.head_size}. Leave it out")
+            raise ValueError(
+                f"head_dim is {self.head_dim}; with latent_attention it is {latent.head_size}. Leave it out"
+            )
         if self.kv_heads != self.num_heads:
-            raise ValueError(f"num_kv_heads is {self.kv_heads}; with latent_attention it is num_heads={self.num_heads}. Leave it out")
+            raise ValueError(
+                f"num_kv_heads is {self.kv_heads}; with latent_attention it is num_heads={self.num_heads}. Leave it out"
+            )
         if latent.value_head_dim > latent.head_size:
             raise ValueError(
                 f"latent_attention.value_head_dim is {latent.value_head_dim}; it must not exceed "
                 f"nope_head_dim + rope_head_dim={latent.head_size}"
             )
         if self.head_gates is not None:
-            raise ValueError("head_gates is given with latent_attention, whose heads store one vector together: none can stream alone")
-        fixed = {"qk_norm": False, "rotary_fraction": 1.0, "positions": "rotary", "attention_sinks": False, "sliding_window": None}
+            raise ValueError(
+                "head_gates is given with latent_attention, whose heads store one vector together: none can stream alone"
+            )
+        fixed = {
+            "qk_norm": False,
+            "rotary_fraction": 1.0,
+            "positions": "rotary",
+            "attention_sinks": False,
+            "sliding_window": None,
+        }
         for key, value in fixed.items():
             if getattr(self, key) != value:
                 shown = "null" if value is None else str(value).lower()
-                raise ValueError(f"latent_attention is given with {key}={getattr(self, key)}; it must be {shown}")
+                raise ValueError(
+                    f"latent_attention is given with {key}={getattr(self, key)}; it must be {shown}"
+                )
 
     def _positions_fit(self) -> None:
         scaling = self.rope_scaling
         if self.positions == "learned":
-            given = [key for key in ("rope_scaling", "rope_local_theta", "no_rope_layers") if getattr(self, key)]
+            given = [
+                key
+                for key in ("rope_scaling", "rope_local_theta", "no_rope_layers")
+                if getattr(self, key)
+            ]
             if given:
-                raise ValueError(f"positions is learned and {given[0]} is given, which is for rotary positions. Remove one of them")
+                raise ValueError(
+                    f"positions is learned and {given[0]} is given, which is for rotary positions. Remove one of them"
+                )
             return
         if self.rotary_size % 2 or not self.rotary_size:
-            part = "" if self.rotary_fraction == 1 else f", of which rotary_fraction={self.rotary_fraction} is {self.rotary_size} channels"
-            raise ValueError(f"head_dim is {self.head_size}{part}; it must be even for rotary positions")
+            part = (
+                ""
+                if self.rotary_fraction == 1
+                else f", of which rotary_fraction={self.rotary_fraction} is {self.rotary_size} channels"
+            )
+            raise ValueError(
+                f"head_dim is {self.head_size}{part}; it must be even for rotary positions"
+            )
         if scaling is not None and scaling.kind == "yarn" and self.rope_theta <= 1:
-            raise ValueError(f"rope_theta is {self.rope_theta}; with yarn scaling it must be above 1")
-        if scaling is not None and scaling.kind == "longrope" and len(scaling.short_factor) != self.rotary_size // 2:
+            raise ValueError(
+                f"rope_theta is {self.rope_theta}; with yarn scaling it must be above 1"
+            )
+        if (
+            scaling is not None
+            and scaling.kind == "longrope"
+            and len(scaling.short_factor) != self.rotary_size // 2
+        ):
             raise ValueError(
                 f"rope_scaling.short_factor has {len(scaling.short_factor)} numbers; {self.rotary_size} rotated channels need "
                 f"{self.rotary_size // 2}"
             )
         if self.rope_local_theta is not None and self.sliding_window is None:
-            raise ValueError("rope_local_theta is given without sliding_window; it is for layers with a window")
+            raise ValueError(
+                "rope_local_theta is given without sliding_window; it is for layers with a window"
+            )
 
     @model_validator(mode="after")
     def _wrapped_alone(self) -> "ModelConfig":
         if self.family != "transformers" and not self.family.startswith("stored:"):
             for key in ("hf_config", "trust_remote_code"):
                 if getattr(self, key):
-                    raise ValueError(f"{key} is given with family {self.family}; it is for family transformers. Use that, or remove it")
+                    raise ValueError(
+                        f"{key} is given with family {self.family}; it is for family transformers. Use that, or remove it"
+                    )
         if self.hf_config is not None and (self.head_gates is not None or self.media is not None):
-            raise ValueError("has head_gates or media with family transformers, which has neither. Remove them")
+            raise ValueError(
+                "has head_gates or media with family transformers, which has neither. Remove them"
+            )
         return self
 
     @model_validator(mode="after")
     def _aligner_alone(self) -> "ModelConfig":
-        fields = () if self.aligner is None else set(type(self).model_fields) - {"aligner", "vocab_size"}
-        given = sorted(name for name in fields if getattr(self, name) != type(self).model_fields[name].default)
+        fields = (
+            () if self.aligner is None else set(type(self).model_fields) - {"aligner", "vocab_size"}
+        )
+        given = sorted(
+            name for name in fields if getattr(self, name) != type(self).model_fields[name].default
+        )
         if given:
-            raise ValueError(f"has aligner and {given[0]}, which is for language models. Remove one of them")
+            raise ValueError(
+                f"has aligner and {given[0]}, which is for language models. Remove one of them"
+            )
         return self
 
     @property
@@ -279,7 +435,11 @@ class ModelConfig(Section):
     @property
     def value_size(self) -> int:
         """Width of one value head."""
-        return self.head_size if self.latent_attention is None else self.latent_attention.value_head_dim
+        return (
+            self.head_size
+            if self.latent_attention is None
+            else self.latent_attention.value_head_dim
+        )
 
     @property
     def cached_heads(self) -> int:
@@ -289,7 +449,9 @@ class ModelConfig(Section):
     @property
     def cached_size(self) -> int:
         """Width of a key, and of a value, in a cache. With latent attention the two are one vector, from which heads are made."""
-        return self.head_size if self.latent_attention is None else self.latent_attention.stored_size
+        return (
+            self.head_size if self.latent_attention is None else self.latent_attention.stored_size
+        )
 
     @property
     def rotary_size(self) -> int:
@@ -342,7 +504,11 @@ class ModelConfig(Section):
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of one layer, or None for full causal attention."""
-        return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
+        return (
+            self.sliding_window
+            if self.window_layers is None or layer in self.window_layers
+            else None
+        )
 
     def with_(self, **changes: Any) -> "ModelConfig":
         """The config with some fields changed, validated again."""

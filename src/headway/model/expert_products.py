@@ -70,7 +70,9 @@ class ExpertMatrix(NamedTuple):
         if self.packed is None:
             return self.weight
         form, outputs, inputs = self.packed
-        return PACKED_MATRIX(self.weight, form, (outputs, inputs), x.dtype).view(len(ends), -1, inputs)
+        return PACKED_MATRIX(self.weight, form, (outputs, inputs), x.dtype).view(
+            len(ends), -1, inputs
+        )
 
     def product(self, x: Tensor, ends: Tensor) -> Tensor:
         """[n,O] of x [n,I], without the bias."""
@@ -86,7 +88,14 @@ class ExpertMatrix(NamedTuple):
             return found
         return found + grouped_inputs(grouped_inputs(dy, self.b, ends), self.a, ends) * self.scale
 
-    def gradients(self, dy: Tensor, x: Tensor, ends: Tensor, needs: Sequence[bool], factor: Tensor | None = None) -> list[Tensor | None]:
+    def gradients(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        ends: Tensor,
+        needs: Sequence[bool],
+        factor: Tensor | None = None,
+    ) -> list[Tensor | None]:
         """Of weight, bias, A and B, where they are needed; `factor` [n,1] belongs to the bias alone."""
         found: list[Tensor | None] = [None] * 4
         if needs[0]:
@@ -94,13 +103,23 @@ class ExpertMatrix(NamedTuple):
         if needs[1]:
             found[1] = _group_sums(dy, factor, ends, self.weight)
         if self.a is not None and self.b is not None and (needs[2] or needs[3]):
-            found[2] = grouped_weights(grouped_inputs(dy, self.b, ends), x, ends, self.a) * self.scale
-            found[3] = grouped_weights(dy, grouped_linear(x, self.a, ends), ends, self.b) * self.scale
+            found[2] = (
+                grouped_weights(grouped_inputs(dy, self.b, ends), x, ends, self.a) * self.scale
+            )
+            found[3] = (
+                grouped_weights(dy, grouped_linear(x, self.a, ends), ends, self.b) * self.scale
+            )
         return found
 
 
 def expert_products(
-    x: Tensor, weights: Tensor, plan: Dispatch, gate: ExpertMatrix, up: ExpertMatrix, down: ExpertMatrix, clamp: Clamp | None = None
+    x: Tensor,
+    weights: Tensor,
+    plan: Dispatch,
+    gate: ExpertMatrix,
+    up: ExpertMatrix,
+    down: ExpertMatrix,
+    clamp: Clamp | None = None,
 ) -> Tensor:
     """[N,D]: for each token x [N,D] the sum over its experts of weight * down(silu(gate x) * up x)."""
     tensors = [tensor for one in (gate, up, down) for tensor in one[:4]]
@@ -137,7 +156,9 @@ class ExpertProducts(torch.autograd.Function):
         inner = activated(gate.float(), up.float(), clamp) * weight
         result = m_down.product(inner.to(x.dtype), ends)
         if m_down.bias is not None:
-            result = result + (m_down.bias[_experts_of(ends, len(order))].float() * weight).to(x.dtype)
+            result = result + (m_down.bias[_experts_of(ends, len(order))].float() * weight).to(
+                x.dtype
+            )
         ctx.clamp, ctx.forms = clamp, forms
         ctx.save_for_backward(x, weights, order, places, ends, gate, up, *tensors)
         return sum_slots(result, places, k).to(x.dtype)
@@ -153,7 +174,9 @@ class ExpertProducts(torch.autograd.Function):
         by_inner = m_down.by_inputs(by_result, ends).float()
         by_slots = (by_inner * plain).sum(1)
         if m_down.bias is not None:
-            by_slots = by_slots + (by_result.float() * m_down.bias[_experts_of(ends, len(order))].float()).sum(1)
+            by_slots = by_slots + (
+                by_result.float() * m_down.bias[_experts_of(ends, len(order))].float()
+            ).sum(1)
         by_weights = by_slots[places].view(-1, k)
         by_plain = by_inner * weight
         by_gate, by_up = (by_plain * slope_gate).to(x.dtype), (by_plain * slope_up).to(x.dtype)
@@ -182,7 +205,9 @@ def activated(gate: Tensor, up: Tensor, clamp: Clamp | None) -> Tensor:
     return gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)
 
 
-def activated_slopes(gate: Tensor, up: Tensor, clamp: Clamp | None) -> tuple[Tensor, Tensor, Tensor]:
+def activated_slopes(
+    gate: Tensor, up: Tensor, clamp: Clamp | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(what `activated` returns, its derivatives by gate and by up)."""
     if clamp is None:
         sigmoid = torch.sigmoid(gate)
@@ -192,7 +217,11 @@ def activated_slopes(gate: Tensor, up: Tensor, clamp: Clamp | None) -> tuple[Ten
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit) + 1
     sigmoid = torch.sigmoid(clamp.alpha * gate)
     swish = gate * sigmoid
-    return swish * up, up * (sigmoid + clamp.alpha * swish * (1 - sigmoid)) * gate_moves, swish * up_moves
+    return (
+        swish * up,
+        up * (sigmoid + clamp.alpha * swish * (1 - sigmoid)) * gate_moves,
+        swish * up_moves,
+    )
 
 
 def _experts_of(ends: Tensor, count: int) -> Tensor:

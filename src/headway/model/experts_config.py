@@ -15,9 +15,13 @@ class ExpertsConfig(Section):
     num: int = setting(8, "Experts of a layer.", ge=2, le=MAX_EXPERTS)
     per_token: int = setting(2, "Experts that a token passes.", ge=1)
     ffn_size: int | None = setting(None, "Inner width of one expert; null = model.ffn_size.", gt=0)
-    shared_ffn_size: int = setting(0, "Inner width of the shared expert that every token passes besides; 0 = none.", ge=0)
+    shared_ffn_size: int = setting(
+        0, "Inner width of the shared expert that every token passes besides; 0 = none.", ge=0
+    )
     normalize: bool = setting(True, "Divide the weights of a token's experts by their sum.")
-    router: Literal["softmax", "sigmoid"] = setting("softmax", "How the router's logits become scores.")
+    router: Literal["softmax", "sigmoid"] = setting(
+        "softmax", "How the router's logits become scores."
+    )
     router_bias: bool = setting(False, "A trained bias on the router's logits.")
     bias: bool = setting(False, "Biases on the projections of the experts.")
     swiglu_limit: float | None = setting(
@@ -27,13 +31,23 @@ class ExpertsConfig(Section):
         gt=0,
     )
     swiglu_alpha: float = setting(1.702, "alpha of clamped SwiGLU.", gt=0)
-    routed_scale: float = setting(1.0, "The weights of a token's experts are multiplied by this.", gt=0)
-    num_groups: int = setting(1, "Groups of neighbouring experts; a token's experts come from groups_per_token of them.", ge=1)
+    routed_scale: float = setting(
+        1.0, "The weights of a token's experts are multiplied by this.", gt=0
+    )
+    num_groups: int = setting(
+        1,
+        "Groups of neighbouring experts; a token's experts come from groups_per_token of them.",
+        ge=1,
+    )
     groups_per_token: int = setting(1, "Groups that a token may choose experts of.", ge=1)
-    group_score: Literal["top2", "top1"] = setting("top2", "A group is as good as the sum of its two best scores, or as its best one.")
+    group_score: Literal["top2", "top1"] = setting(
+        "top2", "A group is as good as the sum of its two best scores, or as its best one."
+    )
     first_dense: int = setting(0, "The first layers that keep an ordinary feed-forward.", ge=0)
     every: int = setting(1, "After those, every n-th layer is a mixture; 1 = all of them.", ge=1)
-    aux_loss: float = setting(0.01, "Weight of the load-balancing loss; 0 = none.", ge=0, on_resume="free")
+    aux_loss: float = setting(
+        0.01, "Weight of the load-balancing loss; 0 = none.", ge=0, on_resume="free"
+    )
     aux_scope: Literal["row", "step"] = setting(
         "row",
         "Over which tokens the load is balanced: each row by itself, or all tokens of a step over all ranks. With more than one "
@@ -46,7 +60,10 @@ class ExpertsConfig(Section):
         on_resume="free",
     )
     z_loss: float = setting(
-        0.0, "Weight of the squared log-partition of the router's logits, which keeps them small.", ge=0, on_resume="free"
+        0.0,
+        "Weight of the squared log-partition of the router's logits, which keeps them small.",
+        ge=0,
+        on_resume="free",
     )
     bias_rate: float | None = setting(
         None,
@@ -59,8 +76,13 @@ class ExpertsConfig(Section):
     def _fits(self) -> "ExpertsConfig":
         if self.per_token > self.num:
             raise ValueError(f"per_token is {self.per_token}; it must not exceed num={self.num}")
-        if self.swiglu_limit is None and self.swiglu_alpha != type(self).model_fields["swiglu_alpha"].default:
-            raise ValueError(f"swiglu_alpha is {self.swiglu_alpha} without swiglu_limit; it is for clamped SwiGLU. Give swiglu_limit too")
+        if (
+            self.swiglu_limit is None
+            and self.swiglu_alpha != type(self).model_fields["swiglu_alpha"].default
+        ):
+            raise ValueError(
+                f"swiglu_alpha is {self.swiglu_alpha} without swiglu_limit; it is for clamped SwiGLU. Give swiglu_limit too"
+            )
         if self.num % self.num_groups:
             raise ValueError(f"num_groups is {self.num_groups}; it must divide num={self.num}")
         each = self.num // self.num_groups
@@ -70,7 +92,9 @@ class ExpertsConfig(Section):
                 f"of {each} experts must have per_token={self.per_token}"
             )
         if self.num_groups > 1 and self.group_score == "top2" and each < 2:
-            raise ValueError(f"group_score is top2 and a group has {each} expert; use top1, or fewer groups")
+            raise ValueError(
+                f"group_score is top2 and a group has {each} expert; use top1, or fewer groups"
+            )
         return self
 
     def is_mixture(self, layer: int) -> bool:
@@ -85,12 +109,19 @@ class UpcycleConfig(Section):
     experts: int = setting(8, "Experts of a layer.", ge=2, le=MAX_EXPERTS)
     per_token: int = setting(2, "Experts that a token passes.", ge=1)
     noise: float = setting(
-        0.0, "Normal noise on every expert's matrices, as a share of the matrix's standard deviation; 0 = exact copies.", ge=0, le=1
+        0.0,
+        "Normal noise on every expert's matrices, as a share of the matrix's standard deviation; 0 = exact copies.",
+        ge=0,
+        le=1,
     )
-    router_std: float = setting(0.02, "Standard deviation of the routers' initial weights.", gt=0, le=10)
+    router_std: float = setting(
+        0.02, "Standard deviation of the routers' initial weights.", gt=0, le=10
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> "UpcycleConfig":
         if self.per_token > self.experts:
-            raise ValueError(f"per_token is {self.per_token}; it must not exceed experts={self.experts}")
+            raise ValueError(
+                f"per_token is {self.per_token}; it must not exceed experts={self.experts}"
+            )
         return self

@@ -78,30 +78,54 @@ def visible_tokens(seq_len: int, window: int | None) -> tuple[float, float]:
 
 
 def token_flops(
-    config: ModelConfig, seq_len: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None, training: Collection[str] | None = None
+    config: ModelConfig,
+    seq_len: int,
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    training: Collection[str] | None = None,
 ) -> TokenFlops:
     """What one token needs. `shapes`: every parameter, adapters too; the model's own if not given. `training`: all if not given."""
     known = {spec.name: spec.shape for spec in param_specs(config)}
     shapes = (
-        known if shapes is None else {plain_name(n): shape if form_of(n) is None else known[plain_name(n)] for n, shape in shapes.items()}
+        known
+        if shapes is None
+        else {
+            plain_name(n): shape if form_of(n) is None else known[plain_name(n)]
+            for n, shape in shapes.items()
+        }
     )
     if config.hf_config is not None:  # a class of transformers has names of its own
         ours = {name: _our_name(name, shape, config) for name, shape in shapes.items()}
         shapes = {ours[name]: shape for name, shape in shapes.items()}
         training = None if training is None else {ours[name] for name in training if name in ours}
-    training = set(shapes) if training is None else set(training) & {name for name in shapes if _is_of_model(name)}
+    training = (
+        set(shapes)
+        if training is None
+        else set(training) & {name for name in shapes if _is_of_model(name)}
+    )
     first = min((_depth(name, config) for name in training), default=(config.num_layers, CORE))
     matrices = 0.0
     for name, shape in shapes.items():
         is_head = name == HEAD or (name == EMBEDDING and config.ties_head)
-        if len(shape) < 2 or name.endswith(".bias") or name in (GATES, POSITIONS, SCORE) or (name == EMBEDDING and not is_head):
+        if (
+            len(shape) < 2
+            or name.endswith(".bias")
+            or name in (GATES, POSITIONS, SCORE)
+            or (name == EMBEDDING and not is_head)
+        ):
             continue
         if not _is_of_model(name):
             continue
         depth = (config.num_layers, 1) if is_head else _depth(name, config)
         # What goes into B comes from A, which trains.
-        needs_inputs = first < depth or (name.endswith("lora_B.weight") and name.replace("lora_B", "lora_A") in training)
-        matrices += active_share(config, name) * prod(shape) * (2 + 2 * needs_inputs + 2 * (name in training))
+        needs_inputs = first < depth or (
+            name.endswith("lora_B.weight") and name.replace("lora_B", "lora_A") in training
+        )
+        matrices += (
+            active_share(config, name)
+            * prod(shape)
+            * (2 + 2 * needs_inputs + 2 * (name in training))
+        )
     channels = config.num_heads * (config.head_size + config.value_size)
     reach = None
     if config.head_gates is not None:
@@ -149,4 +173,8 @@ def _depth(name: str, config: ModelConfig) -> Depth:
         return 0, CORE
     if name.startswith("model.norm"):
         return config.num_layers, 0
-    return (config.num_layers, 1) if name == SCORE or name.startswith(HEAD.removesuffix("weight")) else (-1, 0)
+    return (
+        (config.num_layers, 1)
+        if name == SCORE or name.startswith(HEAD.removesuffix("weight"))
+        else (-1, 0)
+    )

@@ -54,7 +54,9 @@ class HeadGates(nn.Module):
         super().__init__()
         assert config.head_gates is not None
         self.window, self.sinks = config.head_gates.window, config.head_gates.sinks
-        self.log_alpha = nn.Parameter(torch.empty(config.num_layers, config.kv_heads, dtype=torch.float32))
+        self.log_alpha = nn.Parameter(
+            torch.empty(config.num_layers, config.kv_heads, dtype=torch.float32)
+        )
         self.heads = slice(None)
         """The KV heads this rank computes."""
         self.counts = True
@@ -74,9 +76,17 @@ class HeadGates(nn.Module):
         else:
             z_host, slope = sample(on_host, seed)
             # the value is z_host exactly, the gradient that of the sample: clamped gates have none
-            z = self._moved(z_host) + self._moved(slope) * (self.log_alpha - self.log_alpha.detach())
-        mix = HeadMix.of(z, z_host, StreamingWindow(self.window, self.sinks), heads=self.heads, skip=self.skip)
-        return GateDraw(mix, z, self.log_alpha) if self.counts else GateDraw(mix, _without_slope(z), _without_slope(self.log_alpha))
+            z = self._moved(z_host) + self._moved(slope) * (
+                self.log_alpha - self.log_alpha.detach()
+            )
+        mix = HeadMix.of(
+            z, z_host, StreamingWindow(self.window, self.sinks), heads=self.heads, skip=self.skip
+        )
+        return (
+            GateDraw(mix, z, self.log_alpha)
+            if self.counts
+            else GateDraw(mix, _without_slope(z), _without_slope(self.log_alpha))
+        )
 
     def _moved(self, host: Tensor) -> Tensor:
         device = self.log_alpha.device
@@ -91,7 +101,11 @@ def _without_slope(x: Tensor) -> Tensor:
 def sample(log_alpha: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """(z, dz / d log_alpha), fp32 like log_alpha on the host; the arithmetic between is fp64."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    u = torch.rand(log_alpha.shape, generator=generator, dtype=torch.float64, device="cpu") * (1 - 2 * EPS) + EPS
+    u = (
+        torch.rand(log_alpha.shape, generator=generator, dtype=torch.float64, device="cpu")
+        * (1 - 2 * EPS)
+        + EPS
+    )
     s = torch.sigmoid((torch.logit(u) + log_alpha.double()) / TEMPERATURE)
     z = (LOW + (HIGH - LOW) * s).clamp(0, 1).float()
     slope = (HIGH - LOW) * s * (1 - s) / TEMPERATURE
@@ -105,7 +119,9 @@ def expected_full_heads(log_alpha: Tensor) -> int:
 
 def settle(log_alpha: Tensor) -> Tensor:
     """Bool [L,KV] on the host: which heads are full. As many as the gates expect, those with the highest log_alpha."""
-    return torch.tensor(select_heads(log_alpha.tolist(), expected_full_heads(log_alpha)).full, device="cpu")
+    return torch.tensor(
+        select_heads(log_alpha.tolist(), expected_full_heads(log_alpha)).full, device="cpu"
+    )
 
 
 def settled_masks(log_alpha: Tensor, window: int, sinks: int) -> HeadMasks:
@@ -132,7 +148,9 @@ def expected_z(log_alpha: Tensor) -> Tensor:
     """E[z], the integral of P(z > t) over t in 0..1, by a quadrature that is exact to 1e-6."""
     at, weights = _quadrature()
     thresholds = log_alpha.new_tensor(at)
-    return (torch.sigmoid(log_alpha[..., None] - thresholds) * log_alpha.new_tensor(weights)).sum(-1)
+    return (torch.sigmoid(log_alpha[..., None] - thresholds) * log_alpha.new_tensor(weights)).sum(
+        -1
+    )
 
 
 @cache

@@ -47,12 +47,20 @@ def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: in
         gates = config.head_gates
         assert gates is not None
         if gates.stripe:
-            return torch.where(torch.arange(shape[0], device="cpu") % 2 == 0, DECIDED, -DECIDED)[:, None].repeat(1, shape[1])
-        return torch.empty(*shape, device="cpu").normal_(gates.init_mean, gates.init_std, generator=generator)
+            return torch.where(torch.arange(shape[0], device="cpu") % 2 == 0, DECIDED, -DECIDED)[
+                :, None
+            ].repeat(1, shape[1])
+        return torch.empty(*shape, device="cpu").normal_(
+            gates.init_mean, gates.init_std, generator=generator
+        )
     if name.startswith(PROJECTOR) and name.endswith("weight"):
         bound = shape[1] ** -0.5  # as torch initializes a linear: features have any scale
         return torch.empty(*shape, device="cpu").uniform_(-bound, bound, generator=generator)
     if name.endswith(ROUTER_BIAS):
         return torch.zeros(*shape, device="cpu")
-    std = config.init_std / (2 * config.num_layers) ** 0.5 if name.endswith(TO_THE_STREAM) else config.init_std
+    std = (
+        config.init_std / (2 * config.num_layers) ** 0.5
+        if name.endswith(TO_THE_STREAM)
+        else config.init_std
+    )
     return torch.empty(*shape, device="cpu").normal_(0.0, std, generator=generator)

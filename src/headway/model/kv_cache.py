@@ -114,12 +114,16 @@ class KVCache:
 
     def select(self, rows: Sequence[int], prompt_lengths: Sequence[int] | None = None) -> KVCache:
         """The batch of some rows, in this order, over the same memory. With `prompt_lengths` the rows are empty and prompts come first."""
-        assert prompt_lengths is None or not any(self.host_lengths[row] for row in rows), "a prompt begins in an empty row"
+        assert prompt_lengths is None or not any(self.host_lengths[row] for row in rows), (
+            "a prompt begins in an empty row"
+        )
         chosen = copy(self)
         chosen._rows = CacheRows.of(rows, self.lengths.device)
         chosen._active = list(rows)
         chosen._chunk_plan = None
-        chosen._prompt = None if prompt_lengths is None else _Prompt.of(prompt_lengths, self.lengths.device)
+        chosen._prompt = (
+            None if prompt_lengths is None else _Prompt.of(prompt_lengths, self.lengths.device)
+        )
         return chosen
 
     @torch.inference_mode()
@@ -140,7 +144,11 @@ class KVCache:
     @property
     def start(self) -> int:
         """No row of the batch has a token at this position or behind it."""
-        return self._prompt.read if self._prompt is not None else max(self.host_lengths[row] for row in self._active)
+        return (
+            self._prompt.read
+            if self._prompt is not None
+            else max(self.host_lengths[row] for row in self._active)
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -162,19 +170,25 @@ class KVCache:
 
         `sinks` [H]: a logit of each head beside its keys (`ScoreRule`). `expand`: q meets what it makes of stored vectors."""
         start, tokens = self.start, q.shape[1]
-        assert start + tokens <= self.capacity, "the cache is built for the longest sequence that will come"
+        assert start + tokens <= self.capacity, (
+            "the cache is built for the longest sequence that will come"
+        )
         at = self.layers[layer]
         if tokens == 1 and self._prompt is None and start > 0 and expand is None:
             return self._step(at, q, k, v, position[:, 0], sinks)
         if q.is_cuda:
             return self._attend_cuda(at, q, k, v, position, whole, sinks, expand)
         limit = None if self._prompt is None else self._prompt.limit
-        aligned = self._prompt is not None or len({self.host_lengths[row] for row in self._active}) == 1
+        aligned = (
+            self._prompt is not None or len({self.host_lengths[row] for row in self._active}) == 1
+        )
         o = torch.empty_like(q)
         for group in at.groups:
             some_q, some_k, some_v = (select_heads_of(x, group, at.kv_heads) for x in (q, k, v))
             rule = rule_of_heads(at.rule, sinks, group.heads, at.kv_heads)
-            chunk = CacheChunk(some_q, some_k, some_v, position, limit, start, aligned, self._rows, rule, expand)
+            chunk = CacheChunk(
+                some_q, some_k, some_v, position, limit, start, aligned, self._rows, rule, expand
+            )
             result = self._attend_chunk(at, group, chunk, whole)
             if len(at.groups) == 1:
                 return result
@@ -182,7 +196,13 @@ class KVCache:
         return o
 
     def _step(
-        self, at: LayerCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, sinks: torch.Tensor | None
+        self,
+        at: LayerCache,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """One token in each row of the batch."""
         stop = self.start + 1
@@ -190,12 +210,20 @@ class KVCache:
             return at.step(q, k, v, position, stop, self._rows, sinks)
         some = CacheRows.of(self._active, q.device)
         o = torch.zeros_like(q)
-        o[some.index] = at.step(q[some.index], k[some.index], v[some.index], position[some.index], stop, some, sinks)
+        o[some.index] = at.step(
+            q[some.index], k[some.index], v[some.index], position[some.index], stop, some, sinks
+        )
         return o
 
-    def _attend_chunk(self, at: LayerCache, group: CachedHeads, chunk: CacheChunk, whole: PrefillAttention | None) -> torch.Tensor:
+    def _attend_chunk(
+        self, at: LayerCache, group: CachedHeads, chunk: CacheChunk, whole: PrefillAttention | None
+    ) -> torch.Tensor:
         """Several tokens of a group's heads at once. What is stored is read before it is overwritten."""
-        if chunk.start == 0 and whole is not None and (group.complete or chunk.q.shape[1] <= group.capacity):
+        if (
+            chunk.start == 0
+            and whole is not None
+            and (group.complete or chunk.q.shape[1] <= group.capacity)
+        ):
             o = _whole(whole, chunk.q, *chunk.heads(chunk.k, chunk.v), chunk.rule)
             at.write(group, chunk)
             return o
@@ -203,7 +231,9 @@ class KVCache:
             at.write(group, chunk)
             keys, values = chunk.heads(*at.read(group, chunk.start + chunk.q.shape[1], chunk.rows))
             start = chunk.start if chunk.aligned else None
-            return attend_chunk(chunk.q, keys, values, start=start, position=chunk.position, rule=chunk.rule)
+            return attend_chunk(
+                chunk.q, keys, values, start=start, position=chunk.position, rule=chunk.rule
+            )
         o = attend_ring(at, group, chunk)
         at.write(group, chunk)
         return o
@@ -221,29 +251,54 @@ class KVCache:
     ) -> torch.Tensor:
         """Several tokens in each row of the batch. Rings are read before the new tokens overwrite them."""
         start, tokens = self.start, q.shape[1]
-        direct = [group for group in at.groups if start == 0 and whole is not None and (group.complete or tokens <= group.capacity)]
-        streaming = [group for group in at.groups if group.capacity < self.capacity and group not in direct]
+        direct = [
+            group
+            for group in at.groups
+            if start == 0 and whole is not None and (group.complete or tokens <= group.capacity)
+        ]
+        streaming = [
+            group for group in at.groups if group.capacity < self.capacity and group not in direct
+        ]
         flat_q, flat_k, flat_v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
         o = torch.empty_like(flat_q, memory_format=torch.contiguous_format)
         plan = self._plan_chunk(tokens)
         every = replace(at.rule, sinks=sinks)
         for group in streaming:
-            attend_streaming(flat_q, flat_k, flat_v, at.keys, at.values, o, at.region_table(group), plan, every)
+            attend_streaming(
+                flat_q, flat_k, flat_v, at.keys, at.values, o, at.region_table(group), plan, every
+            )
         store(flat_k, flat_v, at.keys, at.values, at.region_table(), plan)
         o = o.view(q.shape)
         for group in at.groups:
             if group in streaming:
                 continue
-            some_q, rule = select_heads_of(q, group, at.kv_heads), rule_of_heads(at.rule, sinks, group.heads, at.kv_heads)
+            some_q, rule = (
+                select_heads_of(q, group, at.kv_heads),
+                rule_of_heads(at.rule, sinks, group.heads, at.kv_heads),
+            )
             if group in direct:
                 assert whole is not None
-                keys, values = (select_heads_of(x, group, at.kv_heads) for x in (k, v)) if expand is None else expand(k)
+                keys, values = (
+                    (select_heads_of(x, group, at.kv_heads) for x in (k, v))
+                    if expand is None
+                    else expand(k)
+                )
                 result = _whole(whole, some_q, keys, values, rule)
             else:
                 keys, values = at.read(group, start + tokens, self._rows)
                 keys, values = (keys, values) if expand is None else expand(keys)
-                aligned = self._prompt is not None or len({self.host_lengths[row] for row in self._active}) == 1
-                result = attend_chunk(some_q, keys, values, start=start if aligned else None, position=position, rule=rule)
+                aligned = (
+                    self._prompt is not None
+                    or len({self.host_lengths[row] for row in self._active}) == 1
+                )
+                result = attend_chunk(
+                    some_q,
+                    keys,
+                    values,
+                    start=start if aligned else None,
+                    position=position,
+                    rule=rule,
+                )
             if len(at.groups) == 1:
                 return result
             put_heads(o, result, group.heads, at.kv_heads)
@@ -257,7 +312,10 @@ class KVCache:
                 placed = [(self.host_lengths[row], self.capacity) for row in rows]
             else:
                 placed = [(self._prompt.read, length) for length in self._prompt.lengths]
-            sequences = [(n * tokens, tokens, *one, row) for n, (row, one) in enumerate(zip(rows, placed, strict=True))]
+            sequences = [
+                (n * tokens, tokens, *one, row)
+                for n, (row, one) in enumerate(zip(rows, placed, strict=True))
+            ]
             self._chunk_plan = ChunkPlan.of(sequences, self.lengths.device)
         return self._chunk_plan
 
@@ -276,12 +334,20 @@ class KVCache:
             return
         prompt, self._prompt = self._prompt, self._prompt.after(tokens)
         read = prompt.read + tokens
-        for row, length in zip(range(len(self.host_lengths)) if rows is None else rows.numbers, prompt.lengths, strict=True):
+        for row, length in zip(
+            range(len(self.host_lengths)) if rows is None else rows.numbers,
+            prompt.lengths,
+            strict=True,
+        ):
             self.host_lengths[row] = min(length, read)
-        self.lengths[slice(None) if rows is None else rows.index] = read if prompt.limit is None else prompt.limit.clamp(max=read)
+        self.lengths[slice(None) if rows is None else rows.index] = (
+            read if prompt.limit is None else prompt.limit.clamp(max=read)
+        )
 
 
-def _whole(whole: PrefillAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
+def _whole(
+    whole: PrefillAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule
+) -> torch.Tensor:
     """Attention inside the chunk; only a model with sinks has cores that take a rule."""
     return whole(q, k, v) if rule.sinks is None else whole(q, k, v, rule=rule)
 
@@ -298,7 +364,9 @@ class _Prompt:
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str) -> _Prompt:
-        return _Prompt(tuple(lengths), None if len(set(lengths)) == 1 else torch.tensor(lengths, device=device))
+        return _Prompt(
+            tuple(lengths), None if len(set(lengths)) == 1 else torch.tensor(lengths, device=device)
+        )
 
     def after(self, tokens: int) -> _Prompt | None:
         """The same with more columns read; None when all prompts are complete."""

@@ -39,7 +39,9 @@ class CachedHeads:
 
     def index(self, position: torch.Tensor) -> torch.Tensor:
         """Where a position is stored."""
-        return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % self.window)
+        return torch.where(
+            position < self.sinks, position, self.sinks + (position - self.sinks) % self.window
+        )
 
     def positions(self, lengths: torch.Tensor, stop: int) -> torch.Tensor:
         """The position at each of the indices 0..stop-1, [B, stop], of rows with `lengths` [B] tokens; -1 for an unused index."""
@@ -47,11 +49,15 @@ class CachedHeads:
         newest = lengths[:, None] - 1
         in_ring = newest - (newest - index) % self.window
         position = torch.where(index < self.sinks, index, in_ring)
-        is_stored = (position >= torch.where(index < self.sinks, 0, self.sinks)) & (position <= newest)
+        is_stored = (position >= torch.where(index < self.sinks, 0, self.sinks)) & (
+            position <= newest
+        )
         return torch.where(is_stored, position, -1)
 
 
-def group_heads(config: ModelConfig, layer: int, capacity: int, masks: HeadMasks | None) -> list[CachedHeads]:
+def group_heads(
+    config: ModelConfig, layer: int, capacity: int, masks: HeadMasks | None
+) -> list[CachedHeads]:
     """The groups of one layer, for sequences of at most `capacity` tokens; every KV head is in one of them."""
     layer_window = config.window_of(layer)
     whole = (0, capacity if layer_window is None else min(layer_window, capacity), None)
@@ -67,7 +73,9 @@ def group_heads(config: ModelConfig, layer: int, capacity: int, masks: HeadMasks
     for head in range(config.cached_heads):
         kind = whole if masks is None or masks.full[layer][head] else streaming
         kinds.setdefault(kind, []).append(head)
-    return [CachedHeads(tuple(heads), *kind, complete=kind == whole) for kind, heads in kinds.items()]
+    return [
+        CachedHeads(tuple(heads), *kind, complete=kind == whole) for kind, heads in kinds.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,11 @@ class CacheRows:
     def of(rows: Sequence[int], device: torch.device) -> CacheRows:
         numbers, column = tuple(rows), torch.tensor([[row] for row in rows], device=device)
         consecutive = numbers == tuple(range(numbers[0], numbers[0] + len(numbers)))
-        return CacheRows(numbers, slice(numbers[0], numbers[0] + len(numbers)) if consecutive else column[:, 0], column)
+        return CacheRows(
+            numbers,
+            slice(numbers[0], numbers[0] + len(numbers)) if consecutive else column[:, 0],
+            column,
+        )
 
 
 @dataclass(frozen=True)
@@ -118,13 +130,27 @@ class CacheChunk:
 class LayerCache:
     """The buffers of one layer."""
 
-    def __init__(self, config: ModelConfig, groups: list[CachedHeads], rows: int, device: torch.device | str, dtype: torch.dtype) -> None:
-        self.groups, self.rows, self.kv_heads, self.head_size = groups, rows, config.cached_heads, config.cached_size
+    def __init__(
+        self,
+        config: ModelConfig,
+        groups: list[CachedHeads],
+        rows: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        self.groups, self.rows, self.kv_heads, self.head_size = (
+            groups,
+            rows,
+            config.cached_heads,
+            config.cached_size,
+        )
         self.rule = ScoreRule(config.attention_softcap)
         sizes = [len(group.heads) * rows * group.capacity * self.head_size for group in groups]
         # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
         self.keys = torch.zeros(sum(sizes), device=device, dtype=dtype)
-        self.values = self.keys if config.latent_attention is not None else torch.zeros_like(self.keys)
+        self.values = (
+            self.keys if config.latent_attention is not None else torch.zeros_like(self.keys)
+        )
         self._begin = {group: sum(sizes[:index]) for index, group in enumerate(groups)}
         self._all_rows = torch.arange(rows, device=device)[:, None]
         self._plan: DecodePlan | None = None
@@ -135,15 +161,24 @@ class LayerCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of its buffers; with latent attention keys and values are one."""
-        return self.keys.nbytes if self.values is self.keys else self.keys.nbytes + self.values.nbytes
+        return (
+            self.keys.nbytes if self.values is self.keys else self.keys.nbytes + self.values.nbytes
+        )
 
     def views(self, group: CachedHeads) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a group, [heads, all rows, capacity, hd]."""
         shape = (len(group.heads), self.rows, group.capacity, self.head_size)
-        begin, size = self._begin[group], len(group.heads) * self.rows * group.capacity * self.head_size
-        return self.keys[begin : begin + size].view(shape), self.values[begin : begin + size].view(shape)
+        begin, size = (
+            self._begin[group],
+            len(group.heads) * self.rows * group.capacity * self.head_size,
+        )
+        return self.keys[begin : begin + size].view(shape), self.values[begin : begin + size].view(
+            shape
+        )
 
-    def read(self, group: CachedHeads, stop: int, rows: CacheRows | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, group: CachedHeads, stop: int, rows: CacheRows | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values at the indices before `stop`, [B, stop, heads, hd]."""
         index = slice(None) if rows is None else rows.index
         keys, values = (view[:, index, :stop].permute(1, 2, 0, 3) for view in self.views(group))
@@ -207,7 +242,13 @@ class LayerCache:
         return o
 
     def _step_cuda(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, rows: CacheRows | None, rule: ScoreRule
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        rows: CacheRows | None,
+        rule: ScoreRule,
     ) -> torch.Tensor:
         if rows is not None:  # the kernel counts all rows
             whole = [x.new_zeros(self.rows, *x.shape[1:]) for x in (q, k, v)]
@@ -220,17 +261,28 @@ class LayerCache:
         if self._plan is None:
             regions = self._regions()
             if times > 1:
-                regions = [(begin, head * times + n, s, w, reach) for begin, head, s, w, reach in regions for n in range(times)]
-            self._plan = DecodePlan.of(regions, self.rows, q.shape[2] // (self.kv_heads * times), self.head_size, q.device)
+                regions = [
+                    (begin, head * times + n, s, w, reach)
+                    for begin, head, s, w, reach in regions
+                    for n in range(times)
+                ]
+            self._plan = DecodePlan.of(
+                regions, self.rows, q.shape[2] // (self.kv_heads * times), self.head_size, q.device
+            )
         if times > 1:
             k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
-        return decode_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, position, self._plan, rule)[:, None]
+        return decode_attention(
+            q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, position, self._plan, rule
+        )[:, None]
 
     def region_table(self, group: CachedHeads | None = None) -> torch.Tensor:
         """Where the heads of one group, or of all, keep their positions, on the device."""
         table = self._table
         if table is None:  # made once: a copy to the device waits for it
-            regions = [HeadRegion(begin, head, sinks, window, window, reach) for begin, head, sinks, window, reach in self._regions()]
+            regions = [
+                HeadRegion(begin, head, sinks, window, window, reach)
+                for begin, head, sinks, window, reach in self._regions()
+            ]
             table = self._table = region_table(regions, self.head_size, self.keys.device)
         if group is None:
             return table
@@ -304,9 +356,15 @@ def take_heads(x: torch.Tensor, heads: tuple[int, ...], kv_heads: int) -> torch.
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
-def rule_of_heads(rule: ScoreRule, sinks: torch.Tensor | None, heads: tuple[int, ...], kv_heads: int) -> ScoreRule:
+def rule_of_heads(
+    rule: ScoreRule, sinks: torch.Tensor | None, heads: tuple[int, ...], kv_heads: int
+) -> ScoreRule:
     """A rule with the sinks [H] of the query heads that belong to some KV heads."""
-    return rule if sinks is None else replace(rule, sinks=take_heads(sinks[None, None], heads, kv_heads)[0, 0])
+    return (
+        rule
+        if sinks is None
+        else replace(rule, sinks=take_heads(sinks[None, None], heads, kv_heads)[0, 0])
+    )
 
 
 def put_heads(o: torch.Tensor, result: torch.Tensor, heads: tuple[int, ...], kv_heads: int) -> None:
@@ -322,4 +380,7 @@ def put_heads(o: torch.Tensor, result: torch.Tensor, heads: tuple[int, ...], kv_
 def _runs(heads: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Neighbouring heads as (first, behind the last)."""
     starts = [n for n, head in enumerate(heads) if n == 0 or head != heads[n - 1] + 1]
-    return tuple((heads[n], heads[n] + stop - n) for n, stop in zip(starts, [*starts[1:], len(heads)], strict=True))
+    return tuple(
+        (heads[n], heads[n] + stop - n)
+        for n, stop in zip(starts, [*starts[1:], len(heads)], strict=True)
+    )

@@ -49,13 +49,23 @@ class LatentAttention(nn.Module):
         self.latent, self.head_size = latent, latent.head_size
         queries = heads * latent.head_size
         if latent.q_rank is None:
-            self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj = nn.Linear(width, queries, bias=False), None, None, None
+            self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj = (
+                nn.Linear(width, queries, bias=False),
+                None,
+                None,
+                None,
+            )
         else:
             self.q_proj, self.q_a_proj = None, nn.Linear(width, latent.q_rank, bias=bias)
-            self.q_a_layernorm, self.q_b_proj = _norm(config, latent.q_rank), nn.Linear(latent.q_rank, queries, bias=False)
+            self.q_a_layernorm, self.q_b_proj = (
+                _norm(config, latent.q_rank),
+                nn.Linear(latent.q_rank, queries, bias=False),
+            )
         self.kv_a_proj_with_mqa = nn.Linear(width, latent.stored_size, bias=bias)
         self.kv_a_layernorm = _norm(config, latent.kv_rank)
-        self.kv_b_proj = nn.Linear(latent.kv_rank, heads * (latent.nope_head_dim + latent.value_head_dim), bias=False)
+        self.kv_b_proj = nn.Linear(
+            latent.kv_rank, heads * (latent.nope_head_dim + latent.value_head_dim), bias=False
+        )
         self.o_proj = nn.Linear(heads * latent.value_head_dim, width, bias=config.output_bias)
         self.mean_over_ranks: Callable[[Tensor], Tensor] | None = None
         """Of other kinds of attention; no norm here covers several heads."""
@@ -85,12 +95,18 @@ class LatentAttention(nn.Module):
         stored = torch.cat((c[:, :, None], k_rope), dim=-1)
         return torch.cat((q_nope, q_rope), dim=-1), stored, stored
 
-    def project_absorbed(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_absorbed(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q' [B,T,H,W], whose products with stored vectors are the scores, and these, [B,T,1,W], in the place of k and of v."""
         q_nope, q_rope, c, k_rope = self._parts(x, cos, sin, self.latent.stored_size)
         stored = torch.cat((c[:, :, None], k_rope), dim=-1)
         to_keys = self._from_latent()[:, : self.latent.nope_head_dim]
-        return torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, to_keys), q_rope), dim=-1), stored, stored
+        return (
+            torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, to_keys), q_rope), dim=-1),
+            stored,
+            stored,
+        )
 
     def expand(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         """k and v [...,H,hd] of what a cache stores, [...,1,W]."""
@@ -111,18 +127,26 @@ class LatentAttention(nn.Module):
 
     def _from_latent(self) -> Tensor:
         """The weight of kv_b by head, [H,nope+vd,R]."""
-        weight = self.kv_b_proj.effective if isinstance(self.kv_b_proj, AdaptedLinear) else self.kv_b_proj.weight
+        weight = (
+            self.kv_b_proj.effective
+            if isinstance(self.kv_b_proj, AdaptedLinear)
+            else self.kv_b_proj.weight
+        )
         return weight.unflatten(0, (-1, self.latent.nope_head_dim + self.latent.value_head_dim))
 
     def output(self, o: Tensor) -> Tensor:
         """[B,T,D] of o [B,T,H,hd], or of as many channels as values have."""
         return self.o_proj(o[..., : self.latent.value_head_dim].flatten(-2))
 
-    def _parts(self, x: Tensor, cos: Tensor, sin: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _parts(
+        self, x: Tensor, cos: Tensor, sin: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries [B,T,H,nope] and, rotated, [B,T,H,rope], scaled for heads of `width`; latents [B,T,R] and rotated keys [B,T,1,rope]."""
         scale = self.score_scale * width**0.5  # kernels divide scores by the root of the width
         q, stored = self._from_stream(x)
-        q_nope, q_rope = q.unflatten(-1, (-1, self.head_size)).split([self.latent.nope_head_dim, self.latent.rope_head_dim], dim=-1)
+        q_nope, q_rope = q.unflatten(-1, (-1, self.head_size)).split(
+            [self.latent.nope_head_dim, self.latent.rope_head_dim], dim=-1
+        )
         c, k_rope = stored.split([self.latent.kv_rank, self.latent.rope_head_dim], dim=-1)
         k_rope = k_rope[:, :, None]
         q_nope = q_nope if scale == 1.0 else (q_nope.float() * scale).to(q.dtype)
@@ -138,7 +162,9 @@ class LatentAttention(nn.Module):
         first = self.q_proj if self.q_a_proj is None else self.q_a_proj
         assert first is not None
         if self.joined is not None:
-            q, stored = F.linear(x, *self.joined).split([first.out_features, self.latent.stored_size], dim=-1)
+            q, stored = F.linear(x, *self.joined).split(
+                [first.out_features, self.latent.stored_size], dim=-1
+            )
         else:
             q, stored = first(x), self.kv_a_proj_with_mqa(x)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
@@ -149,8 +175,14 @@ class LatentAttention(nn.Module):
 def score_scale(config: ModelConfig) -> float:
     """What q k is multiplied by. yarn makes it larger where it has `mscale_all_dim`."""
     scaling = config.rope_scaling
-    grown = 1.0 if scaling is None or not scaling.mscale_all_dim else yarn_growth(scaling.factor, scaling.mscale_all_dim)
-    return (config.head_size**-0.5 if config.attention_scale is None else config.attention_scale) * grown**2
+    grown = (
+        1.0
+        if scaling is None or not scaling.mscale_all_dim
+        else yarn_growth(scaling.factor, scaling.mscale_all_dim)
+    )
+    return (
+        config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
+    ) * grown**2
 
 
 def _norm(config: ModelConfig, size: int) -> RMSNorm:

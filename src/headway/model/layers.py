@@ -60,12 +60,16 @@ class LayerNorm(nn.Module):
 def build_norm(config: ModelConfig, *, gain: float = 1.0) -> RMSNorm | LayerNorm:
     """A normalisation of the residual stream; its result is multiplied by `gain`."""
     if config.norm.startswith("layernorm"):
-        return LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm == "layernorm", gain=gain)
+        return LayerNorm(
+            config.hidden_size, config.norm_eps, bias=config.norm == "layernorm", gain=gain
+        )
     return _rms_norm(config, config.hidden_size, gain=gain)
 
 
 def _rms_norm(config: ModelConfig, size: int, *, gain: float = 1.0) -> RMSNorm:
-    return RMSNorm(size, config.norm_eps, offset=1.0 if config.norm == "rmsnorm1p" else 0.0, gain=gain)
+    return RMSNorm(
+        size, config.norm_eps, offset=1.0 if config.norm == "rmsnorm1p" else 0.0, gain=gain
+    )
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
@@ -82,8 +86,14 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, config.num_heads * head, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, config.kv_heads * head, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, config.kv_heads * head, bias=config.qkv_bias)
-        widths = (head, head) if config.qk_norm_over == "head" else (config.num_heads * head, config.kv_heads * head)
-        self.q_norm, self.k_norm = (_rms_norm(config, width) if config.qk_norm else None for width in widths)
+        widths = (
+            (head, head)
+            if config.qk_norm_over == "head"
+            else (config.num_heads * head, config.kv_heads * head)
+        )
+        self.q_norm, self.k_norm = (
+            _rms_norm(config, width) if config.qk_norm else None for width in widths
+        )
         self.norms_projections = config.qk_norm_over == "projection"
         self.mean_over_ranks: Callable[[Tensor], Tensor] | None = None
         """Where ranks share the heads: the mean over them, for norms of all heads together."""
@@ -93,10 +103,14 @@ class Attention(nn.Module):
         self.head_size = head
         self.rotates = config.positions == "rotary" and layer not in config.no_rope_layers
         self.interleaved = config.rope_interleaved
-        self.angles = None if config.rope_local_theta is None else int(config.window_of(layer) is not None)
+        self.angles = (
+            None if config.rope_local_theta is None else int(config.window_of(layer) is not None)
+        )
         """Which of several rotary frequencies are this layer's."""
         # Kernels divide scores by sqrt(hd): with another scale the queries are longer.
-        self.query_scale = 1.0 if config.attention_scale is None else config.attention_scale * head**0.5
+        self.query_scale = (
+            1.0 if config.attention_scale is None else config.attention_scale * head**0.5
+        )
         self.joined: tuple[Tensor, Tensor | None] | None = None
         """Weight and bias of all three projections in one tensor each, after `fuse`."""
 
@@ -110,9 +124,16 @@ class Attention(nn.Module):
         heads = (*x.shape[:-1], -1, self.head_size)
         if self.joined is not None:
             sizes = [self.q_proj.out_features, self.k_proj.out_features, self.v_proj.out_features]
-            q, k, v = (part.unflatten(-1, heads[-2:]) for part in F.linear(x, *self.joined).split(sizes, dim=-1))
+            q, k, v = (
+                part.unflatten(-1, heads[-2:])
+                for part in F.linear(x, *self.joined).split(sizes, dim=-1)
+            )
         else:
-            q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+            q, k, v = (
+                self.q_proj(x).view(heads),
+                self.k_proj(x).view(heads),
+                self.v_proj(x).view(heads),
+            )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rotates:
@@ -146,7 +167,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, size: int | None = None) -> None:
         super().__init__()
         size = config.ffn_size if size is None else size
-        self.gate_proj = nn.Linear(config.hidden_size, size, bias=config.ffn_bias) if config.ffn_gate else None
+        self.gate_proj = (
+            nn.Linear(config.hidden_size, size, bias=config.ffn_bias) if config.ffn_gate else None
+        )
         self.up_proj = nn.Linear(config.hidden_size, size, bias=config.ffn_bias)
         self.down_proj = nn.Linear(size, config.hidden_size, bias=config.ffn_bias)
         self.activate = ACTIVATIONS[config.activation]
@@ -167,7 +190,11 @@ class FeedForward(nn.Module):
         return self.down_proj(self.activate(self.gate_proj(x)) * self.up_proj(x))
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 def build_mlp(config: ModelConfig, layer: int) -> FeedForward | MixtureOfExperts:
@@ -184,7 +211,11 @@ def join_linears(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None] | Non
     if any(type(linear) is not nn.Linear for linear in linears):
         return None
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    bias = torch.cat([linear.bias.detach() for linear in linears]) if linears[0].bias is not None else None
+    bias = (
+        torch.cat([linear.bias.detach() for linear in linears])
+        if linears[0].bias is not None
+        else None
+    )
     begin = 0
     for linear in linears:
         end = begin + linear.out_features

@@ -72,12 +72,20 @@ def param_specs(config: ModelConfig) -> list[ParamSpec]:
 
         return list(facts_of(config).specs)
     tied = HEAD if config.ties_head else None
-    specs = [ParamSpec(GATES, (config.num_layers, config.kv_heads), "replicated", "first")] if config.head_gates else []
+    specs = (
+        [ParamSpec(GATES, (config.num_layers, config.kv_heads), "replicated", "first")]
+        if config.head_gates
+        else []
+    )
     media = {} if config.media is None else config.media.parameters(config.hidden_size)
     specs += [ParamSpec(name, shape, "replicated", "first") for name, shape in media.items()]
-    specs += [ParamSpec(EMBEDDING, (config.vocab, config.hidden_size), "vocab", "first", tied_to=tied)]
+    specs += [
+        ParamSpec(EMBEDDING, (config.vocab, config.hidden_size), "vocab", "first", tied_to=tied)
+    ]
     if config.positions == "learned":
-        specs.append(ParamSpec(POSITIONS, (config.max_seq_len, config.hidden_size), "replicated", "first"))
+        specs.append(
+            ParamSpec(POSITIONS, (config.max_seq_len, config.hidden_size), "replicated", "first")
+        )
     for layer in range(config.num_layers):
         specs += _block(config, layer)
     specs += _norm(config, "model.norm", "last")
@@ -94,8 +102,14 @@ def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
     specs = _norm(config, at + "input_layernorm", layer) if before else []
     specs += attention_specs(config, at + "self_attn.", layer)
     specs += _norm(config, at + "post_self_attn_layernorm", layer) if after else []
-    specs += _norm(config, at + "post_attention_layernorm", layer) if before and not config.parallel_block else []
-    specs += (_mixture if config.is_mixture(layer) else _feed_forward)(config, at + "mlp.", layer, ffn)
+    specs += (
+        _norm(config, at + "post_attention_layernorm", layer)
+        if before and not config.parallel_block
+        else []
+    )
+    specs += (_mixture if config.is_mixture(layer) else _feed_forward)(
+        config, at + "mlp.", layer, ffn
+    )
     return specs + (_norm(config, at + "post_mlp_layernorm", layer) if after else [])
 
 
@@ -106,15 +120,21 @@ def attention_specs(config: ModelConfig, at: str = "", layer: int = 0) -> list[P
     width, head, specs = config.hidden_size, config.head_size, list[ParamSpec]()
     queries, keys = config.num_heads * head, config.kv_heads * head
     for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        specs += _linear(at + name, (outputs, width), "column", layer, bias=config.qkv_bias, unit=head)
+        specs += _linear(
+            at + name, (outputs, width), "column", layer, bias=config.qkv_bias, unit=head
+        )
     if config.qk_norm:
         for name, size in (("q_norm", queries), ("k_norm", keys)):
             by_head = config.qk_norm_over == "head"
-            shape, split, unit = ((head,), "replicated", 1) if by_head else ((size,), "column", head)
+            shape, split, unit = (
+                ((head,), "replicated", 1) if by_head else ((size,), "column", head)
+            )
             specs.append(ParamSpec(f"{at}{name}.weight", shape, split, layer, unit))
     if config.attention_sinks:
         specs.append(ParamSpec(at + "sinks", (config.num_heads,), "column", layer))
-    return specs + _linear(at + "o_proj", (width, queries), "row", layer, bias=config.output_bias, unit=head)
+    return specs + _linear(
+        at + "o_proj", (width, queries), "row", layer, bias=config.output_bias, unit=head
+    )
 
 
 def attention_weights(config: ModelConfig) -> int:
@@ -123,20 +143,35 @@ def attention_weights(config: ModelConfig) -> int:
 
 
 def _latent(config: ModelConfig, at: str, layer: int) -> list[ParamSpec]:
-    latent, width, heads, bias = config.latent_attention, config.hidden_size, config.num_heads, config.qkv_bias
+    latent, width, heads, bias = (
+        config.latent_attention,
+        config.hidden_size,
+        config.num_heads,
+        config.qkv_bias,
+    )
     assert latent is not None
     head, value, specs = latent.head_size, latent.value_head_dim, list[ParamSpec]()
     if latent.q_rank is None:
-        specs += _linear(at + "q_proj", (heads * head, width), "column", layer, bias=False, unit=head)
+        specs += _linear(
+            at + "q_proj", (heads * head, width), "column", layer, bias=False, unit=head
+        )
     else:
         specs += _linear(at + "q_a_proj", (latent.q_rank, width), "replicated", layer, bias=bias)
         specs.append(ParamSpec(at + "q_a_layernorm.weight", (latent.q_rank,), "replicated", layer))
-        specs += _linear(at + "q_b_proj", (heads * head, latent.q_rank), "column", layer, bias=False, unit=head)
-    specs += _linear(at + "kv_a_proj_with_mqa", (latent.stored_size, width), "replicated", layer, bias=bias)
+        specs += _linear(
+            at + "q_b_proj", (heads * head, latent.q_rank), "column", layer, bias=False, unit=head
+        )
+    specs += _linear(
+        at + "kv_a_proj_with_mqa", (latent.stored_size, width), "replicated", layer, bias=bias
+    )
     specs.append(ParamSpec(at + "kv_a_layernorm.weight", (latent.kv_rank,), "replicated", layer))
     each = latent.nope_head_dim + value
-    specs += _linear(at + "kv_b_proj", (heads * each, latent.kv_rank), "column", layer, bias=False, unit=each)
-    return specs + _linear(at + "o_proj", (width, heads * value), "row", layer, bias=config.output_bias, unit=value)
+    specs += _linear(
+        at + "kv_b_proj", (heads * each, latent.kv_rank), "column", layer, bias=False, unit=each
+    )
+    return specs + _linear(
+        at + "o_proj", (width, heads * value), "row", layer, bias=config.output_bias, unit=value
+    )
 
 
 def _feed_forward(config: ModelConfig, at: str, layer: int, ffn: int) -> list[ParamSpec]:
@@ -164,15 +199,27 @@ def _mixture(config: ModelConfig, at: str, layer: int, _ffn: int) -> list[ParamS
 
 def _norm(config: ModelConfig, name: str, stage: Stage) -> list[ParamSpec]:
     parts = ("weight", "bias") if config.norm == "layernorm" else ("weight",)
-    return [ParamSpec(f"{name}.{part}", (config.hidden_size,), "replicated", stage) for part in parts]
+    return [
+        ParamSpec(f"{name}.{part}", (config.hidden_size,), "replicated", stage) for part in parts
+    ]
 
 
-def _linear(name: str, shape: tuple[int, ...], split: Split, stage: Stage, *, bias: bool, unit: int = 1) -> list[ParamSpec]:
+def _linear(
+    name: str, shape: tuple[int, ...], split: Split, stage: Stage, *, bias: bool, unit: int = 1
+) -> list[ParamSpec]:
     specs = [ParamSpec(name + ".weight", shape, split, stage, unit)]
     if bias:
         # The bias of a row-split projection is added once, after the sum over ranks.
         column = split == "column"
-        specs.append(ParamSpec(name + ".bias", shape[:-1], split if column else "replicated", stage, unit if column else 1))
+        specs.append(
+            ParamSpec(
+                name + ".bias",
+                shape[:-1],
+                split if column else "replicated",
+                stage,
+                unit if column else 1,
+            )
+        )
     return specs
 
 
@@ -183,7 +230,11 @@ def num_parameters(config: ModelConfig) -> int:
 
 def active_share(config: ModelConfig, name: str) -> float:
     """The part of a parameter that one token passes: a few of stacked experts, all of everything else."""
-    return 1.0 if config.experts is None or EXPERTS not in name else config.experts.per_token / config.experts.num
+    return (
+        1.0
+        if config.experts is None or EXPERTS not in name
+        else config.experts.per_token / config.experts.num
+    )
 
 
 def active_parameters(config: ModelConfig) -> int:

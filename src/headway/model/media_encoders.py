@@ -50,7 +50,10 @@ def encoder_text(name: str, modality: str, *, patches: bool, is_purrsight: bool 
         if is_purrsight and kind in PURRSIGHT_ENCODERS:
             given["preprocessing"] = "purrsight"
     else:
-        given = {"kind": "huggingface", "path": str(Path(name).resolve()) if Path(name).is_dir() else name}
+        given = {
+            "kind": "huggingface",
+            "path": str(Path(name).resolve()) if Path(name).is_dir() else name,
+        }
         given |= {"pool": "none", "layer": PATCH_LAYER} if patches else {}
     config = _config(given, modality)
     if config.TRAINS:
@@ -64,16 +67,24 @@ def aligned_encoder_text(folder: Path, modality: str) -> str:
     """The encoder of a modality in a phase-1 run."""
     stored = read_aligner_folder(folder)
     if modality not in stored.config.encoders:
-        raise ConfigError(f"multimodal.aligner: {folder} has no encoder for {modality}; it has {', '.join(stored.config.encoders)}.")
+        raise ConfigError(
+            f"multimodal.aligner: {folder} has no encoder for {modality}; it has {', '.join(stored.config.encoders)}."
+        )
     return json.dumps({ALIGNER_KEY: str(folder.resolve())})
 
 
 def _config(given: dict[str, Any], modality: str) -> EncoderConfig:
     if given.get("kind") not in KINDS:
-        raise ConfigError(f"the encoder of {modality} has kind {given.get('kind')!r}; kinds are {', '.join(KINDS)}.")
-    config: EncoderConfig = validate(import_module(f"headway.model.encoders.{given['kind']}").Config, given)
+        raise ConfigError(
+            f"the encoder of {modality} has kind {given.get('kind')!r}; kinds are {', '.join(KINDS)}."
+        )
+    config: EncoderConfig = validate(
+        import_module(f"headway.model.encoders.{given['kind']}").Config, given
+    )
     if modality not in config.FOR:
-        raise ConfigError(f"the encoder of {modality} has kind {config.kind}, which encodes {', '.join(config.FOR)}. Use another.")
+        raise ConfigError(
+            f"the encoder of {modality} has kind {config.kind}, which encodes {', '.join(config.FOR)}. Use another."
+        )
     return config
 
 
@@ -95,7 +106,9 @@ def _opened(text: str, modality: str, model_folder: Path | None) -> FrozenMediaE
     if not folder.is_absolute() and model_folder is not None:
         folder = model_folder / folder
     if not is_aligner_folder(folder):
-        raise ConfigError(f"the encoder of {modality} is that of {folder}, which is not there any more. Put the folder back.")
+        raise ConfigError(
+            f"the encoder of {modality} is that of {folder}, which is not there any more. Put the folder back."
+        )
     stored = read_aligner_folder(folder)
     config = stored.config.encoders[modality]
     return _tower(stored, modality) if config.TRAINS else config.build(modality)
@@ -115,9 +128,18 @@ def _tower(stored: StoredAligner, modality: str) -> FrozenMediaEncoder:
         def forward(self, inputs: Tensor) -> Tensor:
             return self.tower(inputs)[:, None]
 
-    mine = {name: value for name, value in sorted(stored.weights.items()) if name.startswith(f"towers.{modality}.")}
+    mine = {
+        name: value
+        for name, value in sorted(stored.weights.items())
+        if name.startswith(f"towers.{modality}.")
+    }
     digest = hashlib.sha256()
     for name, value in mine.items():
         digest.update(name.encode() + value.contiguous().numpy().tobytes())
     tower = stored.load().towers[modality]
-    return FrozenModule(modality, OneVector(tower), stored.config.encoders[modality].input_of(modality), f"tower {digest.hexdigest()[:32]}")
+    return FrozenModule(
+        modality,
+        OneVector(tower),
+        stored.config.encoders[modality].input_of(modality),
+        f"tower {digest.hexdigest()[:32]}",
+    )

@@ -41,7 +41,9 @@ def is_media(name: str) -> bool:
     return name.startswith((PROJECTOR, ALIGNER))
 
 
-def without_media(weights: Iterable[tuple[str, torch.Tensor]], found: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def without_media(
+    weights: Iterable[tuple[str, torch.Tensor]], found: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of the language model; those of media inputs are put aside."""
     for name, value in weights:
         if is_media(name):
@@ -50,7 +52,12 @@ def without_media(weights: Iterable[tuple[str, torch.Tensor]], found: dict[str, 
             yield name, value
 
 
-def write_media_files(folder: Path, shape: MediaShape, tensors: Mapping[str, torch.Tensor], model_folder: Path | None = None) -> None:
+def write_media_files(
+    folder: Path,
+    shape: MediaShape,
+    tensors: Mapping[str, torch.Tensor],
+    model_folder: Path | None = None,
+) -> None:
     """Write the files of a model's media inputs. `model_folder`: where the model was, for encoders that lie below it."""
     from safetensors.torch import save
 
@@ -62,9 +69,15 @@ def write_media_files(folder: Path, shape: MediaShape, tensors: Mapping[str, tor
             content = save(mine, metadata={"format": "pt", "written_by": "headway"})
             write_atomic(folder / name, content)
             sums[name] = hashlib.sha256(content).hexdigest()
-    inputs = {one.modality: _input_of(one.encoder, one.modality, folder) for one in described.inputs}
+    inputs = {
+        one.modality: _input_of(one.encoder, one.modality, folder) for one in described.inputs
+    }
     write_atomic(folder / PREPROCESSOR_FILE, json.dumps({"headway_media": inputs}, indent=1) + "\n")
-    write_atomic(folder / MEDIA_FILE, json.dumps({"version": VERSION, "shape": asdict(described), "files": sums}, indent=1) + "\n")
+    write_atomic(
+        folder / MEDIA_FILE,
+        json.dumps({"version": VERSION, "shape": asdict(described), "files": sums}, indent=1)
+        + "\n",
+    )
 
 
 def _with_encoders(folder: Path, shape: MediaShape, model_folder: Path | None) -> MediaShape:
@@ -78,7 +91,9 @@ def _with_encoders(folder: Path, shape: MediaShape, model_folder: Path | None) -
         source = Path(given[ALIGNER_KEY])
         source = source if source.is_absolute() or model_folder is None else model_folder / source
         if not source.is_dir():
-            raise CheckpointError(f"the {one.modality} encoder of phase 1 is not at {source} any more. Put it back, and export again.")
+            raise CheckpointError(
+                f"the {one.modality} encoder of phase 1 is not at {source} any more. Put it back, and export again."
+            )
         if not (folder / ENCODERS_FOLDER).exists():
             shutil.copytree(source, folder / ENCODERS_FOLDER)
             if not (folder / ENCODERS_FOLDER / DIGESTS).exists():
@@ -100,10 +115,19 @@ def _input_of(encoder: str, modality: str, folder: Path) -> dict[str, Any]:
         "dtype": source.dtype,
         "vectors": opened.tokens,
         "width": opened.width,
-    } | {"settings": json.loads(json.dumps({key: value for key, value in vars(spec).items() if not callable(value)}, default=vars))}
+    } | {
+        "settings": json.loads(
+            json.dumps(
+                {key: value for key, value in vars(spec).items() if not callable(value)},
+                default=vars,
+            )
+        )
+    }
 
 
-def read_media_files(folder: Path, hidden_size: int) -> tuple[MediaShape, dict[str, torch.Tensor]] | None:
+def read_media_files(
+    folder: Path, hidden_size: int
+) -> tuple[MediaShape, dict[str, torch.Tensor]] | None:
     """The media inputs of a folder; None where it has none."""
     if not (folder / MEDIA_FILE).is_file():
         return None
@@ -120,7 +144,9 @@ def read_media_files(folder: Path, hidden_size: int) -> tuple[MediaShape, dict[s
         if wrong:
             raise ValueError(wrong)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise CheckpointError(f"{folder / MEDIA_FILE}: does not describe media inputs ({first_line(problem)}). {again}") from None
+        raise CheckpointError(
+            f"{folder / MEDIA_FILE}: does not describe media inputs ({first_line(problem)}). {again}"
+        ) from None
     tensors: dict[str, torch.Tensor] = {}
     for name in FILES.values():
         if name not in sums:
@@ -131,7 +157,9 @@ def read_media_files(folder: Path, hidden_size: int) -> tuple[MediaShape, dict[s
                 raise ValueError("its checksum differs")
             tensors |= load(content)
         except (OSError, ValueError, SafetensorError) as problem:
-            raise CheckpointError(f"{folder / name}: damaged or missing ({first_line(problem)}). {again}") from None
+            raise CheckpointError(
+                f"{folder / name}: damaged or missing ({first_line(problem)}). {again}"
+            ) from None
     for key, expected in wanted.items():
         found = tuple(tensors[key].shape) if key in tensors else None
         if found != expected:
@@ -139,5 +167,7 @@ def read_media_files(folder: Path, hidden_size: int) -> tuple[MediaShape, dict[s
                 f"{folder}: {key} is {'missing' if found is None else list(found)}; {list(expected)} is expected. {again}"
             )
     if extra := sorted(set(tensors) - set(wanted)):
-        raise CheckpointError(f"{folder}: holds {extra[0]}, which {MEDIA_FILE} does not describe. {again}")
+        raise CheckpointError(
+            f"{folder}: holds {extra[0]}, which {MEDIA_FILE} does not describe. {again}"
+        )
     return shape, {key: tensors[key] for key in wanted}

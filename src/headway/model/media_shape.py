@@ -57,7 +57,9 @@ class MediaShape:
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> MediaShape:
         """A shape from plain values."""
-        inputs = tuple(one if isinstance(one, MediaInput) else MediaInput(**one) for one in given["inputs"])
+        inputs = tuple(
+            one if isinstance(one, MediaInput) else MediaInput(**one) for one in given["inputs"]
+        )
         return cls(**{**given, "inputs": inputs})
 
     @property
@@ -72,15 +74,22 @@ class MediaShape:
     def problem(self) -> str | None:
         """Why the shape cannot be built; None if it can."""
         if not self.inputs or len(set(self.modalities)) != len(self.inputs):
-            return f"media inputs are {list(self.modalities)}; give at least one modality, each once"
+            return (
+                f"media inputs are {list(self.modalities)}; give at least one modality, each once"
+            )
         for one in self.inputs:
             if min(one.width, one.tokens, one.vectors, self.hidden) < 1:
                 return f"{one.modality} has width {one.width}, tokens {one.tokens}, vectors {one.vectors}; all must be at least 1"
             if not one.is_pooled and one.tokens != one.vectors:
                 return f"{one.modality} has {one.vectors} vectors and {one.tokens} tokens; without pooling every vector is a token"
         widths = {self.aligned or one.width for one in self.inputs}
-        if self.shared and (len(widths) > 1 or len({(one.tokens, one.is_pooled) for one in self.inputs}) > 1):
-            listed = ", ".join(f"{one.modality} {self.aligned or one.width} x {one.tokens} tokens" for one in self.inputs)
+        if self.shared and (
+            len(widths) > 1 or len({(one.tokens, one.is_pooled) for one in self.inputs}) > 1
+        ):
+            listed = ", ".join(
+                f"{one.modality} {self.aligned or one.width} x {one.tokens} tokens"
+                for one in self.inputs
+            )
             return f"a shared projector needs the same width and tokens for every modality, and they are {listed}"
         return None
 
@@ -89,7 +98,11 @@ class MediaShape:
         shapes: dict[str, tuple[int, ...]] = {}
         for one in self.inputs if self.aligned is not None else ():
             at, aligned = f"{ALIGNER}{one.modality}.", self.aligned or 0
-            shapes |= {f"{at}norm.weight": (one.width,), f"{at}norm.bias": (one.width,), f"{at}fc.weight": (aligned, one.width)}
+            shapes |= {
+                f"{at}norm.weight": (one.width,),
+                f"{at}norm.bias": (one.width,),
+                f"{at}fc.weight": (aligned, one.width),
+            }
         for one in self.inputs[:1] if self.shared else self.inputs:
             at = f"{PROJECTOR}{SHARED if self.shared else one.modality}."
             outputs = hidden_size * (one.tokens if one.is_pooled else 1)

@@ -48,7 +48,12 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.experts is not None
-        num, width, inner, bias = config.experts.num, config.hidden_size, config.expert_size, config.experts.bias
+        num, width, inner, bias = (
+            config.experts.num,
+            config.hidden_size,
+            config.expert_size,
+            config.experts.bias,
+        )
         self.gate_proj = ExpertLinear(num, width, inner, bias=bias)
         self.up_proj = ExpertLinear(num, width, inner, bias=bias)
         self.down_proj = ExpertLinear(num, inner, width, bias=bias)
@@ -57,7 +62,15 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         """[N,D]: the weighted sum of the experts of each token x [N,D], with weights fp32 [N,k]."""
-        return expert_products(x, weights, plan, self.gate_proj.matrix(), self.up_proj.matrix(), self.down_proj.matrix(), self.clamp)
+        return expert_products(
+            x,
+            weights,
+            plan,
+            self.gate_proj.matrix(),
+            self.up_proj.matrix(),
+            self.down_proj.matrix(),
+            self.clamp,
+        )
 
 
 class MixtureOfExperts(nn.Module):
@@ -71,7 +84,11 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
         self.exchange: ExpertCall | None = None
         """Called instead of the experts where other ranks hold some of them: tokens travel there and back."""
-        self.shared_experts = FeedForward(config, config.experts.shared_ffn_size) if config.experts.shared_ffn_size else None
+        self.shared_experts = (
+            FeedForward(config, config.experts.shared_ffn_size)
+            if config.experts.shared_ffn_size
+            else None
+        )
 
     def fuse(self) -> None:
         """Compute gate and up of the shared expert in one product; for inference."""

@@ -19,11 +19,17 @@ from dataclasses import dataclass
 import numpy as np
 
 
-def extend_names(names: list[bytes], tokens: Sequence[int], page_tokens: int, pages: int, root: bytes) -> None:
+def extend_names(
+    names: list[bytes], tokens: Sequence[int], page_tokens: int, pages: int, root: bytes
+) -> None:
     """Add names until there are `pages`: the name of a page is a hash over its tokens and all before it."""
     for page in range(len(names), pages):
         content = np.array(tokens[page * page_tokens : (page + 1) * page_tokens], dtype=np.int64)
-        names.append(hashlib.blake2b((names[-1] if names else root) + content.tobytes(), digest_size=16).digest())
+        names.append(
+            hashlib.blake2b(
+                (names[-1] if names else root) + content.tobytes(), digest_size=16
+            ).digest()
+        )
 
 
 @dataclass(frozen=True)

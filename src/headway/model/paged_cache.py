@@ -52,7 +52,13 @@ class CacheShape:
                 full += group.heads
             else:
                 rings.append(
-                    RingHeads(group.heads, group.sinks, group.window + max(self.spare, self.page_tokens), group.window, group.reach)
+                    RingHeads(
+                        group.heads,
+                        group.sinks,
+                        group.window + max(self.spare, self.page_tokens),
+                        group.window,
+                        group.reach,
+                    )
                 )
         return full, rings
 
@@ -70,7 +76,9 @@ class CacheShape:
 
     @property
     def _entry_bytes(self) -> int:
-        together = 1 if self.config.latent_attention is not None else 2  # keys and values are one vector
+        together = (
+            1 if self.config.latent_attention is not None else 2
+        )  # keys and values are one vector
         return together * self.config.cached_size * self.dtype.itemsize
 
     @property
@@ -83,7 +91,14 @@ class PagedCache:
     """Slots, pages and rings of one model, all allocated at the start."""
 
     def __init__(
-        self, shape: CacheShape, *, slots: int, pages: int, kept_rings: int, device: torch.device, needs_rings: bool | None = None
+        self,
+        shape: CacheShape,
+        *,
+        slots: int,
+        pages: int,
+        kept_rings: int,
+        device: torch.device,
+        needs_rings: bool | None = None,
     ) -> None:
         """`needs_rings`: a prefix is kept with a copy of rings, also where only other ranks' heads have some; None: as the shape says."""
         if shape.masks is not None:
@@ -94,7 +109,10 @@ class PagedCache:
         rows = slots + kept_rings if self.needs_rings else 0
         groups = [shape.groups(layer) for layer in range(shape.config.num_layers)]
         self.layers = [
-            LayerPages(shape.config, full, rings, (pages, shape.page_tokens), rows, device, shape.dtype) for full, rings in groups
+            LayerPages(
+                shape.config, full, rings, (pages, shape.page_tokens), rows, device, shape.dtype
+            )
+            for full, rings in groups
         ]
         # One more slot than there are sequences, for rows of a batch that take no part: its length stays -1.
         self.table = torch.zeros(slots + 1, shape.pages_per_slot, dtype=torch.int32, device=device)

@@ -13,8 +13,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from headway.kernels.attention import ScoreRule, attend_chunk, dense, why_not
-from headway.kernels.cached_chunk import FAR, ChunkPlan, HeadRegion, attend_streaming, region_table, store
-from headway.kernels.paged_attention import NO_LIMIT, PagedPlan, PagedRegion, PagedStep, paged_attention
+from headway.kernels.cached_chunk import (
+    FAR,
+    ChunkPlan,
+    HeadRegion,
+    attend_streaming,
+    region_table,
+    store,
+)
+from headway.kernels.paged_attention import (
+    NO_LIMIT,
+    PagedPlan,
+    PagedRegion,
+    PagedStep,
+    paged_attention,
+)
 from headway.kernels.past_attention import cudnn_part, has_cudnn
 from headway.kernels.sinks import add_sinks
 from headway.kernels.streaming_pieces import flash
@@ -78,14 +91,24 @@ class PrefillPlan:
         for piece in pieces:
             spans.append(slice(begin, begin + piece.count))
             begin += piece.count
-            places = (torch.tensor(piece.pages)[:, None] * page_tokens + torch.arange(page_tokens)).flatten()
+            places = (
+                torch.tensor(piece.pages)[:, None] * page_tokens + torch.arange(page_tokens)
+            ).flatten()
             new.append(places[piece.start : piece.end])
             whole.append(places[: piece.end])
         fresh = all(piece.start == 0 for piece in pieces)
         joined = torch.cat(new if fresh else new + whole)
-        starts = torch.tensor([[0, *(piece.count for piece in pieces)], [0, *(piece.end for piece in pieces)]]).cumsum(1).int()
+        starts = (
+            torch.tensor(
+                [[0, *(piece.count for piece in pieces)], [0, *(piece.end for piece in pieces)]]
+            )
+            .cumsum(1)
+            .int()
+        )
         if device.type == "cuda":
-            joined, starts = (x.pin_memory().to(device, non_blocking=True) for x in (joined, starts))
+            joined, starts = (
+                x.pin_memory().to(device, non_blocking=True) for x in (joined, starts)
+            )
         page, offset = joined // page_tokens, joined % page_tokens
         return PrefillPlan(
             tuple(pieces), tuple(spans), device, page[:begin], offset[:begin], None if fresh else (page[begin:], offset[begin:]),
@@ -95,18 +118,25 @@ class PrefillPlan:
     @property
     def is_regular(self) -> bool:
         """Few long pieces, whose lengths are ones that come again: kernels that are made for a length pay there."""
-        return all(piece.count % REGULAR == 0 and piece.start % REGULAR == 0 for piece in self.pieces)
+        return all(
+            piece.count % REGULAR == 0 and piece.start % REGULAR == 0 for piece in self.pieces
+        )
 
     @cached_property
     def chunk(self) -> ChunkPlan:
         """The same for the kernels of rings."""
         pieces = zip(self.pieces, self.spans, strict=True)
-        return ChunkPlan.of([(span.start, one.count, one.start, one.end, one.slot) for one, span in pieces], self.device)
+        return ChunkPlan.of(
+            [(span.start, one.count, one.start, one.end, one.slot) for one, span in pieces],
+            self.device,
+        )
 
     def ring(self, heads: RingHeads) -> RingPlan:
         """Where these heads store the tokens."""
         if heads not in self.rings:
-            self.rings[heads] = RingPlan.of(heads, [(one.slot, one.start, one.count) for one in self.pieces], self.device)
+            self.rings[heads] = RingPlan.of(
+                heads, [(one.slot, one.start, one.count) for one in self.pieces], self.device
+            )
         return self.rings[heads]
 
 
@@ -124,13 +154,24 @@ class LayerPages:
         dtype: torch.dtype,
     ) -> None:
         """`pages`: (number, positions of each); `rows`: rings of slots and kept copies."""
-        self.full, self.rings, self.rows, self.kv_heads, self.head_size = full, rings, rows, config.cached_heads, config.cached_size
+        self.full, self.rings, self.rows, self.kv_heads, self.head_size = (
+            full,
+            rings,
+            rows,
+            config.cached_heads,
+            config.cached_size,
+        )
         self.num_pages, self.page_tokens = pages
         self.rule = ScoreRule(config.attention_softcap)
-        sizes = [self.num_pages * len(full) * self.page_tokens, *(rows * len(ring.heads) * ring.indices for ring in rings)]
+        sizes = [
+            self.num_pages * len(full) * self.page_tokens,
+            *(rows * len(ring.heads) * ring.indices for ring in rings),
+        ]
         # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
         self.keys = torch.zeros(sum(sizes) * self.head_size, device=device, dtype=dtype)
-        self.values = self.keys if config.latent_attention is not None else torch.zeros_like(self.keys)
+        self.values = (
+            self.keys if config.latent_attention is not None else torch.zeros_like(self.keys)
+        )
         self._begin = [sum(sizes[:index]) for index in range(len(sizes))]
         self._plans: dict[int, PagedPlan] = {}
         self._ring_table: torch.Tensor | None = None
@@ -138,7 +179,9 @@ class LayerPages:
     @property
     def num_bytes(self) -> int:
         """Bytes of its buffers; with latent attention keys and values are one."""
-        return self.keys.nbytes if self.values is self.keys else self.keys.nbytes + self.values.nbytes
+        return (
+            self.keys.nbytes if self.values is self.keys else self.keys.nbytes + self.values.nbytes
+        )
 
     def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the full heads, [pages, F, P, hd]."""
@@ -150,8 +193,13 @@ class LayerPages:
         """Keys and values of one ring group, [rows, heads, indices, hd]; in memory one head's rows are consecutive."""
         heads = self.rings[number]
         shape = (len(heads.heads), self.rows, heads.indices, self.head_size)
-        begin, size = self._begin[number + 1] * self.head_size, self.rows * len(heads.heads) * heads.indices * self.head_size
-        keys, values = (x[begin : begin + size].view(shape).transpose(0, 1) for x in (self.keys, self.values))
+        begin, size = (
+            self._begin[number + 1] * self.head_size,
+            self.rows * len(heads.heads) * heads.indices * self.head_size,
+        )
+        keys, values = (
+            x[begin : begin + size].view(shape).transpose(0, 1) for x in (self.keys, self.values)
+        )
         return keys, values
 
     def copy_ring(self, source: int, target: int) -> None:
@@ -184,21 +232,42 @@ class LayerPages:
             return self._step_cuda(q, k, v, position, batch, sinks)
         o, table = torch.zeros_like(q), batch.cache.table
         if self.full:
-            page, offset = table[batch.slots, position // self.page_tokens].long(), position % self.page_tokens
+            page, offset = (
+                table[batch.slots, position // self.page_tokens].long(),
+                position % self.page_tokens,
+            )
             for pool, x in zip(self.pages(), (k, v), strict=True):
                 pool[page, :, offset] = self._heads(x, self.full)[:, 0]
             pages = table[batch.slots, : -(-batch.most // self.page_tokens)]
             keys, values = (pool[pages].transpose(2, 3).flatten(1, 2) for pool in self.pages())
             seen = torch.arange(keys.shape[1], device=q.device) <= position[:, None]
-            self._put(o, dense(self._heads(q, self.full), keys, values, seen[:, None], self._rule(sinks, self.full)), self.full)
+            self._put(
+                o,
+                dense(
+                    self._heads(q, self.full),
+                    keys,
+                    values,
+                    seen[:, None],
+                    self._rule(sinks, self.full),
+                ),
+                self.full,
+            )
         for number, heads in enumerate(self.rings):
             index = heads.index(position)
             for view, x in zip(self.ring(number), (k, v), strict=True):
                 view[batch.slots, :, index] = self._heads(x, heads.heads)[:, 0]
             stop = min(batch.most, heads.indices)
-            keys, values = (view[batch.slots, :, :stop].transpose(1, 2) for view in self.ring(number))
+            keys, values = (
+                view[batch.slots, :, :stop].transpose(1, 2) for view in self.ring(number)
+            )
             seen = heads.seen(heads.positions(position + 1, stop), position[:, None])
-            result = dense(self._heads(q, heads.heads), keys, values, seen[:, None], self._rule(sinks, heads.heads))
+            result = dense(
+                self._heads(q, heads.heads),
+                keys,
+                values,
+                seen[:, None],
+                self._rule(sinks, heads.heads),
+            )
             self._put(o, result, heads.heads)
         return o
 
@@ -215,26 +284,42 @@ class LayerPages:
         plan = self._plans.get(batch.rows)
         if plan is None:
             shape = (q.shape[2] // (self.kv_heads * times), self.head_size)
-            regions = [region for region in self._regions(batch.cache.shape.context) for _ in range(times)]
-            plan = PagedPlan.of(regions, batch.rows, shape, self.page_tokens, batch.cache.workspace, self.rule)
+            regions = [
+                region for region in self._regions(batch.cache.shape.context) for _ in range(times)
+            ]
+            plan = PagedPlan.of(
+                regions, batch.rows, shape, self.page_tokens, batch.cache.workspace, self.rule
+            )
             self._plans[batch.rows] = plan
         if sinks is not None:
             plan = replace(plan, rule=replace(plan.rule, sinks=sinks))
         if times > 1:
             k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
         step = PagedStep(batch.slots, position.contiguous(), batch.cache.table)
-        return paged_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, step, plan)[:, None]
+        return paged_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, step, plan)[
+            :, None
+        ]
 
     def _regions(self, context: int) -> list[PagedRegion]:
         """Of every KV head."""
         found: dict[int, PagedRegion] = {}
         for index, head in enumerate(self.full):
             stride = len(self.full) * self.page_tokens
-            found[head] = PagedRegion(index * self.page_tokens, stride, True, 0, context, NO_LIMIT, NO_LIMIT)
+            found[head] = PagedRegion(
+                index * self.page_tokens, stride, True, 0, context, NO_LIMIT, NO_LIMIT
+            )
         for heads, begin in zip(self.rings, self._begin[1:], strict=True):
             for index, head in enumerate(heads.heads):
                 first = begin + index * self.rows * heads.indices
-                region = (first, heads.indices, False, heads.sinks, heads.ring, heads.window, heads.reach or NO_LIMIT)
+                region = (
+                    first,
+                    heads.indices,
+                    False,
+                    heads.sinks,
+                    heads.ring,
+                    heads.window,
+                    heads.reach or NO_LIMIT,
+                )
                 found[head] = PagedRegion(*region)
         return [found[head] for head in range(self.kv_heads)]
 
@@ -257,21 +342,35 @@ class LayerPages:
                 some_k, some_v = (pool[plan.seen[0], :, plan.seen[1]] for pool in self.pages())
             if expand is not None:
                 some_k, some_v = expand(some_k)
-            self._put(o[None], self._full_prefill(some_q, some_k, some_v, plan, self._rule(sinks, self.full))[None], self.full)
+            self._put(
+                o[None],
+                self._full_prefill(some_q, some_k, some_v, plan, self._rule(sinks, self.full))[
+                    None
+                ],
+                self.full,
+            )
         if self.rings and uses_kernels(q):
             self._rings_prefill(q, k, v, o, plan, replace(self.rule, sinks=sinks))
             return o
         for number, heads in enumerate(self.rings):
             some_q, some_k, some_v = (self._heads(x[None], heads.heads)[0] for x in (q, k, v))
             at, views = plan.ring(heads), self.ring(number)
-            result = attend_windows(some_q, some_k, some_v, views, at, plan, self._rule(sinks, heads.heads))
+            result = attend_windows(
+                some_q, some_k, some_v, views, at, plan, self._rule(sinks, heads.heads)
+            )
             for view, x in zip(views, (some_k, some_v), strict=True):
                 view[at.row, :, at.index] = x[at.token]
             self._put(o[None], result[None], heads.heads)
         return o
 
     def _rings_prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, plan: PrefillPlan, rule: ScoreRule
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        plan: PrefillPlan,
+        rule: ScoreRule,
     ) -> None:
         """All rings of the layer in two kernels, without a copy of what they hold."""
         if self._ring_table is None:
@@ -284,14 +383,22 @@ class LayerPages:
         for heads, begin in zip(self.rings, self._begin[1:], strict=True):
             for index, head in enumerate(heads.heads):
                 first = (begin + index * self.rows * heads.indices) * self.head_size
-                found.append(HeadRegion(first, head, heads.sinks, heads.window, heads.ring, heads.reach or FAR))
+                found.append(
+                    HeadRegion(
+                        first, head, heads.sinks, heads.window, heads.ring, heads.reach or FAR
+                    )
+                )
         return found
 
-    def _full_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, rule: ScoreRule) -> torch.Tensor:
+    def _full_prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, rule: ScoreRule
+    ) -> torch.Tensor:
         """Of keys and values of all positions that the pieces see."""
         has_flash = not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule)
         if has_flash and not plan.is_regular:
-            found = flash(q, k, v, plan.starts_q, plan.starts_k, plan.longest_q, plan.longest_k, -1, 0)
+            found = flash(
+                q, k, v, plan.starts_q, plan.starts_k, plan.longest_q, plan.longest_k, -1, 0
+            )
             return found[0] if rule.sinks is None else add_sinks(*found, rule.sinks)[0]
         o = torch.empty_like(q)
         begin = 0
@@ -303,7 +410,9 @@ class LayerPages:
                 o[span] = (found if rule.sinks is None else add_sinks(*found, rule.sinks))[0][0]
                 continue
             position = torch.arange(piece.start, piece.end, device=q.device)[None]
-            o[span] = attend_chunk(q[None, span], keys, values, start=piece.start, position=position, rule=rule)[0]
+            o[span] = attend_chunk(
+                q[None, span], keys, values, start=piece.start, position=position, rule=rule
+            )[0]
         return o
 
 

@@ -95,7 +95,11 @@ class MediaEmbedder(nn.ModuleDict):
     """The projectors of a model, by modality; or one for all of them."""
 
     def __init__(self, shape: MediaShape, hidden_size: int) -> None:
-        chosen = {SHARED: shape.inputs[0]} if shape.shared else {one.modality: one for one in shape.inputs}
+        chosen = (
+            {SHARED: shape.inputs[0]}
+            if shape.shared
+            else {one.modality: one for one in shape.inputs}
+        )
         super().__init__({name: Projector(one, shape, hidden_size) for name, one in chosen.items()})
         self.shape = shape
         self.own_tokens: Callable[[Tensor], Tensor] = all_tokens
@@ -103,7 +107,9 @@ class MediaEmbedder(nn.ModuleDict):
 
     def forward(self, x: Tensor, media: MediaTensors, aligner: nn.ModuleDict | None) -> Tensor:
         """The stream x [B,T,D] with soft tokens at their slots."""
-        soft = torch.cat([self._soft(name, media, aligner, x.dtype) for name in self.shape.modalities], dim=1)
+        soft = torch.cat(
+            [self._soft(name, media, aligner, x.dtype) for name in self.shape.modalities], dim=1
+        )
         rows, slots, width = soft.shape
         begin = slots * torch.arange(rows, device=soft.device)[:, None]
         at = self.own_tokens(torch.where(media.slot >= 0, media.slot + begin, -1)).flatten()
@@ -112,7 +118,9 @@ class MediaEmbedder(nn.ModuleDict):
         found = soft.flatten(0, 1).gather(0, index[:, None].expand(-1, width)).view(x.shape)
         return torch.where((at >= 0).view(x.shape[:2])[..., None], found, x)
 
-    def _soft(self, name: str, media: MediaTensors, aligner: nn.ModuleDict | None, dtype: torch.dtype) -> Tensor:
+    def _soft(
+        self, name: str, media: MediaTensors, aligner: nn.ModuleDict | None, dtype: torch.dtype
+    ) -> Tensor:
         present = media.present[name]
         # Zeros instead of what an absent item happens to hold: 0 * inf in a weight's gradient would not be 0.
         features = media.features[name].to(dtype).masked_fill(~present[..., None, None], 0.0)
@@ -125,4 +133,6 @@ def build_aligner(shape: MediaShape) -> nn.ModuleDict | None:
     """The frozen phase-1 projections of a model; None where features enter as they are."""
     if shape.aligned is None:
         return None
-    return nn.ModuleDict({one.modality: AlignerHead(one.width, shape.aligned) for one in shape.inputs})
+    return nn.ModuleDict(
+        {one.modality: AlignerHead(one.width, shape.aligned) for one in shape.inputs}
+    )

@@ -41,14 +41,18 @@ class RingHeads:
 
     def index(self, position: torch.Tensor) -> torch.Tensor:
         """Where a position is stored."""
-        return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % self.ring)
+        return torch.where(
+            position < self.sinks, position, self.sinks + (position - self.sinks) % self.ring
+        )
 
     def positions(self, lengths: torch.Tensor, stop: int) -> torch.Tensor:
         """The position at each of the indices 0..stop-1, [B, stop], of rows with `lengths` [B] tokens; -1 for an unused index."""
         index = torch.arange(stop, device=lengths.device)
         newest = lengths[:, None] - 1
         position = torch.where(index < self.sinks, index, newest - (newest - index) % self.ring)
-        is_stored = (position >= torch.where(index < self.sinks, 0, self.sinks)) & (position <= newest)
+        is_stored = (position >= torch.where(index < self.sinks, 0, self.sinks)) & (
+            position <= newest
+        )
         return torch.where(is_stored, position, -1)
 
     def seen(self, key: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -64,7 +68,9 @@ class RingHeads:
 class RingPlan:
     """Where one ring group stores the tokens of packed pieces, and what they see of the past."""
 
-    def __init__(self, heads: RingHeads, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> None:
+    def __init__(
+        self, heads: RingHeads, pieces: Sequence[tuple[int, int, int]], device: torch.device
+    ) -> None:
         self.heads, self.pieces, self.device = heads, pieces, device
         rows: list[np.ndarray] = []
         tokens: list[np.ndarray] = []
@@ -79,24 +85,38 @@ class RingPlan:
             tokens.append(begin + wanted - start)
             rows.append(np.full(len(wanted), slot))
             begin += count
-        self.row, self.token, position = (self._moved(np.concatenate(one)) for one in (rows, tokens, positions))
+        self.row, self.token, position = (
+            self._moved(np.concatenate(one)) for one in (rows, tokens, positions)
+        )
         self.index = heads.index(position)
 
     @staticmethod
-    def of(heads: RingHeads, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> RingPlan:
+    def of(
+        heads: RingHeads, pieces: Sequence[tuple[int, int, int]], device: torch.device
+    ) -> RingPlan:
         """Pieces: (slot, start, count)."""
         return RingPlan(heads, pieces, device)
 
     def _moved(self, host: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(host))
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        return (
+            tensor.pin_memory().to(self.device, non_blocking=True)
+            if self.device.type == "cuda"
+            else tensor
+        )
 
 
 QUERY_BLOCK = 256
 
 
 def attend_windows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, views: Views, at: RingPlan, plan: PrefillPlan, rule: ScoreRule
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    views: Views,
+    at: RingPlan,
+    plan: PrefillPlan,
+    rule: ScoreRule,
 ) -> torch.Tensor:
     """o [N,H,hd] of packed pieces, under dense masks."""
     heads, o = at.heads, torch.empty_like(q)

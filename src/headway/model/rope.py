@@ -21,9 +21,17 @@ class Rotation:
 
     def __init__(self, config: ModelConfig) -> None:
         scaling = config.rope_scaling
-        plain = config.with_(rope_theta=config.rope_local_theta, rope_scaling=None) if config.rope_local_theta is not None else None
+        plain = (
+            config.with_(rope_theta=config.rope_local_theta, rope_scaling=None)
+            if config.rope_local_theta is not None
+            else None
+        )
         self.frequencies = inverse_frequencies(config)
-        self.long = inverse_frequencies(config, long=True) if scaling is not None and scaling.kind == "longrope" else None
+        self.long = (
+            inverse_frequencies(config, long=True)
+            if scaling is not None and scaling.kind == "longrope"
+            else None
+        )
         self.local = None if plain is None else inverse_frequencies(plain)
         self.original = 0 if scaling is None else scaling.original_max_seq_len
         self.scale = attention_factor(scaling)
@@ -44,7 +52,10 @@ class Rotation:
     def _frequencies(self, position: Tensor, capacity: int | None) -> Tensor:
         """[R/2], or [B, T, R/2] where documents differ."""
         short = self._moved("short", self.frequencies, position.device)
-        if self.long is None or (position.shape[1] if capacity is None else capacity) <= self.original:
+        if (
+            self.long is None
+            or (position.shape[1] if capacity is None else capacity) <= self.original
+        ):
             return short
         long = self._moved("long", self.long, position.device)
         if capacity is not None:
@@ -78,7 +89,9 @@ def inverse_frequencies(config: ModelConfig, *, long: bool = False) -> Tensor:
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "longrope":
-        factors = torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=torch.float32, device="cpu")
+        factors = torch.tensor(
+            scaling.long_factor if long else scaling.short_factor, dtype=torch.float32, device="cpu"
+        )
         return 1.0 / (factors * config.rope_theta**exponent)
     if scaling.kind == "yarn":
         return _yarn(frequencies, scaling, config.rope_theta)
@@ -92,10 +105,16 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.kind == "yarn" and scaling.mscale and scaling.mscale_all_dim:
-        return yarn_growth(scaling.factor, scaling.mscale) / yarn_growth(scaling.factor, scaling.mscale_all_dim)
+        return yarn_growth(scaling.factor, scaling.mscale) / yarn_growth(
+            scaling.factor, scaling.mscale_all_dim
+        )
     if scaling.kind == "yarn":
         return yarn_growth(scaling.factor)
-    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_seq_len)) if scaling.factor > 1 else 1.0
+    return (
+        math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_seq_len))
+        if scaling.factor > 1
+        else 1.0
+    )
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
@@ -104,14 +123,20 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
     def plane_of(turns: float) -> float:
         """The plane, as a real number, that turns this often over the original length."""
-        return planes * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
+        return (
+            planes
+            * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi))
+            / math.log(theta)
+        )
 
     first, last = plane_of(scaling.beta_fast), plane_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * planes - 1)
     last += 0.001 if first == last else 0  # no division by zero
-    slow = ((torch.arange(planes, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
+    slow = (
+        (torch.arange(planes, dtype=torch.float32, device="cpu") - first) / (last - first)
+    ).clamp(0, 1)
     return frequencies / scaling.factor * slow + frequencies * (1 - slow)
 
 
@@ -125,12 +150,16 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(turns > high, frequencies, stretched)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, scale: float = 1.0) -> Tensor:
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, scale: float = 1.0
+) -> Tensor:
     """Turn each head of x [B, T, heads, hd] by the angles of its position, and multiply it by `scale`; cos and sin are [B, T, R/2]."""
     x32, size = x.float(), 2 * cos.shape[-1]
     cos, sin = cos[:, :, None], sin[:, :, None]
     turned, rest = x32[..., :size], x32[..., size:]
-    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    first, second = (
+        (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    )
     planes = first * cos - second * sin, second * cos + first * sin
     turned = torch.stack(planes, dim=-1).flatten(-2) if interleaved else torch.cat(planes, dim=-1)
     whole = turned if size == x.shape[-1] else torch.cat((turned, rest), dim=-1)

@@ -17,24 +17,48 @@ class RopeScaling(Section):
         "divides each frequency by its own factor, one list for short and one for long documents.",
     )
     factor: float = setting(1.0, "How many times longer the context becomes.", gt=0)
-    low_freq_factor: float = setting(1.0, "llama3: wavelengths above original_max_seq_len / this are divided by factor.", gt=0)
-    high_freq_factor: float = setting(4.0, "llama3: wavelengths below original_max_seq_len / this are unchanged.", gt=0)
-    original_max_seq_len: int = setting(8192, "llama3, yarn, longrope: the length the model was trained at first.", gt=0)
-    beta_fast: float = setting(32.0, "yarn: dimensions that rotate more often than this over original_max_seq_len are unchanged.", gt=0)
-    beta_slow: float = setting(1.0, "yarn: dimensions that rotate less often than this are divided by factor.", gt=0)
+    low_freq_factor: float = setting(
+        1.0, "llama3: wavelengths above original_max_seq_len / this are divided by factor.", gt=0
+    )
+    high_freq_factor: float = setting(
+        4.0, "llama3: wavelengths below original_max_seq_len / this are unchanged.", gt=0
+    )
+    original_max_seq_len: int = setting(
+        8192, "llama3, yarn, longrope: the length the model was trained at first.", gt=0
+    )
+    beta_fast: float = setting(
+        32.0,
+        "yarn: dimensions that rotate more often than this over original_max_seq_len are unchanged.",
+        gt=0,
+    )
+    beta_slow: float = setting(
+        1.0, "yarn: dimensions that rotate less often than this are divided by factor.", gt=0
+    )
     attention_factor: float | None = setting(
         None,
         "yarn, longrope: cos and sin are multiplied by this; null = 0.1 * ln(factor) + 1 with yarn, "
         "sqrt(1 + ln(factor) / ln(original_max_seq_len)) with longrope.",
         gt=0,
     )
-    truncate: bool = setting(True, "yarn: round the bounds of the ramp outwards to whole dimensions.")
-    mscale: float = setting(0.0, "yarn: with mscale_all_dim, the two growths of attention whose quotient is attention_factor.", ge=0)
-    mscale_all_dim: float = setting(
-        0.0, "yarn: latent attention multiplies scores by (0.1 * this * ln(factor) + 1) squared; 0 = unchanged.", ge=0
+    truncate: bool = setting(
+        True, "yarn: round the bounds of the ramp outwards to whole dimensions."
     )
-    short_factor: tuple[float, ...] = setting((), "longrope: divisors of the frequencies in documents up to original_max_seq_len.")
-    long_factor: tuple[float, ...] = setting((), "longrope: divisors of the frequencies in longer documents.")
+    mscale: float = setting(
+        0.0,
+        "yarn: with mscale_all_dim, the two growths of attention whose quotient is attention_factor.",
+        ge=0,
+    )
+    mscale_all_dim: float = setting(
+        0.0,
+        "yarn: latent attention multiplies scores by (0.1 * this * ln(factor) + 1) squared; 0 = unchanged.",
+        ge=0,
+    )
+    short_factor: tuple[float, ...] = setting(
+        (), "longrope: divisors of the frequencies in documents up to original_max_seq_len."
+    )
+    long_factor: tuple[float, ...] = setting(
+        (), "longrope: divisors of the frequencies in longer documents."
+    )
 
     @field_validator("short_factor", "long_factor", mode="before")
     @classmethod
@@ -44,18 +68,26 @@ class RopeScaling(Section):
     @model_validator(mode="after")
     def _ramp(self) -> "RopeScaling":
         lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
-        if self.kind == "longrope" and (len(self.short_factor) != len(self.long_factor) or not self.short_factor):
+        if self.kind == "longrope" and (
+            len(self.short_factor) != len(self.long_factor) or not self.short_factor
+        ):
             raise ValueError(
                 f"longrope needs short_factor and long_factor of one length; they have {', '.join(str(len(x)) for x in lists.values())}"
             )
         if self.kind != "longrope" and any(lists.values()):
-            raise ValueError(f"has {next(key for key, one in lists.items() if one)}, which is for kind longrope; kind is {self.kind}")
+            raise ValueError(
+                f"has {next(key for key, one in lists.items() if one)}, which is for kind longrope; kind is {self.kind}"
+            )
         if any(factor <= 0 for one in lists.values() for factor in one):
             raise ValueError("has a factor that is not above 0 in short_factor or long_factor")
         if self.kind != "yarn" and (self.mscale or self.mscale_all_dim):
-            raise ValueError(f"has mscale or mscale_all_dim, which are for kind yarn; kind is {self.kind}")
+            raise ValueError(
+                f"has mscale or mscale_all_dim, which are for kind yarn; kind is {self.kind}"
+            )
         if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
-            raise ValueError(f"beta_fast is {self.beta_fast}; it must be above beta_slow={self.beta_slow}")
+            raise ValueError(
+                f"beta_fast is {self.beta_fast}; it must be above beta_slow={self.beta_slow}"
+            )
         return self
 
 

@@ -40,18 +40,28 @@ class Router(nn.Module):
         assert config.experts is not None
         self.config = config.experts
         self.weight = nn.Parameter(torch.empty(config.experts.num, config.hidden_size))
-        self.bias = nn.Parameter(torch.zeros(config.experts.num)) if config.experts.router_bias else None
+        self.bias = (
+            nn.Parameter(torch.zeros(config.experts.num)) if config.experts.router_bias else None
+        )
         biased = config.experts.bias_rate is not None
-        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.experts.num), requires_grad=False) if biased else None
+        self.e_score_correction_bias = (
+            nn.Parameter(torch.zeros(config.experts.num), requires_grad=False) if biased else None
+        )
         """Added to the scores by which experts are chosen; it has no gradient (see `balance`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[...,E] of x [...,D]."""
-        return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        return F.linear(
+            x.float(), self.weight.float(), None if self.bias is None else self.bias.float()
+        )
 
     def scores(self, logits: Tensor) -> Tensor:
         """Scores of logits [...,E], fp32."""
-        return torch.softmax(logits, dim=-1) if self.config.router == "softmax" else torch.sigmoid(logits)
+        return (
+            torch.softmax(logits, dim=-1)
+            if self.config.router == "softmax"
+            else torch.sigmoid(logits)
+        )
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """(experts [...,k], weights [...,k]) of scores [...,E]; the first of equal experts comes first."""
@@ -63,12 +73,19 @@ class Router(nn.Module):
         weights = scores.gather(-1, chosen)
         if self.config.normalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
-        return chosen, weights if self.config.routed_scale == 1.0 else weights * self.config.routed_scale
+        return (
+            chosen,
+            weights if self.config.routed_scale == 1.0 else weights * self.config.routed_scale,
+        )
 
     def _in_best_groups(self, choice: Tensor) -> Tensor:
         """The scores [...,E] of experts in the best groups of each token; -inf for the others."""
         groups = choice.unflatten(-1, (self.config.num_groups, -1))
-        of_group = groups.topk(2, dim=-1).values.sum(-1) if self.config.group_score == "top2" else groups.amax(-1)
+        of_group = (
+            groups.topk(2, dim=-1).values.sum(-1)
+            if self.config.group_score == "top2"
+            else groups.amax(-1)
+        )
         best = of_group.topk(self.config.groups_per_token, dim=-1).indices
         out = torch.ones_like(of_group, dtype=torch.bool).scatter(-1, best, False)
         return groups.masked_fill(out[..., None], -torch.inf).flatten(-2)
@@ -88,7 +105,12 @@ def summarize(logits: Tensor, scores: Tensor, taken: Tensor, counted: Tensor) ->
     z = torch.logsumexp(logits, dim=-1).square()
     with torch.no_grad():
         entropy = torch.special.entr(shares).sum(-1)
-    return Routing((taken * weight).sum(-2), (shares * weight).sum(-2), (z * counted).sum(-1), (entropy * counted).sum(-1))
+    return Routing(
+        (taken * weight).sum(-2),
+        (shares * weight).sum(-2),
+        (z * counted).sum(-1),
+        (entropy * counted).sum(-1),
+    )
 
 
 def stack_routings(routings: list[Routing]) -> Routing:

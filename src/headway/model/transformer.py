@@ -24,7 +24,17 @@ from torch import Tensor, nn
 from headway.kernels.attention import AttentionMask, ScoreRule, attend, causal_mask, mask_of
 from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.lora import AdaptedLinear, compute_once
-from headway.model.base import AttentionCache, AttentionCore, CachedForward, Compiler, DecodeStep, LayerSplit, LMHead, Model, ModelOut
+from headway.model.base import (
+    AttentionCache,
+    AttentionCore,
+    CachedForward,
+    Compiler,
+    DecodeStep,
+    LayerSplit,
+    LMHead,
+    Model,
+    ModelOut,
+)
 from headway.model.cached_halves import CachedHalves
 from headway.model.head_gates import HeadGates
 from headway.model.layers import FeedForward, build_attention, build_mlp, build_norm, dropout
@@ -51,15 +61,26 @@ class GatedCore:
     layer: int
     backend: str = "auto"
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None
+    ) -> Tensor:
         """o [B,T,H,hd]."""
         full = partial(attend, mask=mask, window=window, backend=self.backend)
         if mask.mix is None:
             return full(q, k, v)
-        return mix_heads(q, k, v, mask, mask.mix, self.layer, full=full, backend=STREAMING[self.backend])
+        return mix_heads(
+            q, k, v, mask, mask.mix, self.layer, full=full, backend=STREAMING[self.backend]
+        )
 
 
-STREAMING = {"auto": "auto", "reference": "reference", "sdpa": "blocks", "varlen": "pieces", "fa4": "pieces", "flex": "auto"}
+STREAMING = {
+    "auto": "auto",
+    "reference": "reference",
+    "sdpa": "blocks",
+    "varlen": "pieces",
+    "fa4": "pieces",
+    "flex": "auto",
+}
 """The backend of streaming attention that goes with one of full attention."""
 
 
@@ -81,24 +102,36 @@ class Block(nn.Module):
         self.input_layernorm = build_norm(config) if before else None
         self.self_attn = build_attention(config, layer)
         self.post_self_attn_layernorm = build_norm(config) if after else None
-        self.post_attention_layernorm = build_norm(config) if before and not config.parallel_block else None
+        self.post_attention_layernorm = (
+            build_norm(config) if before and not config.parallel_block else None
+        )
         self.mlp = build_mlp(config, layer)
         self.post_mlp_layernorm = build_norm(config) if after else None
         self.is_parallel, self.residual_scale = config.parallel_block, config.residual_scale
         self.dropout = config.dropout
         self.window = config.window_of(layer)
         self.softcap = config.attention_softcap
-        self.core: AttentionCore = GatedCore(layer) if config.head_gates is not None else self._core("auto")
+        self.core: AttentionCore = (
+            GatedCore(layer) if config.head_gates is not None else self._core("auto")
+        )
         self.enter: Callable[[Tensor], Tensor] = unchanged
         self.leave: Callable[[Tensor], Tensor] = unchanged
         self.drop: Callable[[Tensor, float], Tensor] = dropout
 
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in all cases."""
-        self.core = replace(self.core, backend=backend) if isinstance(self.core, GatedCore) else self._core(backend)
+        self.core = (
+            replace(self.core, backend=backend)
+            if isinstance(self.core, GatedCore)
+            else self._core(backend)
+        )
 
     def _core(self, backend: str) -> AttentionCore:
-        return partial(attend, backend=backend, **({} if self.softcap is None else {"rule": ScoreRule(self.softcap)}))
+        return partial(
+            attend,
+            backend=backend,
+            **({} if self.softcap is None else {"rule": ScoreRule(self.softcap)}),
+        )
 
     @property
     def rule(self) -> ScoreRule:
@@ -118,13 +151,17 @@ class Block(nn.Module):
         """What attention's projections read."""
         return self.enter(_normed(x, self.input_layernorm))
 
-    def after(self, x: Tensor, o: Tensor, counted: Tensor | None = None) -> Tensor | tuple[Tensor, Routing]:
+    def after(
+        self, x: Tensor, o: Tensor, counted: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Routing]:
         """Everything after the attention core, from the block's input and o [B,T,H,hd]. A mixture that is given the tokens that count,
         [B,T], also says what its router did with them."""
         if self.is_parallel:
             both = self.self_attn.output(o) + self.mlp(self.entered(x))
             return self._added(x, self.leave(both))
-        x = self._added(x, _normed(self.leave(self.self_attn.output(o)), self.post_self_attn_layernorm))
+        x = self._added(
+            x, _normed(self.leave(self.self_attn.output(o)), self.post_self_attn_layernorm)
+        )
         normed = self.enter(_normed(x, self.post_attention_layernorm))
         if counted is None or isinstance(self.mlp, FeedForward):
             return self._added(x, _normed(self.leave(self.mlp(normed)), self.post_mlp_layernorm))
@@ -142,11 +179,20 @@ class Block(nn.Module):
         return x + (more if self.residual_scale == 1.0 else more * self.residual_scale)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask, counted: Tensor | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: AttentionMask,
+        counted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
         q, k, v = self.before(x, cos, sin)
         o = self.core(q, k, v, **self.core_settings(mask))
-        return self.after(x, o) if counted is None or isinstance(self.mlp, FeedForward) else self.after(x, o, counted)
+        return (
+            self.after(x, o)
+            if counted is None or isinstance(self.mlp, FeedForward)
+            else self.after(x, o, counted)
+        )
 
     def _dropped(self, x: Tensor) -> Tensor:
         return self.drop(x, self.dropout) if self.dropout and self.training else x
@@ -159,12 +205,18 @@ class Trunk(nn.Module):
         super().__init__()
         weight = torch.empty(config.vocab, config.hidden_size)
         if not weight.is_meta:
-            nn.init.normal_(weight)  # on the meta device it would draw nothing and load the compiler, which takes seconds
+            nn.init.normal_(
+                weight
+            )  # on the meta device it would draw nothing and load the compiler, which takes seconds
         self.embed_tokens = nn.Embedding(config.vocab, config.hidden_size, _weight=weight)
         learned = config.positions == "learned"
-        self.embed_positions = nn.Embedding(config.max_seq_len, config.hidden_size) if learned else None
+        self.embed_positions = (
+            nn.Embedding(config.max_seq_len, config.hidden_size) if learned else None
+        )
         # Keyed by number, so that a part of the layers keeps its names.
-        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
+        self.layers = nn.ModuleDict(
+            {str(layer): Block(config, layer) for layer in range(config.num_layers)}
+        )
         # Logits are linear in what it returns; scores are not scaled.
         self.norm = build_norm(config, gain=1.0 if config.score_head else config.logit_scale)
 
@@ -180,7 +232,9 @@ class Transformer(Model):
         # First: forward needs them before anything else, and their gradients are complete only when all others are.
         self.head_gates = HeadGates(config) if config.head_gates is not None else None
         self.aligner = None if config.media is None else build_aligner(config.media)
-        self.projector = None if config.media is None else MediaEmbedder(config.media, config.hidden_size)
+        self.projector = (
+            None if config.media is None else MediaEmbedder(config.media, config.hidden_size)
+        )
         self.model = Trunk(config)
         separate = not config.tie_embeddings and not config.score_head
         self.lm_head = nn.Linear(config.hidden_size, config.vocab, bias=False) if separate else None
@@ -202,12 +256,24 @@ class Transformer(Model):
         media = MediaTensors.of(batch, self.config.media)
         counted = None if self.config.experts is None else counted_tokens(batch)
         found = self(batch.tokens, batch.position, mask, media=media, counted=counted)
-        return self._output(found, draw) if isinstance(found, Tensor) else self._output(found[0], draw, found[1])
+        return (
+            self._output(found, draw)
+            if isinstance(found, Tensor)
+            else self._output(found[0], draw, found[1])
+        )
 
-    def forward_stage(self, batch: Batch, stream: Tensor | None, layers: range, seed: int | None = None) -> Tensor | ModelOut:
+    def forward_stage(
+        self, batch: Batch, stream: Tensor | None, layers: range, seed: int | None = None
+    ) -> Tensor | ModelOut:
         """Every stage draws the gates of all layers, from the same seed."""
         mask, draw = self._mask(batch, seed)
-        x = self.embed(batch.tokens, MediaTensors.of(batch, self.config.media), position=batch.position) if stream is None else stream
+        x = (
+            self.embed(
+                batch.tokens, MediaTensors.of(batch, self.config.media), position=batch.position
+            )
+            if stream is None
+            else stream
+        )
         cos, sin = self.rotation(batch.position)
         for layer in layers:
             x = self.model.layers[str(layer)](x, cos, sin, mask)
@@ -220,11 +286,26 @@ class Transformer(Model):
         draw = self.head_gates.draw(self._log_alpha, seed)
         return replace(mask, mix=draw.mix), draw
 
-    def _output(self, hidden: Tensor, draw: GateDraw | None, routing: Routing | None = None) -> ModelOut:
+    def _output(
+        self, hidden: Tensor, draw: GateDraw | None, routing: Routing | None = None
+    ) -> ModelOut:
         if routing is not None and not self._counts:
-            routing = routing._replace(probability=routing.probability.detach(), z=routing.z.detach())
-        head = LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer, self._vocab, self.config.logit_softcap)
-        score = None if self.score is None else ScoreHead(hidden, self.score.weight, self._vocab, self._counts)
+            routing = routing._replace(
+                probability=routing.probability.detach(), z=routing.z.detach()
+            )
+        head = LMHead(
+            hidden,
+            self.head_weight,
+            self.chunk_tokens,
+            self.head_grad_buffer,
+            self._vocab,
+            self.config.logit_softcap,
+        )
+        score = (
+            None
+            if self.score is None
+            else ScoreHead(hidden, self.score.weight, self._vocab, self._counts)
+        )
         return ModelOut(head, draw, routing=routing, score=score)
 
     def keep_layers(self, layers: Collection[int], *, first: bool, last: bool) -> None:
@@ -247,7 +328,9 @@ class Transformer(Model):
 
     def balance(self, load: Tensor, keep: Tensor) -> None:
         """Move the routers' biases against the load of each mixture."""
-        mixtures = [block.mlp for block in self.blocks().values() if not isinstance(block.mlp, FeedForward)]
+        mixtures = [
+            block.mlp for block in self.blocks().values() if not isinstance(block.mlp, FeedForward)
+        ]
         for mlp, of_layer in zip(mixtures, load, strict=True):
             mlp.balance(of_layer, keep)
 
@@ -278,7 +361,11 @@ class Transformer(Model):
             return self.score.weight
         if self.lm_head is None:
             return self.model.embed_tokens.weight
-        return self.lm_head.effective if isinstance(self.lm_head, AdaptedLinear) else self.lm_head.weight
+        return (
+            self.lm_head.effective
+            if isinstance(self.lm_head, AdaptedLinear)
+            else self.lm_head.weight
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Soft-capped where the config says so; of the whole vocabulary, also where ranks share it."""
@@ -286,17 +373,23 @@ class Transformer(Model):
         found = found if self._vocab is None else self._vocab.whole(found)
         return found if cap is None else torch.tanh(found / cap) * cap
 
-    def embed(self, tokens: Tensor, media: MediaTensors | None = None, *, position: Tensor | None = None) -> Tensor:
+    def embed(
+        self, tokens: Tensor, media: MediaTensors | None = None, *, position: Tensor | None = None
+    ) -> Tensor:
         """The stream at the bottom, [B,T,D]; media replace the embeddings of their positions."""
         x = self.model.embed_tokens(tokens)
         if self.config.embed_scale != 1.0:
-            x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype).item()  # rounded to the dtype, as published models were trained
+            x = (
+                x * torch.tensor(self.config.embed_scale, dtype=x.dtype).item()
+            )  # rounded to the dtype, as published models were trained
         share = self.config.embed_grad_scale
         x = x if share == 1.0 else x * share + x.detach() * (1 - share)
         if self.model.embed_positions is not None:
             assert position is not None, "learned positions need them"
             own = position if self._own_tokens is None else self._own_tokens(position)
-            x = x + self.model.embed_positions(own.clamp(min=0).long())  # a row that takes no part stands at -1
+            x = x + self.model.embed_positions(
+                own.clamp(min=0).long()
+            )  # a row that takes no part stands at -1
         if media is None or self.projector is None:
             return x
         return self.projector(x, media, self.aligner)
@@ -320,15 +413,23 @@ class Transformer(Model):
         for layer, block in enumerate(self.blocks().values()):
             if cache is None:
                 assert mask is not None
-                x = block(x, cos, sin, mask) if counted is None else block(x, cos, sin, mask, counted)
+                x = (
+                    block(x, cos, sin, mask)
+                    if counted is None
+                    else block(x, cos, sin, mask, counted)
+                )
                 if not isinstance(x, Tensor):
                     x, routing = x
                     routings.append(routing)
             else:
-                before, after, expand = (self._prefill_halves.get(layer) or CachedHalves(block)).of(tokens)
+                before, after, expand = (self._prefill_halves.get(layer) or CachedHalves(block)).of(
+                    tokens
+                )
                 q, k, v = before(x, cos, sin)
                 whole = None if mask is None else partial(block.core, **block.core_settings(mask))
-                x = after(x, cache.attend(layer, q, k, v, position, whole, block.self_attn.sinks, expand))
+                x = after(
+                    x, cache.attend(layer, q, k, v, position, whole, block.self_attn.sinks, expand)
+                )
         if cache is not None:
             cache.advance(tokens.shape[1])
         hidden = self.model.norm(x)
@@ -358,7 +459,13 @@ class Transformer(Model):
             block.enter, block.leave, block.drop = split.enter, split.leave, split.drop
             block.self_attn.mean_over_ranks = split.mean
 
-    def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None, media: MediaTensors | None = None) -> Tensor:
+    def prefill(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        cache: KVCache | None = None,
+        media: MediaTensors | None = None,
+    ) -> Tensor:
         """Rows that continue what a cache holds need no mask: each is one document."""
         rows, length = tokens.shape
         mask = causal_mask(rows, length, tokens.device) if cache is None or cache.is_empty else None
@@ -367,7 +474,10 @@ class Transformer(Model):
     def compile_prefill(self, compiler: Compiler) -> None:
         """Once: forwards into a cache run compiled halves, of any number of tokens. Training and single steps stay as they are."""
         if not self._prefill_halves:
-            self._prefill_halves = {layer: CachedHalves(block, compiler) for layer, block in enumerate(self.blocks().values())}
+            self._prefill_halves = {
+                layer: CachedHalves(block, compiler)
+                for layer, block in enumerate(self.blocks().values())
+            }
 
     def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
         """A step reads and writes the cache; its caller advances the cache."""
@@ -382,7 +492,12 @@ class Transformer(Model):
         """The blocks' halves are compiled, attention between them is the cache's."""
         halves = [CachedHalves(block, compiler) for block in self.blocks().values()]
 
-        def forward(tokens: Tensor, position: Tensor, cache: AttentionCache, media: MediaTensors | None = None) -> Tensor:
+        def forward(
+            tokens: Tensor,
+            position: Tensor,
+            cache: AttentionCache,
+            media: MediaTensors | None = None,
+        ) -> Tensor:
             x = self.embed(tokens, media, position=position)
             cos, sin = self.rotation(position, cache.capacity)
             for layer, both in enumerate(halves):

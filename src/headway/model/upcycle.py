@@ -23,53 +23,85 @@ if TYPE_CHECKING:
 INNER, DENSE = ".mlp.experts.", ".mlp."
 
 
-def upcycled_config(config: ModelConfig, upcycle: UpcycleConfig, given: ExpertsConfig | None) -> ModelConfig:
+def upcycled_config(
+    config: ModelConfig, upcycle: UpcycleConfig, given: ExpertsConfig | None
+) -> ModelConfig:
     """The mixture of a dense model; `given` are the recipe's other settings of experts."""
     if config.experts is not None:
-        raise ConfigError("init.upcycle is given, but the model in init.from already has experts. Remove init.upcycle.")
+        raise ConfigError(
+            "init.upcycle is given, but the model in init.from already has experts. Remove init.upcycle."
+        )
     if config.ffn_bias:
-        raise ConfigError("init.upcycle is given, but the feed-forward layers in init.from have biases, which experts do not have.")
+        raise ConfigError(
+            "init.upcycle is given, but the feed-forward layers in init.from have biases, which experts do not have."
+        )
     fields = {} if given is None else {key: getattr(given, key) for key in given.model_fields_set}
-    fixed = {"num": upcycle.experts, "per_token": upcycle.per_token, "normalize": True, "ffn_size": None, "shared_ffn_size": 0}
+    fixed = {
+        "num": upcycle.experts,
+        "per_token": upcycle.per_token,
+        "normalize": True,
+        "ffn_size": None,
+        "shared_ffn_size": 0,
+    }
     fixed |= {"bias": False, "swiglu_limit": None}
     for key, value in fixed.items():
         if fields.get(key, value) != value:
-            raise ConfigError(f"model.experts.{key} is {fields[key]!r} and init.upcycle makes it {value!r}. Leave it out of model.experts.")
+            raise ConfigError(
+                f"model.experts.{key} is {fields[key]!r} and init.upcycle makes it {value!r}. Leave it out of model.experts."
+            )
     return config.with_(experts={**fields, **fixed})
 
 
 def upcycled_weights(
-    weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], config: ModelConfig, upcycle: UpcycleConfig, seed: int
+    weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    config: ModelConfig,
+    upcycle: UpcycleConfig,
+    seed: int,
 ) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
     """The weights of the mixture `config`, from those of the dense model."""
     specs = {spec.name: spec for spec in param_specs(config)}
-    stacked = {name.replace(INNER, DENSE): spec for name, spec in specs.items() if len(spec.shape) == STACKED}
+    stacked = {
+        name.replace(INNER, DENSE): spec
+        for name, spec in specs.items()
+        if len(spec.shape) == STACKED
+    }
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in weights():
             if name not in stacked:
                 yield name, value
                 continue
-            if name.endswith("gate_proj.weight"):  # routers have no dense form: each comes before its experts
+            if name.endswith(
+                "gate_proj.weight"
+            ):  # routers have no dense form: each comes before its experts
                 yield from _router(stacked[name], specs, upcycle, seed)
             yield stacked[name].name, _copies(stacked[name], value, upcycle, seed)
 
     return read
 
 
-def _router(spec: ParamSpec, specs: dict[str, ParamSpec], upcycle: UpcycleConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _router(
+    spec: ParamSpec, specs: dict[str, ParamSpec], upcycle: UpcycleConfig, seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
     before = spec.name.split(INNER)[0] + ".mlp.gate."
     for name in (one for one in specs if one.startswith(before)):
         if name.endswith(".weight"):
             generator = torch.Generator(device="cpu").manual_seed(derive(seed, "upcycle", name))
-            yield name, torch.empty(*specs[name].shape, device="cpu").normal_(0.0, upcycle.router_std, generator=generator)
+            yield (
+                name,
+                torch.empty(*specs[name].shape, device="cpu").normal_(
+                    0.0, upcycle.router_std, generator=generator
+                ),
+            )
         else:
             yield name, torch.zeros(*specs[name].shape, device="cpu")
 
 
-def _copies(spec: ParamSpec, value: torch.Tensor, upcycle: UpcycleConfig, seed: int) -> torch.Tensor:
+def _copies(
+    spec: ParamSpec, value: torch.Tensor, upcycle: UpcycleConfig, seed: int
+) -> torch.Tensor:
     import torch
 
     copies = value.expand(upcycle.experts, *value.shape)

@@ -14,7 +14,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from headway.errors import ConfigError
-from headway.objective.base import Collectives, Loss, MetricSums, MismatchObjective, Objective, StepInfo, StepObjective, Term
+from headway.objective.base import (
+    Collectives,
+    Loss,
+    MetricSums,
+    MismatchObjective,
+    Objective,
+    StepInfo,
+    StepObjective,
+    Term,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,7 +47,9 @@ def with_balance(objective: Objective, model: ModelConfig) -> Objective:
     if isinstance(objective, MismatchObjective) and not by_step:
         return MismatchBalanced(objective, experts)
     if isinstance(objective, StepObjective):
-        raise ConfigError(f"model.experts is given with an objective that couples all rows of a step ({type(objective).__name__}).")
+        raise ConfigError(
+            f"model.experts is given with an objective that couples all rows of a step ({type(objective).__name__})."
+        )
     return StepBalanced(objective, experts) if by_step else Balanced(objective, experts)
 
 
@@ -63,18 +74,25 @@ class Balanced:
             terms["aux_loss"] = aux
         count = tokens.sum() * mixtures
         if self.experts.z_loss:
-            terms["router_z"] = Term(routing.z.sum() / mixtures, per="tokens", coefficient=self.experts.z_loss)
+            terms["router_z"] = Term(
+                routing.z.sum() / mixtures, per="tokens", coefficient=self.experts.z_loss
+            )
         metrics["router_z"] = (routing.z.detach().sum(), count)
         metrics["router_entropy"] = (routing.entropy.sum(), count)
         metrics[LOAD] = (routing.load.sum(1), routing.load.new_full((mixtures, experts), 1.0))
         return Loss(terms, metrics)
 
-    def _aux(self, routing: Routing, tokens: Tensor, at: StepInfo) -> tuple[Term, tuple[Tensor, Tensor]]:
+    def _aux(
+        self, routing: Routing, tokens: Tensor, at: StepInfo
+    ) -> tuple[Term, tuple[Tensor, Tensor]]:
         """The balancing loss of each row by itself."""
         values = balancing(routing.load, routing.probability, tokens, self.experts)
         is_row = (tokens > 0).to(values.dtype)
         total = (values * is_row).sum()
-        return Term(total, per="rows", coefficient=self.experts.aux_loss), (total.detach(), is_row.sum())
+        return Term(total, per="rows", coefficient=self.experts.aux_loss), (
+            total.detach(),
+            is_row.sum(),
+        )
 
 
 class MismatchBalanced(Balanced):
@@ -101,12 +119,19 @@ class StepBalanced(Balanced):
         assert out.routing is not None
         return out.routing.load.sum(1)[None]
 
-    def _aux(self, routing: Routing, tokens: Tensor, at: StepInfo) -> tuple[Term, tuple[Tensor, Tensor]]:
+    def _aux(
+        self, routing: Routing, tokens: Tensor, at: StepInfo
+    ) -> tuple[Term, tuple[Tensor, Tensor]]:
         own = routing.load.sum(1)
         load = own if at.survey is None or not at.training else at.survey.sum(0)
         all_tokens = load.sum() / (len(load) * self.experts.per_token)
-        share = balancing(load[:, None], routing.probability.sum(1)[:, None], all_tokens[None], self.experts)[0]
-        return Term(share, per="step", coefficient=self.experts.aux_loss), (share.detach(), tokens.sum() / all_tokens.clamp(min=1))
+        share = balancing(
+            load[:, None], routing.probability.sum(1)[:, None], all_tokens[None], self.experts
+        )[0]
+        return Term(share, per="step", coefficient=self.experts.aux_loss), (
+            share.detach(),
+            tokens.sum() / all_tokens.clamp(min=1),
+        )
 
 
 def balancing(load: Tensor, probability: Tensor, tokens: Tensor, experts: ExpertsConfig) -> Tensor:
@@ -122,7 +147,11 @@ def balancing(load: Tensor, probability: Tensor, tokens: Tensor, experts: Expert
 def load_metrics(sums: MetricSums) -> dict[str, float]:
     """What a record says of the load: of the fullest and the emptiest expert of any mixture, relative to the mean."""
     found = sums.get(LOAD)
-    return {} if found is None else {k: v for k, v in load_ratios(found[0].tolist()).items() if not k.startswith(SHARE)}
+    return (
+        {}
+        if found is None
+        else {k: v for k, v in load_ratios(found[0].tolist()).items() if not k.startswith(SHARE)}
+    )
 
 
 def load_ratios(load: list[list[float]]) -> dict[str, float]:
@@ -130,10 +159,16 @@ def load_ratios(load: list[list[float]]) -> dict[str, float]:
     ratios = [[one * len(row) / total for one in row] for row in load if (total := sum(row))]
     if not ratios:
         return {}
-    found = {"expert_load_max": max(map(max, ratios)), "expert_load_min": min(map(min, ratios)), "dropped_tokens": 0.0}
+    found = {
+        "expert_load_max": max(map(max, ratios)),
+        "expert_load_min": min(map(min, ratios)),
+        "dropped_tokens": 0.0,
+    }
     if sum(map(len, ratios)) <= MAX_SHARES:
         found |= {
-            f"expert_share/{mixture}.{expert}": one / len(row) for mixture, row in enumerate(ratios) for expert, one in enumerate(row)
+            f"expert_share/{mixture}.{expert}": one / len(row)
+            for mixture, row in enumerate(ratios)
+            for expert, one in enumerate(row)
         }
     return found
 

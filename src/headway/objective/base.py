@@ -41,7 +41,10 @@ class Loss:
 
     def share(self, totals: Mapping[str, float]) -> Tensor:
         """This microbatch's additive share of the step's loss."""
-        parts = [term.sum * (term.coefficient / max(totals[term.per], 1.0)) for term in self.terms.values()]
+        parts = [
+            term.sum * (term.coefficient / max(totals[term.per], 1.0))
+            for term in self.terms.values()
+        ]
         return sum(parts[1:], start=parts[0])
 
 

@@ -25,9 +25,18 @@ from pydantic import field_validator, model_validator
 from headway.config.section import setting
 from headway.data.samples import CONTENT, SAMPLE
 from headway.errors import ConfigError
-from headway.objective.base import Collectives, Loss, MetricSums, ObjectiveConfig, ParameterRule, StepInfo, Term
+from headway.objective.base import (
+    Collectives,
+    Loss,
+    MetricSums,
+    ObjectiveConfig,
+    ParameterRule,
+    StepInfo,
+    Term,
+)
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from headway.data.batch import Batch
@@ -52,9 +61,13 @@ class Config(ObjectiveConfig):
         "Logarithm of the factor of similarities: one number for all (2.66 = temperature 0.07), or one per modality. PurrSight: "
         "{text: 1.0, image: 2.66, audio: 2.66}.",
     )
-    learn_scale: bool = setting(True, "Train the scale; false = it stays as given.", on_resume="fixed")
+    learn_scale: bool = setting(
+        True, "Train the scale; false = it stays as given.", on_resume="fixed"
+    )
     max_scale: float = setting(100.0, "The scale does not grow above this.", gt=1)
-    scale_lr: float | None = setting(None, "Learning rate of the scale; null = that of the weights.", gt=0)
+    scale_lr: float | None = setting(
+        None, "Learning rate of the scale; null = that of the weights.", gt=0
+    )
     equal_items: Literal["negative", "ignore"] = setting(
         "negative",
         "Samples with an equal caption, picture or sound (captions made of class names): negative = each is a wrong answer for the other, "
@@ -62,7 +75,9 @@ class Config(ObjectiveConfig):
         on_resume="fixed",
     )
     pairs: tuple[str, ...] | None = setting(
-        None, "Which pairs are aligned, e.g. [text-image, image-audio]; null = all of them.", on_resume="fixed"
+        None,
+        "Which pairs are aligned, e.g. [text-image, image-audio]; null = all of them.",
+        on_resume="fixed",
     )
 
     @field_validator("pairs")
@@ -79,25 +94,39 @@ class Config(ObjectiveConfig):
     @model_validator(mode="after")
     def _fits(self) -> Config:
         if self.scale_lr is not None and not self.learn_scale:
-            raise ValueError("has scale_lr and learn_scale=false, so it would be ignored. Remove one of them")
-        for value in self.log_scale.values() if isinstance(self.log_scale, dict) else (self.log_scale,):
+            raise ValueError(
+                "has scale_lr and learn_scale=false, so it would be ignored. Remove one of them"
+            )
+        for value in (
+            self.log_scale.values() if isinstance(self.log_scale, dict) else (self.log_scale,)
+        ):
             if not -5 <= value <= log(self.max_scale):
-                raise ValueError(f"has log_scale {value:g}; it must be between -5 and log(max_scale) = {log(self.max_scale):.3f}")
+                raise ValueError(
+                    f"has log_scale {value:g}; it must be between -5 and log(max_scale) = {log(self.max_scale):.3f}"
+                )
         return self
 
     @property
     def rules(self) -> tuple[ParameterRule, ...]:
         """The scale does not decay."""
-        return () if self.scale_lr is None else (ParameterRule(("objective",), self.scale_lr, 0.0, (0.9, 0.999)),)
+        return (
+            ()
+            if self.scale_lr is None
+            else (ParameterRule(("objective",), self.scale_lr, 0.0, (0.9, 0.999)),)
+        )
 
     def check(self, modalities: tuple[str, ...]) -> None:
         """Refuse settings that do not fit the modalities of a model."""
         if isinstance(self.log_scale, dict) and set(self.log_scale) != set(modalities):
             given = ", ".join(self.log_scale)
-            raise ConfigError(f"objective.log_scale has {given}; the aligner has {', '.join(modalities)}. Give one number for each.")
+            raise ConfigError(
+                f"objective.log_scale has {given}; the aligner has {', '.join(modalities)}. Give one number for each."
+            )
         for pair in self.pairs or ():
             if not set(pair.split("-")) <= set(modalities):
-                raise ConfigError(f"objective.pairs has {pair!r}; the aligner has {', '.join(modalities)}.")
+                raise ConfigError(
+                    f"objective.pairs has {pair!r}; the aligner has {', '.join(modalities)}."
+                )
 
     def without_absent(self, modalities: tuple[str, ...]) -> tuple[Config, tuple[str, ...]]:
         """The settings for an aligner without some modalities, and the pairs this leaves out: none if no pair would remain."""
@@ -117,7 +146,10 @@ class Config(ObjectiveConfig):
         """The log scale of every modality: as trained, or as given."""
         given = self.log_scale
         if isinstance(given, dict):
-            return {name: float(given[name] if trained is None else trained[list(given).index(name)]) for name in modalities}
+            return {
+                name: float(given[name] if trained is None else trained[list(given).index(name)])
+                for name in modalities
+            }
         return {name: float(given if trained is None else trained) for name in modalities}
 
     def build(self) -> Contrastive:
@@ -166,8 +198,16 @@ class Contrastive:
         self.config = config
         given = config.log_scale
         self.order = tuple(given) if isinstance(given, dict) else ()
-        self._fixed = torch.tensor(list(given.values()) if isinstance(given, dict) else given, dtype=torch.float32, device="cpu")
-        self.module: nn.Module | None = nn.ParameterDict({LOG_SCALE: nn.Parameter(self._fixed.clone())}) if config.learn_scale else None
+        self._fixed = torch.tensor(
+            list(given.values()) if isinstance(given, dict) else given,
+            dtype=torch.float32,
+            device="cpu",
+        )
+        self.module: nn.Module | None = (
+            nn.ParameterDict({LOG_SCALE: nn.Parameter(self._fixed.clone())})
+            if config.learn_scale
+            else None
+        )
         self._last: tuple[Tensor, StepLoss] | None = None
 
     def survey(self, out: ModelOut, batch: Batch) -> Tensor:
@@ -202,22 +242,43 @@ class Contrastive:
         # every microbatch carries an equal share of what the scale receives
         through = through + (whole.by_log_scale * scales).sum() * (count / survey.shape[0])
         share = value + through - through.detach()
-        metrics: MetricSums = {f"loss/{name}": (one * count, one.new_tensor(float(count))) for name, one in whole.pair_loss.items()}
+        metrics: MetricSums = {
+            f"loss/{name}": (one * count, one.new_tensor(float(count)))
+            for name, one in whole.pair_loss.items()
+        }
         metrics["scale"] = (scales.detach().exp().mean() * count, value.new_tensor(float(count)))
         if not at.training:
-            metrics = {"loss": (value.detach(), value.new_tensor(count / survey.shape[0])), **metrics}
+            metrics = {
+                "loss": (value.detach(), value.new_tensor(count / survey.shape[0])),
+                **metrics,
+            }
             _, vectors = self._split_contents(survey, len(found.names))
             metrics |= retrieval_sums(vectors, found.names, self._pairs(found.names), rows)
         return Loss({"contrastive": Term(share * whole.num_rows.clamp(min=1), per="rows")}, metrics)
 
-    def log_scales(self, names: tuple[str, ...], device: object) -> Tensor:
+    def log_scales(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """The log scale of every modality, [M]."""
-        own = self._fixed.to(device) if self.module is None else dict(self.module.named_parameters())[LOG_SCALE]  # type: ignore[arg-type]
-        return own[[self.order.index(name) for name in names]] if self.order else own.expand(len(names))
+        if self.module is None:
+            own = self._fixed.to(device)
+        else:
+            own = dict(self.module.named_parameters())[LOG_SCALE]
+        return (
+            own[[self.order.index(name) for name in names]]
+            if self.order
+            else own.expand(len(names))
+        )
 
     def _pairs(self, names: tuple[str, ...]) -> list[tuple[int, int]]:
-        chosen = None if self.config.pairs is None else {frozenset(pair.split("-")) for pair in self.config.pairs}
-        return [(a, b) for a, b in combinations(range(len(names)), 2) if chosen is None or {names[a], names[b]} in chosen]
+        chosen = (
+            None
+            if self.config.pairs is None
+            else {frozenset(pair.split("-")) for pair in self.config.pairs}
+        )
+        return [
+            (a, b)
+            for a, b in combinations(range(len(names)), 2)
+            if chosen is None or {names[a], names[b]} in chosen
+        ]
 
     def _split_contents(self, survey: Tensor, modalities: int) -> tuple[Tensor | None, Tensor]:
         """The content numbers [N, M, PARTS] in front of a survey, or None, and the rest of it."""
@@ -243,7 +304,9 @@ class Contrastive:
         for a, b in pairs:
             both = present[:, a] & present[:, b]
             pair_contents = None if contents is None else contents[:, [a, b]]
-            found[a, b] = pair_loss(values[:, a], values[:, b], both, (factors[a] + factors[b]) / 2, pair_contents)
+            found[a, b] = pair_loss(
+                values[:, a], values[:, b], both, (factors[a] + factors[b]) / 2, pair_contents
+            )
         active = torch.stack([one.is_active for one in found.values()]).sum().clamp(min=1)
         gradient, by_scale = torch.zeros_like(values), torch.zeros_like(factors)
         for (a, b), one in found.items():
@@ -252,7 +315,9 @@ class Contrastive:
             by_scale[[a, b]] += one.by_scale / active / 2
         by_log = by_scale * factors
         at_limit = log_scales.float() >= log(self.config.max_scale)
-        by_log = torch.where(at_limit & (by_log < 0), 0.0, by_log)  # at the limit it may only shrink
+        by_log = torch.where(
+            at_limit & (by_log < 0), 0.0, by_log
+        )  # at the limit it may only shrink
         return StepLoss(
             sum((one.row_loss for one in found.values()), torch.zeros_like(is_sample)) / active,
             gradient,
@@ -277,7 +342,9 @@ def content_parts(contents: Tensor) -> Tensor:
     """Content numbers [n, M] of 48 bits as parts of 16 bits, [n, M * PARTS]: float32 holds each exactly."""
     import torch
 
-    parts = [(contents >> (PART_BITS * part)) & ((1 << PART_BITS) - 1) for part in range(CONTENT_PARTS)]
+    parts = [
+        (contents >> (PART_BITS * part)) & ((1 << PART_BITS) - 1) for part in range(CONTENT_PARTS)
+    ]
     return torch.stack(parts, dim=-1).flatten(1)
 
 
@@ -302,11 +369,16 @@ def recall_ceiling(queries: Sequence[object], candidates: Sequence[object]) -> f
     """
     same_query = Counter(queries)
     same_candidate = Counter(candidates)
-    best = [1 / max(same_query[query], same_candidate[candidate]) for query, candidate in zip(queries, candidates, strict=True)]
+    best = [
+        1 / max(same_query[query], same_candidate[candidate])
+        for query, candidate in zip(queries, candidates, strict=True)
+    ]
     return sum(best) / len(best)
 
 
-def pair_loss(first: Tensor, second: Tensor, valid: Tensor, scale: Tensor, contents: Tensor | None = None) -> PairResult:
+def pair_loss(
+    first: Tensor, second: Tensor, valid: Tensor, scale: Tensor, contents: Tensor | None = None
+) -> PairResult:
     """Symmetric InfoNCE of two sets of vectors [N, D] over the rows where `valid`, and its gradients; a chunk of logits at a time.
 
     `contents` [N, 2, PARTS]: rows whose content of the first or of the second modality is equal are not compared with each other.
@@ -365,7 +437,9 @@ def places_of(first: Tensor, second: Tensor, valid: Tensor) -> tuple[Tensor, Ten
     return better, equal
 
 
-def retrieval_sums(survey: Tensor, names: tuple[str, ...], pairs: list[tuple[int, int]], rows: slice) -> MetricSums:
+def retrieval_sums(
+    survey: Tensor, names: tuple[str, ...], pairs: list[tuple[int, int]], rows: slice
+) -> MetricSums:
     """Retrieval metrics of every pair over all rows of a survey, as this microbatch's part of sums; medians and gaps enter whole."""
     import torch
 
@@ -376,8 +450,14 @@ def retrieval_sums(survey: Tensor, names: tuple[str, ...], pairs: list[tuple[int
         valid = present[:, a] & present[:, b]
         mine = valid[rows].to(values.dtype)
         count = valid.sum()
-        x, y = torch.where(valid[:, None], values[:, a], 0.0), torch.where(valid[:, None], values[:, b], 0.0)
-        for one, two, name in ((x, y, f"{names[a]}_to_{names[b]}"), (y, x, f"{names[b]}_to_{names[a]}")):
+        x, y = (
+            torch.where(valid[:, None], values[:, a], 0.0),
+            torch.where(valid[:, None], values[:, b], 0.0),
+        )
+        for one, two, name in (
+            (x, y, f"{names[a]}_to_{names[b]}"),
+            (y, x, f"{names[b]}_to_{names[a]}"),
+        ):
             better, equal = places_of(one, two, valid)
             ranks = better + (equal + 1) / 2
             for k in TOP:

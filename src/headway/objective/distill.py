@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import PrivateAttr, model_validator
 
 from headway.config.section import setting
-from headway.objective.base import Collectives, Loss, MetricSums, ObjectiveConfig, ReferenceSpec, StepInfo, TeacherCacheSpec, Term
+from headway.objective.base import (
+    Collectives,
+    Loss,
+    MetricSums,
+    ObjectiveConfig,
+    ReferenceSpec,
+    StepInfo,
+    TeacherCacheSpec,
+    Term,
+)
 from headway.objective.next_token import by_source
 
 if TYPE_CHECKING:
@@ -47,23 +56,34 @@ class Config(ObjectiveConfig):
         "alone (drop).",
     )
     direction: Literal["forward", "reverse"] = setting(
-        "forward", "forward: KL(teacher || model), covers all the teacher says. reverse: KL(model || teacher), keeps to its likeliest."
+        "forward",
+        "forward: KL(teacher || model), covers all the teacher says. reverse: KL(model || teacher), keeps to its likeliest.",
     )
     temperature: float = setting(
-        1.0, "Both models' logits are divided by it for the divergence; its loss is multiplied by its square.", gt=0
+        1.0,
+        "Both models' logits are divided by it for the divergence; its loss is multiplied by its square.",
+        gt=0,
     )
-    alpha: float = setting(0.5, "Share of the divergence in the loss; the rest is next-token prediction.", gt=0, le=1)
+    alpha: float = setting(
+        0.5, "Share of the divergence in the loss; the rest is next-token prediction.", gt=0, le=1
+    )
 
     _head: TeacherHead | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _has_one_teacher(self) -> Self:
         if self.cache is not None and self.teacher is not None:
-            raise ValueError("teacher and cache are both given; cache needs no teacher in memory. Remove one of them.")
+            raise ValueError(
+                "teacher and cache are both given; cache needs no teacher in memory. Remove one of them."
+            )
         if self.cache is not None and not self.cache:
-            raise ValueError("cache names no folder. Give what `headway data teacher-logits` wrote, or remove it.")
+            raise ValueError(
+                "cache names no folder. Give what `headway data teacher-logits` wrote, or remove it."
+            )
         if self.cache is None and self.tail != "bucket":
-            raise ValueError(f"tail is {self.tail!r}, which is for stored logits. Give cache, or remove tail.")
+            raise ValueError(
+                f"tail is {self.tail!r}, which is for stored logits. Give cache, or remove tail."
+            )
         return self
 
     @property
@@ -110,7 +130,9 @@ class Distill:
         scored = self._score(out, batch, shaping)
         total = weight.sum()
         found = {"nll": scored.nll, "accuracy": scored.correct, "kl": scored.kl}
-        metrics: MetricSums = {name: ((value * weight).sum(), total) for name, value in found.items()}
+        metrics: MetricSums = {
+            name: ((value * weight).sum(), total) for name, value in found.items()
+        }
         if at.num_sources > 1:
             weights = by_source(weight.sum(1), batch, at)
             for name, value in found.items():
@@ -123,7 +145,11 @@ class Distill:
 
         if self.config.cache is not None:
             taught = TopLogProbs(batch.extra[IDS_COLUMN], batch.extra[LOG_PROBS_COLUMN])
-            return out.head.distill_top_k(batch.targets, batch.loss_weight, taught, shaping, self.config.tail == "drop")
+            return out.head.distill_top_k(
+                batch.targets, batch.loss_weight, taught, shaping, self.config.tail == "drop"
+            )
         if self.head is None:
             raise AssertionError("the teacher is not loaded")
-        return out.head.distill(batch.targets, batch.loss_weight, batch.extra[TAUGHT], self.head, shaping)
+        return out.head.distill(
+            batch.targets, batch.loss_weight, batch.extra[TAUGHT], self.head, shaping
+        )

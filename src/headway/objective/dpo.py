@@ -37,19 +37,33 @@ class Config(ObjectiveConfig):
 
     PAIRS: ClassVar[bool] = True
     kind: str = setting("dpo", "dpo.", on_resume="fixed")
-    loss_type: LossType = setting("sigmoid", "The loss of a pair's margin over the reference.", on_resume="fixed")
-    beta: float = setting(0.1, "How strongly the model is kept near the reference; a smaller value lets it move further.", gt=0)
-    label_smoothing: float = setting(
-        0.0, "Share of pairs assumed to be labelled the wrong way round (loss_type sigmoid and robust).", ge=0, lt=0.5
+    loss_type: LossType = setting(
+        "sigmoid", "The loss of a pair's margin over the reference.", on_resume="fixed"
     )
-    reference_free: bool = setting(False, "Load no reference; it counts as giving all answers the same probability.", on_resume="fixed")
+    beta: float = setting(
+        0.1,
+        "How strongly the model is kept near the reference; a smaller value lets it move further.",
+        gt=0,
+    )
+    label_smoothing: float = setting(
+        0.0,
+        "Share of pairs assumed to be labelled the wrong way round (loss_type sigmoid and robust).",
+        ge=0,
+        lt=0.5,
+    )
+    reference_free: bool = setting(
+        False,
+        "Load no reference; it counts as giving all answers the same probability.",
+        on_resume="fixed",
+    )
     reference: str | None = setting(
         None,
         "The reference model: a run, a checkpoint or a Hugging Face folder; null = the weights the run starts from.",
         on_resume="fixed",
     )
     reference_logps: Literal["live", "cached"] = setting(
-        "live", "live: keep the reference as a second model. cached: score the pairs it reads once and store the results in data.cache_dir."
+        "live",
+        "live: keep the reference as a second model. cached: score the pairs it reads once and store the results in data.cache_dir.",
     )
 
     @model_validator(mode="after")
@@ -60,13 +74,19 @@ class Config(ObjectiveConfig):
                 "Remove label_smoothing"
             )
         if self.reference_free and (self.reference is not None or self.reference_logps != "live"):
-            raise ValueError("has reference_free=true and settings of a reference, which would be ignored. Remove one of them")
+            raise ValueError(
+                "has reference_free=true and settings of a reference, which would be ignored. Remove one of them"
+            )
         return self
 
     @property
     def reference_spec(self) -> ReferenceSpec | None:
         """The frozen model to compare with."""
-        return None if self.reference_free else ReferenceSpec(self.reference, self.reference_logps == "cached")
+        return (
+            None
+            if self.reference_free
+            else ReferenceSpec(self.reference, self.reference_logps == "cached")
+        )
 
     def build(self) -> DPO:
         """Make the objective."""
@@ -93,16 +113,24 @@ class DPO(PairObjective):
             case "sigmoid":
                 return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
             case "robust":
-                return (-(1 - smoothing) * logsigmoid(margin) + smoothing * logsigmoid(-margin)) / (1 - 2 * smoothing)
+                return (-(1 - smoothing) * logsigmoid(margin) + smoothing * logsigmoid(-margin)) / (
+                    1 - 2 * smoothing
+                )
             case "hinge":
                 return (1 - margin).relu()
             case "ipo":
-                average = c / pairs.chosen_length.clamp(min=1) - r / pairs.rejected_length.clamp(min=1)
+                average = c / pairs.chosen_length.clamp(min=1) - r / pairs.rejected_length.clamp(
+                    min=1
+                )
                 return (average - 1 / (2 * beta)).square()
             case "sppo_hard":
                 return (c - 1 / (2 * beta)).square() + (r + 1 / (2 * beta)).square()
             case "nca_pair":
-                return -logsigmoid(beta * c) - 0.5 * logsigmoid(-beta * c) - 0.5 * logsigmoid(-beta * r)
+                return (
+                    -logsigmoid(beta * c)
+                    - 0.5 * logsigmoid(-beta * c)
+                    - 0.5 * logsigmoid(-beta * r)
+                )
             case "kto_pair":
                 raise AssertionError("kto_pair is KTOPair's")
 
@@ -126,12 +154,20 @@ class KTOPair(DPO):
         # how the step's loss changes with each mean; below zero the clamp holds it
         by_c = -(beta * down * (1 - down) * is_pair).sum() / (2 * count) * (mean_c >= 0)
         by_r = (beta * up * (1 - up) * is_pair).sum() / (2 * count) * (mean_r >= 0)
-        own = 2 - (beta * (pairs.chosen_gain - clamped_r)).sigmoid() - (beta * (clamped_c - pairs.rejected_gain)).sigmoid()
-        through = by_c * (pairs.chosen_gain - pairs.chosen_gain.detach()) + by_r * (pairs.rejected_gain - pairs.rejected_gain.detach())
+        own = (
+            2
+            - (beta * (pairs.chosen_gain - clamped_r)).sigmoid()
+            - (beta * (clamped_c - pairs.rejected_gain)).sigmoid()
+        )
+        through = by_c * (pairs.chosen_gain - pairs.chosen_gain.detach()) + by_r * (
+            pairs.rejected_gain - pairs.rejected_gain.detach()
+        )
         return own / 2 + through
 
 
 def _gains(pairs: Pairs) -> Tensor:
     import torch
 
-    return torch.stack([pairs.chosen_gain, pairs.rejected_gain, pairs.is_pair], dim=-1).flatten(0, 1)
+    return torch.stack([pairs.chosen_gain, pairs.rejected_gain, pairs.is_pair], dim=-1).flatten(
+        0, 1
+    )

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import field_validator, model_validator
 
 from headway.config.section import setting
-from headway.objective.base import Collectives, GateSpec, Loss, ObjectiveConfig, ParameterRule, StepInfo, Term
+from headway.objective.base import (
+    Collectives,
+    GateSpec,
+    Loss,
+    ObjectiveConfig,
+    ParameterRule,
+    StepInfo,
+    Term,
+)
 from headway.objective.next_token import Config as NextTokenConfig
 from headway.objective.next_token import NextToken
 
@@ -37,25 +45,50 @@ class Config(ObjectiveConfig):
     start: float = setting(0.0, "Target share of streaming heads in the first step.", ge=0, le=1)
     target: float = setting(0.7, "Target share of streaming heads after the warm-up.", ge=0, le=1)
     warmup: int | float = setting(
-        0.8, "How long the target moves from start to target: steps (an integer) or a fraction of all steps.", ge=0
+        0.8,
+        "How long the target moves from start to target: steps (an integer) or a fraction of all steps.",
+        ge=0,
     )
     warmup_shape: Literal["linear", "logarithmic"] = setting(
-        "linear", "How the target moves: linear in the sparsity; logarithmic = linear in log(1 - sparsity)."
+        "linear",
+        "How the target moves: linear in the sparsity; logarithmic = linear in log(1 - sparsity).",
     )
     measure: Measure = setting(
-        "sampled", "The sparsity that is compared with the target: 1 - mean of sampled z, 1 - mean of E[z], or the mean of P(z = 0)."
+        "sampled",
+        "The sparsity that is compared with the target: 1 - mean of sampled z, 1 - mean of E[z], or the mean of P(z = 0).",
     )
-    linear_term: bool = setting(True, "Use the term lambda_1 (s - t); false leaves only the squared term.")
-    window: int | None = setting(None, "Tokens a streaming head sees up to the query; null = model.head_gates.window (1024).", gt=0)
-    sinks: int | None = setting(None, "First tokens a streaming head sees; 0 = local; null = model.head_gates.sinks (128).", ge=0)
-    mask_lr: float = setting(1.0, "Peak learning rate of the gates; it follows optim.schedule.", ge=0, le=1e30)
-    reg_lr: float = setting(1.0, "Peak learning rate of the lambdas; it follows optim.schedule.", ge=0, le=1e30)
-    mask_weight_decay: float = setting(0.1, "Weight decay of log_alpha; it bounds |log_alpha| by 1 / this.", ge=0, le=1000)
-    reg_weight_decay: float = setting(0.1, "Weight decay of the lambdas; it bounds them by 1 / this.", ge=0, le=1000)
+    linear_term: bool = setting(
+        True, "Use the term lambda_1 (s - t); false leaves only the squared term."
+    )
+    window: int | None = setting(
+        None,
+        "Tokens a streaming head sees up to the query; null = model.head_gates.window (1024).",
+        gt=0,
+    )
+    sinks: int | None = setting(
+        None,
+        "First tokens a streaming head sees; 0 = local; null = model.head_gates.sinks (128).",
+        ge=0,
+    )
+    mask_lr: float = setting(
+        1.0, "Peak learning rate of the gates; it follows optim.schedule.", ge=0, le=1e30
+    )
+    reg_lr: float = setting(
+        1.0, "Peak learning rate of the lambdas; it follows optim.schedule.", ge=0, le=1e30
+    )
+    mask_weight_decay: float = setting(
+        0.1, "Weight decay of log_alpha; it bounds |log_alpha| by 1 / this.", ge=0, le=1000
+    )
+    reg_weight_decay: float = setting(
+        0.1, "Weight decay of the lambdas; it bounds them by 1 / this.", ge=0, le=1000
+    )
 
-    mask_betas: tuple[float, float] = setting((0.7, 0.95), "Adam betas of the gates; more momentum makes the sparsity oscillate.")
+    mask_betas: tuple[float, float] = setting(
+        (0.7, 0.95), "Adam betas of the gates; more momentum makes the sparsity oscillate."
+    )
     reg_betas: tuple[float, float] = setting(
-        (0.0, 0.99), "Adam betas of the lambdas; momentum makes the sparsity oscillate around its target."
+        (0.0, 0.99),
+        "Adam betas of the lambdas; momentum makes the sparsity oscillate around its target.",
     )
 
     @field_validator("mask_betas", "reg_betas")
@@ -75,7 +108,9 @@ class Config(ObjectiveConfig):
     @model_validator(mode="after")
     def _logarithm(self) -> Config:
         if self.warmup_shape == "logarithmic" and 1.0 in (self.start, self.target):
-            raise ValueError("warmup_shape is logarithmic and start or target is 1; log(1 - 1) is undefined. Use linear, or values below 1")
+            raise ValueError(
+                "warmup_shape is logarithmic and start or target is 1; log(1 - 1) is undefined. Use linear, or values below 1"
+            )
         return self
 
     @property
@@ -83,7 +118,9 @@ class Config(ObjectiveConfig):
         """Gradient descent for the gates, ascent for the lambdas, each with its own learning rate."""
         return (
             ParameterRule(("gates",), self.mask_lr, self.mask_weight_decay, self.mask_betas),
-            ParameterRule(("objective",), self.reg_lr, self.reg_weight_decay, self.reg_betas, maximize=True),
+            ParameterRule(
+                ("objective",), self.reg_lr, self.reg_weight_decay, self.reg_betas, maximize=True
+            ),
         )
 
     @property
@@ -93,7 +130,9 @@ class Config(ObjectiveConfig):
 
     def target_at(self, step: int, total_steps: int) -> float:
         """The target sparsity of one step, counted from 0."""
-        steps = self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * total_steps)
+        steps = (
+            self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * total_steps)
+        )
         done = 1.0 if step >= steps else step / steps
         if self.warmup_shape == "logarithmic":
             return 1 - (1 - self.start) ** (1 - done) * (1 - self.target) ** done
@@ -116,7 +155,9 @@ class HeadSparsity:
         self.config = config
         self.next_token = NextToken(NextTokenConfig())
         names = ("lambda_1", "lambda_2") if config.linear_term else ("lambda_2",)
-        self.module: nn.Module | None = nn.ParameterDict({name: nn.Parameter(torch.zeros((), device="cpu")) for name in names})
+        self.module: nn.Module | None = nn.ParameterDict(
+            {name: nn.Parameter(torch.zeros((), device="cpu")) for name in names}
+        )
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The next-token terms, and the constraint's share of this microbatch."""
@@ -124,16 +165,26 @@ class HeadSparsity:
         assert self.module is not None
         plain = self.next_token.loss(out, batch, at, collectives)
         lambdas = dict(self.module.named_parameters())
-        sparsity, target = self._measured(out.gates, training=at.training), self.config.target_at(at.step, at.total_steps)
+        sparsity, target = (
+            self._measured(out.gates, training=at.training),
+            self.config.target_at(at.step, at.total_steps),
+        )
         gap = sparsity - target
         constraint = lambdas["lambda_2"] * gap.square()
         if self.config.linear_term:
             constraint = constraint + lambdas["lambda_1"] * gap
         one = sparsity.new_ones(())
-        metrics = {**plain.metrics, "sparsity": (sparsity, one), "sparsity_target": (one * target, one)}
+        metrics = {
+            **plain.metrics,
+            "sparsity": (sparsity, one),
+            "sparsity_target": (one * target, one),
+        }
         if at.training:
             undecided = ((out.gates.z > 0) & (out.gates.z < 1)).float().mean()
-            metrics |= {"undecided_heads": (undecided, one), **{name: (value, one) for name, value in lambdas.items()}}
+            metrics |= {
+                "undecided_heads": (undecided, one),
+                **{name: (value, one) for name, value in lambdas.items()},
+            }
         return Loss({**plain.terms, "sparsity": Term(constraint, per="microbatches")}, metrics)
 
     def _measured(self, gates: GateDraw, *, training: bool) -> Tensor:
@@ -142,4 +193,8 @@ class HeadSparsity:
         if self.config.measure == "sampled" or not training:
             return 1 - gates.z.mean()
         log_alpha = gates.log_alpha.float()
-        return probability_zero(log_alpha).mean() if self.config.measure == "expected_l0" else 1 - expected_z(log_alpha).mean()
+        return (
+            probability_zero(log_alpha).mean()
+            if self.config.measure == "expected_l0"
+            else 1 - expected_z(log_alpha).mean()
+        )

@@ -15,7 +15,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from headway.config.section import setting
-from headway.objective.base import Collectives, Loss, MetricSums, ObjectiveConfig, ReferenceSpec, StepInfo, Term
+from headway.objective.base import (
+    Collectives,
+    Loss,
+    MetricSums,
+    ObjectiveConfig,
+    ReferenceSpec,
+    StepInfo,
+    Term,
+)
 from headway.objective.pairs import REFERENCE, document_sums, share_right
 
 if TYPE_CHECKING:
@@ -33,9 +41,15 @@ class Config(ObjectiveConfig):
 
     UNPAIRED: ClassVar[bool] = True
     kind: str = setting("kto", "kto.", on_resume="fixed")
-    beta: float = setting(0.1, "How strongly the model is kept near the reference; a smaller value lets it move further.", gt=0)
+    beta: float = setting(
+        0.1,
+        "How strongly the model is kept near the reference; a smaller value lets it move further.",
+        gt=0,
+    )
     desirable_weight: float = setting(1.0, "Weight of the loss of good answers.", ge=0)
-    undesirable_weight: float = setting(1.0, "Weight of the loss of bad answers; lower it where there are many more of them.", ge=0)
+    undesirable_weight: float = setting(
+        1.0, "Weight of the loss of bad answers; lower it where there are many more of them.", ge=0
+    )
     reference: str | None = setting(
         None,
         "The reference model: a run, a checkpoint or a Hugging Face folder; null = the weights the run starts from.",
@@ -86,26 +100,44 @@ class KTO:
         good, bad = _labels(batch, gain)
         mismatch, has_mismatch, *_ = at.survey.unbind(1)
         kl = ((mismatch * has_mismatch).sum() / has_mismatch.sum().clamp(min=1)).clamp(min=0)
-        beta, each = self.config.beta, good * self.config.desirable_weight + bad * self.config.undesirable_weight
+        beta, each = (
+            self.config.beta,
+            good * self.config.desirable_weight + bad * self.config.undesirable_weight,
+        )
         margin = beta * (gain - kl) * (good - bad)
         total = (each * (1 - margin.sigmoid())).sum()
         metrics = self._metrics(log_prob.detach(), gain.detach(), (good, bad), kl, at)
-        return Loss({"kto": Term(total, per="records")}, metrics if at.training else {"loss": (total, (good + bad).sum()), **metrics})
+        return Loss(
+            {"kto": Term(total, per="records")},
+            metrics if at.training else {"loss": (total, (good + bad).sum()), **metrics},
+        )
 
-    def _metrics(self, log_prob: Tensor, gain: Tensor, labels: tuple[Tensor, Tensor], kl: Tensor, at: StepInfo) -> MetricSums:
+    def _metrics(
+        self,
+        log_prob: Tensor,
+        gain: Tensor,
+        labels: tuple[Tensor, Tensor],
+        kl: Tensor,
+        at: StepInfo,
+    ) -> MetricSums:
         """Rewards are gains times beta. A margin is the difference of two means over the step, of which this is a share."""
         good, bad = labels
         assert at.survey is not None
         all_good, all_bad = at.survey[:, 2].sum(), at.survey[:, 3].sum()
         reward, count = self.config.beta * gain, (good + bad).sum()
         right = share_right(gain - kl) * good + share_right(kl - gain) * bad
-        margin = (reward * good).sum() / all_good.clamp(min=1) - (reward * bad).sum() / all_bad.clamp(min=1)
+        margin = (reward * good).sum() / all_good.clamp(min=1) - (
+            reward * bad
+        ).sum() / all_bad.clamp(min=1)
         has_both = ((all_good > 0) & (all_bad > 0)).to(gain.dtype)
         return {
             "rewards/chosen": ((reward * good).sum(), good.sum()),
             "rewards/rejected": ((reward * bad).sum(), bad.sum()),
             "rewards/accuracies": (right.sum(), count),
-            "rewards/margins": (margin * has_both, count / (all_good + all_bad).clamp(min=1) * has_both),
+            "rewards/margins": (
+                margin * has_both,
+                count / (all_good + all_bad).clamp(min=1) * has_both,
+            ),
             "logps/chosen": ((log_prob * good).sum(), good.sum()),
             "logps/rejected": ((log_prob * bad).sum(), bad.sum()),
             "kl": (kl * count, count),

@@ -20,8 +20,15 @@ class Config(ObjectiveConfig):
     BY_TOKEN: ClassVar[bool] = True
 
     kind: str = setting("next_token", "next_token.", on_resume="fixed")
-    label_smoothing: float = setting(0.0, "Share of the target's probability that is spread over the whole vocabulary.", ge=0, lt=1)
-    z_loss: float = setting(0.0, "Weight of the squared log-partition, which keeps logits from drifting.", ge=0)
+    label_smoothing: float = setting(
+        0.0,
+        "Share of the target's probability that is spread over the whole vocabulary.",
+        ge=0,
+        lt=1,
+    )
+    z_loss: float = setting(
+        0.0, "Weight of the squared log-partition, which keeps logits from drifting.", ge=0
+    )
 
     def build(self) -> NextToken:
         """Make the objective."""
@@ -54,7 +61,10 @@ class NextToken:
         if at.num_sources > 1:
             weights = by_source(weight.sum(1), batch, at)
             metrics["nll/source"] = (by_source((scored.nll * weight).sum(1), batch, at), weights)
-            metrics["accuracy/source"] = (by_source((scored.correct * weight).sum(1), batch, at), weights)
+            metrics["accuracy/source"] = (
+                by_source((scored.correct * weight).sum(1), batch, at),
+                weights,
+            )
         return Loss({"next_token": Term(scored.total)}, metrics)
 
 

@@ -49,7 +49,9 @@ class ORPO(PerTokenObjective):
         """Both parts beside the rewards. A plain `nll` would take the place of the loss in a validation."""
         found, count = super().metrics(pairs, total, at), pairs.is_pair.sum()
         parts = {"nll/chosen": -pairs.chosen_gain, "log_odds_ratio": _log_ratio(pairs)}
-        return found | {name: ((value.detach() * pairs.is_pair).sum(), count) for name, value in parts.items()}
+        return found | {
+            name: ((value.detach() * pairs.is_pair).sum(), count) for name, value in parts.items()
+        }
 
 
 def _log_ratio(pairs: Pairs) -> Tensor:

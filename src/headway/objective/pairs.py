@@ -95,8 +95,12 @@ class PerTokenObjective(PairObjective):
         import torch
 
         return pairs._replace(
-            chosen_gain=torch.where(pairs.is_pair > 0, pairs.chosen_gain / pairs.chosen_length.clamp(min=1), -1.0),
-            rejected_gain=torch.where(pairs.is_pair > 0, pairs.rejected_gain / pairs.rejected_length.clamp(min=1), -1.0),
+            chosen_gain=torch.where(
+                pairs.is_pair > 0, pairs.chosen_gain / pairs.chosen_length.clamp(min=1), -1.0
+            ),
+            rejected_gain=torch.where(
+                pairs.is_pair > 0, pairs.rejected_gain / pairs.rejected_length.clamp(min=1), -1.0
+            ),
         )
 
 
@@ -104,7 +108,9 @@ def document_sums(per_token: Tensor, batch: Batch) -> Tensor:
     """Add up a per-token value over each document: [rows, seq_len] -> [rows, documents of a row]."""
     import torch
 
-    numbers = torch.arange(batch.bounds.shape[1] - 1, device=per_token.device, dtype=batch.document.dtype)
+    numbers = torch.arange(
+        batch.bounds.shape[1] - 1, device=per_token.device, dtype=batch.document.dtype
+    )
     inside = batch.document[:, None, :] == numbers[:, None]
     # A masked sum rather than a scatter: the order of additions is fixed on every device.
     return torch.where(inside, per_token[:, None, :], 0.0).sum(-1)

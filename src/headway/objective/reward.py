@@ -29,9 +29,13 @@ class Config(ObjectiveConfig):
     PAIRS: ClassVar[bool] = True
     SCORES: ClassVar[bool] = True
     kind: str = setting("reward", "reward.", on_resume="fixed")
-    margin: float = setting(0.0, "The margin by which the chosen answer's score should be higher.", ge=0)
+    margin: float = setting(
+        0.0, "The margin by which the chosen answer's score should be higher.", ge=0
+    )
     center_rewards_coefficient: float = setting(
-        0.0, "Weight of (chosen + rejected)^2 beside the loss of the difference, which keeps scores near zero; 0.01 is usual.", ge=0
+        0.0,
+        "Weight of (chosen + rejected)^2 beside the loss of the difference, which keeps scores near zero; 0.01 is usual.",
+        ge=0,
     )
 
     def build(self) -> Reward:
@@ -57,7 +61,9 @@ class Reward:
         chosen, rejected, is_pair = _scored_pairs(out.score.of_documents(batch.bounds), batch)
         per_pair = -logsigmoid(chosen - rejected - self.config.margin)
         if self.config.center_rewards_coefficient:
-            per_pair = per_pair + self.config.center_rewards_coefficient * (chosen + rejected).square()
+            per_pair = (
+                per_pair + self.config.center_rewards_coefficient * (chosen + rejected).square()
+            )
         total, count = (per_pair * is_pair).sum(), is_pair.sum()
         found = {
             "rewards/chosen": chosen,
@@ -66,8 +72,13 @@ class Reward:
             "rewards/accuracies": share_right(chosen - rejected),
             "rewards/margins": chosen - rejected,
         }
-        metrics: MetricSums = {name: ((value.detach() * is_pair).sum(), count) for name, value in found.items()}
-        return Loss({"reward": Term(total, per="pairs")}, metrics if at.training else {"loss": (total, count), **metrics})
+        metrics: MetricSums = {
+            name: ((value.detach() * is_pair).sum(), count) for name, value in found.items()
+        }
+        return Loss(
+            {"reward": Term(total, per="pairs")},
+            metrics if at.training else {"loss": (total, count), **metrics},
+        )
 
 
 def _scored_pairs(scores: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,9 +23,17 @@ class Config(ObjectiveConfig):
 
     PAIRS: ClassVar[bool] = True
     kind: str = setting("simpo", "simpo.", on_resume="fixed")
-    beta: float = setting(2.0, "Scale of the rewards: reward = beta * mean log-probability of an answer's tokens.", gt=0)
-    gamma: float = setting(1.0, "The margin by which the chosen answer's reward should be higher.", ge=0)
-    label_smoothing: float = setting(0.0, "Share of pairs assumed to be labelled the wrong way round.", ge=0, lt=0.5)
+    beta: float = setting(
+        2.0,
+        "Scale of the rewards: reward = beta * mean log-probability of an answer's tokens.",
+        gt=0,
+    )
+    gamma: float = setting(
+        1.0, "The margin by which the chosen answer's reward should be higher.", ge=0
+    )
+    label_smoothing: float = setting(
+        0.0, "Share of pairs assumed to be labelled the wrong way round.", ge=0, lt=0.5
+    )
 
     def build(self) -> SimPO:
         """Make the objective."""

@@ -30,12 +30,25 @@ class Config(OptimConfig):
     HAS_NO: ClassVar[tuple[str, ...]] = ("betas", "eps")
 
     kind: str = setting("adafactor", "adafactor.", on_resume="fixed")
-    lr: float = setting(1e-2, "Peak learning rate, relative to the size of each parameter (see scale_by_rms).", ge=0, le=1e30)
+    lr: float = setting(
+        1e-2,
+        "Peak learning rate, relative to the size of each parameter (see scale_by_rms).",
+        ge=0,
+        le=1e30,
+    )
     weight_decay: float = setting(0.0, "Decoupled weight decay.", ge=0, le=1000)
-    beta2_decay: float = setting(-0.8, "The second moment's decay rate is 1 - t^beta2_decay over updates t.", le=0)
-    eps: float | None = setting(None, "Smallest root of the second moment; null = that of fp32, 1.2e-7.", gt=0, le=1e15)
-    eps_scale: float = setting(1e-3, "Smallest size of a parameter that its steps are scaled by.", gt=0, le=1e30)
-    clip_update: float = setting(1.0, "Largest root mean square of an update, before it is scaled.", gt=0)
+    beta2_decay: float = setting(
+        -0.8, "The second moment's decay rate is 1 - t^beta2_decay over updates t.", le=0
+    )
+    eps: float | None = setting(
+        None, "Smallest root of the second moment; null = that of fp32, 1.2e-7.", gt=0, le=1e15
+    )
+    eps_scale: float = setting(
+        1e-3, "Smallest size of a parameter that its steps are scaled by.", gt=0, le=1e30
+    )
+    clip_update: float = setting(
+        1.0, "Largest root mean square of an update, before it is scaled.", gt=0
+    )
     scale_by_rms: bool = setting(True, "Scale the steps of a parameter by its root mean square.")
 
     def build(self) -> Optimizer:
@@ -44,7 +57,9 @@ class Config(OptimConfig):
 
     def hyper(self, step: int, total_steps: int) -> Hyper:
         """The numbers at one step; Adafactor has no betas."""
-        return Hyper(self.lr * self.schedule.factor(step, total_steps), (0.0, 0.0), 0.0, self.weight_decay)
+        return Hyper(
+            self.lr * self.schedule.factor(step, total_steps), (0.0, 0.0), 0.0, self.weight_decay
+        )
 
 
 class Adafactor:
@@ -57,7 +72,11 @@ class Adafactor:
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """A number per row and per column; of a vector one per element."""
-        return {SQUARE: shape} if len(shape) < 2 else {ROW: shape[:-1], COLUMN: (*shape[:-2], shape[-1])}
+        return (
+            {SQUARE: shape}
+            if len(shape) < 2
+            else {ROW: shape[:-1], COLUMN: (*shape[:-2], shape[-1])}
+        )
 
     def update(
         self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
@@ -71,6 +90,14 @@ class Adafactor:
         keep = 1 - guard.found_inf
         for index, (param, grad, step) in enumerate(zip(params, grads, steps, strict=True)):
             step += keep
-            adafactor_step(param, grad, {slot: held[index] for slot, held in state.items()}, step, self.config, hyper, guard)
+            adafactor_step(
+                param,
+                grad,
+                {slot: held[index] for slot, held in state.items()},
+                step,
+                self.config,
+                hyper,
+                guard,
+            )
         if copies:
             torch._foreach_copy_(copies, params)

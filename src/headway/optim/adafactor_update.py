@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from headway.optim.adafactor import Config
 
 
-def adafactor_step(param: Tensor, grad: Tensor, state: dict[str, Tensor], step: Tensor, config: Config, hyper: Hyper, guard: Guard) -> None:
+def adafactor_step(
+    param: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    step: Tensor,
+    config: Config,
+    hyper: Hyper,
+    guard: Guard,
+) -> None:
     """One step; `step` counts this update already. Where found_inf is not 0 nothing changes."""
     from headway.optim.adafactor import COLUMN, ROW, SQUARE
 
@@ -29,8 +37,12 @@ def adafactor_step(param: Tensor, grad: Tensor, state: dict[str, Tensor], step: 
         held = state[SQUARE].lerp_(g.square(), weight)
         update = held.clamp(min=eps * eps).rsqrt_().mul_(g)
     else:
-        row = state[ROW].lerp_(torch.linalg.vector_norm(g, dim=-1).square_().div_(g.shape[-1]), weight)
-        column = state[COLUMN].lerp_(torch.linalg.vector_norm(g, dim=-2).square_().div_(g.shape[-2]), weight)
+        row = state[ROW].lerp_(
+            torch.linalg.vector_norm(g, dim=-1).square_().div_(g.shape[-1]), weight
+        )
+        column = state[COLUMN].lerp_(
+            torch.linalg.vector_norm(g, dim=-2).square_().div_(g.shape[-2]), weight
+        )
         share = row / row.mean(-1, keepdim=True).clamp(min=eps)
         update = (share.unsqueeze(-1) * column.unsqueeze(-2)).clamp_(min=eps * eps).rsqrt_().mul_(g)
     size = rho * keep / (rms(update) / config.clip_update).clamp(min=1.0)

@@ -19,10 +19,13 @@ class Config(OptimConfig):
 
     kind: str = setting("adamw", "adamw.", on_resume="fixed")
     betas: tuple[float, float] = setting((0.9, 0.95), "Decay rates of the first and second moment.")
-    beta2_c: float = setting(0.0, "beta2 rises as max(beta2, 1 - n^-c) over updates n; 0 keeps it constant.", ge=0)
+    beta2_c: float = setting(
+        0.0, "beta2 rises as max(beta2, 1 - n^-c) over updates n; 0 keeps it constant.", ge=0
+    )
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
     state_dtype: Literal["fp32", "bf16", "8bit"] = setting(
-        "fp32", "How moments are stored between updates: 8, 4 or about 2 bytes per parameter. The arithmetic is always fp32."
+        "fp32",
+        "How moments are stored between updates: 8, 4 or about 2 bytes per parameter. The arithmetic is always fp32.",
     )
 
     _check_betas = field_validator("betas")(check_betas)
@@ -39,7 +42,9 @@ class Config(OptimConfig):
     def hyper(self, step: int, total_steps: int) -> Hyper:
         """The numbers at one step."""
         betas = (self.betas[0], beta2_at(self.betas[1], self.beta2_c, step))
-        return Hyper(self.lr * self.schedule.factor(step, total_steps), betas, self.eps, self.weight_decay)
+        return Hyper(
+            self.lr * self.schedule.factor(step, total_steps), betas, self.eps, self.weight_decay
+        )
 
 
 class AdamW:
@@ -55,5 +60,12 @@ class AdamW:
         """One call over all tensors of a group; a skipped step leaves the counters where they were."""
         from headway.kernels.adamw import AdamWHyper, AdamWTensors, adamw_step
 
-        tensors = AdamWTensors(params, grads, state["exp_avg"], state["exp_avg_sq"], steps, copies or ())
-        adamw_step(tensors, AdamWHyper(hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.maximize), guard.scale, guard.found_inf)
+        tensors = AdamWTensors(
+            params, grads, state["exp_avg"], state["exp_avg_sq"], steps, copies or ()
+        )
+        adamw_step(
+            tensors,
+            AdamWHyper(hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.maximize),
+            guard.scale,
+            guard.found_inf,
+        )

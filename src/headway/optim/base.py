@@ -73,7 +73,13 @@ class AveragingOptimizer(Optimizer, Protocol):
     Engines keep both apart, also where they could be one tensor, and always pass `copies`.
     """
 
-    def set_training_weights(self, params: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], copies: list[Tensor]) -> None:
+    def set_training_weights(
+        self,
+        params: list[Tensor],
+        state: dict[str, list[Tensor]],
+        steps: list[Tensor],
+        copies: list[Tensor],
+    ) -> None:
         """Set `copies` to the weights that train, bit for bit as the last update did; before the first update they are the params."""
         ...
 
@@ -89,9 +95,16 @@ class Guard:
 class GroupRule(Section):
     """A group of parameters with its own hyperparameters."""
 
-    match: tuple[str, ...] = setting(..., "Patterns of parameter names, as in `freeze`.", min_length=1)
+    match: tuple[str, ...] = setting(
+        ..., "Patterns of parameter names, as in `freeze`.", min_length=1
+    )
     lr: float | None = setting(None, "Peak learning rate of the group.", ge=0, le=1e30)
-    lr_factor: float | None = setting(None, "Peak learning rate of the group as a multiple of optim.lr; instead of lr.", ge=0, le=1000)
+    lr_factor: float | None = setting(
+        None,
+        "Peak learning rate of the group as a multiple of optim.lr; instead of lr.",
+        ge=0,
+        le=1000,
+    )
     betas: tuple[float, float] | None = setting(None, "Adam's betas of the group.")
     eps: float | None = setting(None, "Adam's epsilon of the group.", gt=0)
     weight_decay: float | None = setting(None, "Weight decay of the group.", ge=0, le=1000)
@@ -118,19 +131,28 @@ class OptimConfig(KindConfig):
     lr: float = setting(3e-4, "Peak learning rate.", ge=0, le=1e30)
     weight_decay: float = setting(0.1, "Decoupled weight decay.", ge=0, le=1000)
     decay: tuple[str, ...] = setting(
-        ("matrices",), "Which parameters decay: patterns as in `freeze`; `matrices` are all of two dimensions."
+        ("matrices",),
+        "Which parameters decay: patterns as in `freeze`; `matrices` are all of two dimensions.",
     )
     clip: float | None = setting(1.0, "Largest global gradient norm; null = no clipping.", gt=0)
     schedule: Schedule = setting(Schedule, "Learning rate over the run.")
-    groups: tuple[GroupRule, ...] = setting((), "Parameter groups with their own hyperparameters; the first rule that matches wins.")
+    groups: tuple[GroupRule, ...] = setting(
+        (), "Parameter groups with their own hyperparameters; the first rule that matches wins."
+    )
 
     @model_validator(mode="after")
     def _groups_fit(self) -> Self:
         for index, rule in enumerate(self.groups):
             if rule.lr is not None and rule.lr_factor is not None:
-                raise ValueError(f"groups.{index} has lr={rule.lr:g} and lr_factor={rule.lr_factor:g}, which mean the same. Remove one")
-            if ignored := next((name for name in self.HAS_NO if getattr(rule, name) is not None), None):
-                raise ValueError(f"groups.{index}.{ignored} is {getattr(rule, ignored)}, which {self.kind} does not have. Remove it")
+                raise ValueError(
+                    f"groups.{index} has lr={rule.lr:g} and lr_factor={rule.lr_factor:g}, which mean the same. Remove one"
+                )
+            if ignored := next(
+                (name for name in self.HAS_NO if getattr(rule, name) is not None), None
+            ):
+                raise ValueError(
+                    f"groups.{index}.{ignored} is {getattr(rule, ignored)}, which {self.kind} does not have. Remove it"
+                )
         return self
 
     def build(self) -> Optimizer:

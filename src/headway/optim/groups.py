@@ -33,7 +33,18 @@ OBJECTIVE = "objective."
 ADAPTER = ".lora_"
 """Part of the name of every adapter parameter, after the path of its linear."""
 _LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?")
-NAMED = ("weights", "gates", "objective", "adapter", "projector", "score", "embeddings", "matrices", "norms", "biases")
+NAMED = (
+    "weights",
+    "gates",
+    "objective",
+    "adapter",
+    "projector",
+    "score",
+    "embeddings",
+    "matrices",
+    "norms",
+    "biases",
+)
 _LAYER_OF = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -45,7 +56,9 @@ def matching(pattern: str, shapes: Shapes) -> set[str]:
     layers = _LAYERS.fullmatch(pattern)
     if layers:
         first, last = int(layers[1]), int(layers[2] or layers[1])
-        return {n for n in weights if (found := _LAYER_OF.search(n)) and first <= int(found[1]) <= last}
+        return {
+            n for n in weights if (found := _LAYER_OF.search(n)) and first <= int(found[1]) <= last
+        }
     named = {
         "weights": weights,
         "objective": own,
@@ -66,13 +79,17 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) >= 2 and not name.endswith(".bias")
 
 
-def select(patterns: Iterable[str], shapes: Shapes, key: str, *, may_be_empty: tuple[str, ...] = ()) -> set[str]:
+def select(
+    patterns: Iterable[str], shapes: Shapes, key: str, *, may_be_empty: tuple[str, ...] = ()
+) -> set[str]:
     """The union of patterns; one that matches nothing is a mistake."""
     chosen: set[str] = set()
     for pattern in patterns:
         found = matching(pattern, shapes)
         if not found and pattern not in may_be_empty:
-            raise ConfigError(f"{key} contains {pattern!r}, which matches no parameter{_near(pattern, shapes)}")
+            raise ConfigError(
+                f"{key} contains {pattern!r}, which matches no parameter{_near(pattern, shapes)}"
+            )
         chosen |= found
     return chosen
 
@@ -85,7 +102,9 @@ def _near(pattern: str, shapes: Shapes) -> str:
     modules = dict.fromkeys(name.rsplit(".", 1)[0] for name in shapes)
     leaves = dict.fromkeys(f"*.{path.rsplit('.', 1)[-1]}.*" for path in modules)
     near = difflib.get_close_matches(pattern, [*NAMED, *leaves, *shapes], n=3, cutoff=0.5)
-    bare = difflib.get_close_matches(pattern.strip("*."), [leaf.strip("*.") for leaf in leaves], n=2)
+    bare = difflib.get_close_matches(
+        pattern.strip("*."), [leaf.strip("*.") for leaf in leaves], n=2
+    )
     close = list(dict.fromkeys([*(f"*.{leaf}.*" for leaf in bare), *near]))
     hint = f"; close to it are {', '.join(map(repr, close[:3]))}" if close else ""
     return f"{hint}; names look like {next(iter(shapes), 'none')!r}, blocks like layers.0-3."
@@ -103,7 +122,10 @@ class Count:
 def count(patterns: Sequence[str], shapes: Shapes) -> list[Count]:
     """How much every pattern matches, each on its own."""
     found = [(pattern, matching(pattern, shapes)) for pattern in patterns]
-    return [Count(pattern, len(names), sum(prod(shapes[name]) for name in names)) for pattern, names in found]
+    return [
+        Count(pattern, len(names), sum(prod(shapes[name]) for name in names))
+        for pattern, names in found
+    ]
 
 
 def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> set[str]:
@@ -112,7 +134,10 @@ def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> se
     if freeze and train:
         raise ConfigError("freeze and train are both set; they are opposites. Keep one of them.")
     packed = {plain_name(name) for name in shapes if form_of(name) is not None}
-    shapes = {plain_name(name): (1, *shape) if form_of(name) is not None else shape for name, shape in shapes.items()}
+    shapes = {
+        plain_name(name): (1, *shape) if form_of(name) is not None else shape
+        for name, shape in shapes.items()
+    }
     updates = matching("adapter", shapes)
     if updates:
         extra = select(train, shapes, "train")
@@ -125,12 +150,20 @@ def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> se
         adapted = {name.partition(ADAPTER)[0] for name in updates}
         both = sorted(name for name in extra - updates if name.rpartition(".")[0] in adapted)
         if both:
-            raise ConfigError(f"train is {list(train)}; it matches {both[0]}, whose layer has an adapter. Train one of the two.")
+            raise ConfigError(
+                f"train is {list(train)}; it matches {both[0]}, whose layer has an adapter. Train one of the two."
+            )
         beside = (matching(name, shapes) for name in ("objective", "gates", "projector", "score"))
         names = updates.union(extra, *beside) - select(freeze, shapes, "freeze")
     else:
-        names = select(train, shapes, "train") if train else set(shapes) - select(freeze, shapes, "freeze")
-    names = {name for name in names if not name.startswith(ALIGNER) and not name.endswith(ROUTER_BIAS)}
+        names = (
+            select(train, shapes, "train")
+            if train
+            else set(shapes) - select(freeze, shapes, "freeze")
+        )
+    names = {
+        name for name in names if not name.startswith(ALIGNER) and not name.endswith(ROUTER_BIAS)
+    }
     if not names:
         raise ConfigError(f"freeze is {list(freeze)}; no parameter is left to train. Freeze less.")
     return names
@@ -154,12 +187,16 @@ def is_wide(name: str) -> bool:
     return name.startswith(OBJECTIVE) or name == GATES or name.endswith(ROUTER_BIAS)
 
 
-def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: Sequence[ParameterRule] = ()) -> list[ParamGroup]:
+def make_groups(
+    config: OptimConfig, shapes: Shapes, training: set[str], rules: Sequence[ParameterRule] = ()
+) -> list[ParamGroup]:
     """Divide the trainable parameters into groups: one per rule (split by whether they decay), then decay and no_decay.
 
     `rules` are the objective's. The recipe's rules are applied first.
     """
-    decaying = select(config.decay, shapes, "optim.decay", may_be_empty=("biases", "norms", "objective"))
+    decaying = select(
+        config.decay, shapes, "optim.decay", may_be_empty=("biases", "norms", "objective")
+    )
     split = partial(_split, parts=config.parts(shapes))
     left = [name for name in shapes if name in training]
     groups: list[ParamGroup] = []
@@ -167,13 +204,21 @@ def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: 
         found = select(rule.match, shapes, f"optim.groups.{index}.match")
         taken = tuple(name for name in left if name in found)
         left = [name for name in left if name not in found]
-        groups += split(f"rule{index}", taken, decaying if rule.weight_decay is None else set(taken), rule)
+        groups += split(
+            f"rule{index}", taken, decaying if rule.weight_decay is None else set(taken), rule
+        )
     last: list[ParamGroup] = []
     for index, own in enumerate(rules):
         found = select(own.match, shapes, "objective")
         taken = tuple(name for name in left if name in found)
         left = [name for name in left if name not in found]
-        rule = GroupRule(match=own.match, lr=own.lr, betas=own.betas, weight_decay=own.weight_decay, maximize=own.maximize)
+        rule = GroupRule(
+            match=own.match,
+            lr=own.lr,
+            betas=own.betas,
+            weight_decay=own.weight_decay,
+            maximize=own.maximize,
+        )
         last += split(f"own{index}", taken, set(taken), rule)
     if GATES in left:
         raise ConfigError(
@@ -185,7 +230,13 @@ def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: 
     return groups + last
 
 
-def _split(name: str, names: tuple[str, ...], decaying: set[str], rule: GroupRule | None, parts: Mapping[str, str]) -> list[ParamGroup]:
+def _split(
+    name: str,
+    names: tuple[str, ...],
+    decaying: set[str],
+    rule: GroupRule | None,
+    parts: Mapping[str, str],
+) -> list[ParamGroup]:
     """By what updates them, by decay, and by precision: a group's parameters share one buffer."""
     made = [
         ParamGroup(
@@ -199,11 +250,21 @@ def _split(name: str, names: tuple[str, ...], decaying: set[str], rule: GroupRul
     return [group for group in made if group.names]
 
 
-def hypers(config: OptimConfig, groups: Sequence[ParamGroup], step: int, total_steps: int, lr_factor: float = 1.0) -> dict[str, Hyper]:
+def hypers(
+    config: OptimConfig,
+    groups: Sequence[ParamGroup],
+    step: int,
+    total_steps: int,
+    lr_factor: float = 1.0,
+) -> dict[str, Hyper]:
     """The hyperparameters of every group at one step; all learning rates are multiplied by `lr_factor` (batch.lr_scaling)."""
     parts = {part: config.part(part) for part in dict.fromkeys(group.part for group in groups)}
     found = {group.name: _apply(group, parts[group.part], step, total_steps) for group in groups}
-    return found if lr_factor == 1.0 else {name: replace(one, lr=one.lr * lr_factor) for name, one in found.items()}
+    return (
+        found
+        if lr_factor == 1.0
+        else {name: replace(one, lr=one.lr * lr_factor) for name, one in found.items()}
+    )
 
 
 def _apply(group: ParamGroup, config: OptimConfig, step: int, total_steps: int) -> Hyper:
@@ -214,7 +275,12 @@ def _apply(group: ParamGroup, config: OptimConfig, step: int, total_steps: int) 
         return hyper
     changes = {
         key: value
-        for key, value in (("betas", rule.betas), ("eps", rule.eps), ("maximize", rule.maximize), ("weight_decay", rule.weight_decay))
+        for key, value in (
+            ("betas", rule.betas),
+            ("eps", rule.eps),
+            ("maximize", rule.maximize),
+            ("weight_decay", rule.weight_decay),
+        )
         if value is not None
     }
     peak = rule.lr if rule.lr_factor is None else config.lr * rule.lr_factor

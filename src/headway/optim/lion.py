@@ -28,9 +28,15 @@ class Config(OptimConfig):
 
     kind: str = setting("lion", "lion.", on_resume="fixed")
     lr: float = setting(3e-5, "Peak learning rate; about a tenth of AdamW's.", ge=0, le=1e30)
-    weight_decay: float = setting(1.0, "Decoupled weight decay; about ten times AdamW's.", ge=0, le=1000)
-    betas: tuple[float, float] = setting((0.9, 0.99), "Share of the momentum in the step, and decay rate of the momentum.")
-    state_dtype: Literal["fp32", "bf16"] = setting("fp32", "How momentum is stored between updates: 4 or 2 bytes per parameter.")
+    weight_decay: float = setting(
+        1.0, "Decoupled weight decay; about ten times AdamW's.", ge=0, le=1000
+    )
+    betas: tuple[float, float] = setting(
+        (0.9, 0.99), "Share of the momentum in the step, and decay rate of the momentum."
+    )
+    state_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32", "How momentum is stored between updates: 4 or 2 bytes per parameter."
+    )
 
     _check_betas = field_validator("betas")(check_betas)
 
@@ -42,7 +48,9 @@ class Config(OptimConfig):
 
     def hyper(self, step: int, total_steps: int) -> Hyper:
         """The numbers at one step; there is no epsilon."""
-        return Hyper(self.lr * self.schedule.factor(step, total_steps), self.betas, 0.0, self.weight_decay)
+        return Hyper(
+            self.lr * self.schedule.factor(step, total_steps), self.betas, 0.0, self.weight_decay
+        )
 
 
 class Lion:

@@ -32,12 +32,20 @@ def lion_step(
     copies: Sequence[Tensor] | None,
 ) -> None:  # fmt: skip
     """One step over all tensors of a group."""
-    lr, decay, beta1, beta2 = on_device(params[0].device, hyper.lr, hyper.lr * hyper.weight_decay, *hyper.betas)
+    lr, decay, beta1, beta2 = on_device(
+        params[0].device, hyper.lr, hyper.lr * hyper.weight_decay, *hyper.betas
+    )
     keep = 1 - guard.found_inf
     divisor = -guard.scale if hyper.maximize else guard.scale
-    for index, (param, grad, held, step) in enumerate(zip(params, grads, momentum, steps, strict=True)):
+    for index, (param, grad, held, step) in enumerate(
+        zip(params, grads, momentum, steps, strict=True)
+    ):
         copy = () if copies is None else (copies[index],)
-        run_elementwise(move, (param, grad, held, *copy), LionNumbers(keep, divisor, beta1, beta2, 1 - decay, lr, step))
+        run_elementwise(
+            move,
+            (param, grad, held, *copy),
+            LionNumbers(keep, divisor, beta1, beta2, 1 - decay, lr, step),
+        )
     torch._foreach_add_(list(steps), [keep] * len(steps))
 
 
@@ -46,7 +54,9 @@ def move(tensors: tuple[Tensor, ...], n: LionNumbers) -> None:
     param, grad, momentum = tensors[:3]
     does = n.keep > 0
     g, m = grad / n.divisor, momentum.float()
-    new = torch.where(does, param * n.shrink - n.lr * torch.sign(n.beta1 * m + (1 - n.beta1) * g), param)
+    new = torch.where(
+        does, param * n.shrink - n.lr * torch.sign(n.beta1 * m + (1 - n.beta1) * g), param
+    )
     m = torch.where(does, n.beta2 * m + (1 - n.beta2) * g, m)
     param.copy_(new)
     momentum.copy_(to_bf16(m, n.update, 0) if momentum.dtype == torch.bfloat16 else m)

@@ -53,29 +53,49 @@ class LowPrecisionAdamW:
         """Change params and state in place; a skipped step leaves both and the counters as they were."""
         device = params[0].device
         if device.type == "cuda" and not self.storage.is_blocked:
-            tensors = AdamWTensors(params, grads, state[AVERAGE], state[SQUARE], steps, copies or ())
-            numbers = AdamWHyper(hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.maximize)
+            tensors = AdamWTensors(
+                params, grads, state[AVERAGE], state[SQUARE], steps, copies or ()
+            )
+            numbers = AdamWHyper(
+                hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.maximize
+            )
             adamw_step(tensors, numbers, guard.scale, guard.found_inf)
             return
-        values = (hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, -1.0 if hyper.maximize else 1.0)
-        lr, beta1, beta2, eps, decay, sign = (torch.full((), value, dtype=torch.float32, device=device) for value in values)
+        values = (
+            hyper.lr,
+            *hyper.betas,
+            hyper.eps,
+            hyper.weight_decay,
+            -1.0 if hyper.maximize else 1.0,
+        )
+        lr, beta1, beta2, eps, decay, sign = (
+            torch.full((), value, dtype=torch.float32, device=device) for value in values
+        )
         for index, (param, grad, step) in enumerate(zip(params, grads, steps, strict=True)):
             step += 1
             near, far = 1 - beta1**step, (1 - beta2**step).sqrt()
-            numbers = StepNumbers(lr, beta1, beta2, eps, decay, sign, step, near, far, guard.scale, guard.found_inf)
+            numbers = StepNumbers(
+                lr, beta1, beta2, eps, decay, sign, step, near, far, guard.scale, guard.found_inf
+            )
             moments = {role: parts[index] for role, parts in state.items()}
-            (self._update_blocks if self.storage.is_blocked else self._update_bf16)(param.view(-1), grad.reshape(-1), moments, numbers)
+            (self._update_blocks if self.storage.is_blocked else self._update_bf16)(
+                param.view(-1), grad.reshape(-1), moments, numbers
+            )
             step -= guard.found_inf
         if copies:
             torch._foreach_copy_(copies, params)
 
-    def _update_bf16(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: StepNumbers) -> None:
+    def _update_bf16(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: StepNumbers
+    ) -> None:
         size = param.numel()
         for start in range(0, size, PIECE):
             part = slice(start, start + PIECE)
             step_bf16(param[part], grad[part], (state[AVERAGE][part], state[SQUARE][part]), numbers)
 
-    def _update_blocks(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: StepNumbers) -> None:
+    def _update_blocks(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: StepNumbers
+    ) -> None:
         size, whole = param.numel(), param.numel() // BLOCK * BLOCK
         piece = max(whole, 1) if param.is_cuda else PIECE
         names = (AVERAGE, SQUARE, AVERAGE + SCALE, SQUARE + SCALE)
@@ -83,9 +103,17 @@ class LowPrecisionAdamW:
             stop = min(start + piece, whole)
             codes = [state[name][start:stop].view(-1, BLOCK) for name in names[:2]]
             scales = [state[name][start // BLOCK : stop // BLOCK].view(-1, 1) for name in names[2:]]
-            _block_rule(param.is_cuda)(param[start:stop].view(-1, BLOCK), grad[start:stop].view(-1, BLOCK), (*codes, *scales), numbers)
+            _block_rule(param.is_cuda)(
+                param[start:stop].view(-1, BLOCK),
+                grad[start:stop].view(-1, BLOCK),
+                (*codes, *scales),
+                numbers,
+            )
         if whole < size:  # the last block of a tensor that is not a multiple of 64 long
-            rest = [torch.nn.functional.pad(x[whole:], (0, BLOCK - size + whole)).view(1, BLOCK) for x in (param, grad)]
+            rest = [
+                torch.nn.functional.pad(x[whole:], (0, BLOCK - size + whole)).view(1, BLOCK)
+                for x in (param, grad)
+            ]
             codes = [state[name][whole:].view(1, BLOCK) for name in names[:2]]
             scales = [state[name][whole // BLOCK :].view(1, 1) for name in names[2:]]
             step_blocks(rest[0], rest[1], (*codes, *scales), numbers)
@@ -106,7 +134,9 @@ def _block_rule(compiled: bool) -> Any:
     return run
 
 
-def moved(param: Tensor, grad: Tensor, average: Tensor, square: Tensor, n: StepNumbers) -> tuple[Tensor, Tensor, Tensor]:
+def moved(
+    param: Tensor, grad: Tensor, average: Tensor, square: Tensor, n: StepNumbers
+) -> tuple[Tensor, Tensor, Tensor]:
     """(param, exp_avg, exp_avg_sq) after one update, in fp32."""
     grad = grad.float() * n.sign / n.divisor
     average = average + (1 - n.beta1) * (grad - average)
@@ -127,10 +157,18 @@ def step_bf16(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: StepNum
 def step_blocks(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: StepNumbers) -> None:
     """One update of [blocks, 64] tensors in place, the state as codes and scales."""
     codes, squares, scale, square_scale = state
-    new, average, square = moved(param, grad, unpack(codes, scale, square=False), unpack(squares, square_scale, square=True), n)
+    new, average, square = moved(
+        param,
+        grad,
+        unpack(codes, scale, square=False),
+        unpack(squares, square_scale, square=True),
+        n,
+    )
     skips = n.skip > 0
     param.copy_(torch.where(skips, param, new))
     packed = pack(average, square=False, chance=chance_of(average, n.step, 0))
     packed_square = pack(square, square=True, chance=chance_of(square, n.step, 1))
-    for old, value in zip((codes, scale, squares, square_scale), (*packed, *packed_square), strict=True):
+    for old, value in zip(
+        (codes, scale, squares, square_scale), (*packed, *packed_square), strict=True
+    ):
         old.copy_(torch.where(skips, old, value))

@@ -29,13 +29,18 @@ class AdamWPart(Section):
     """AdamW for everything that is not a hidden matrix."""
 
     match: tuple[str, ...] = setting(
-        ("embeddings",), "Matrices that AdamW updates, as patterns of `freeze`; parameters of one dimension always belong to AdamW."
+        ("embeddings",),
+        "Matrices that AdamW updates, as patterns of `freeze`; parameters of one dimension always belong to AdamW.",
     )
     lr: float | None = setting(None, "Peak learning rate; null = optim.lr.", ge=0, le=1e30)
-    weight_decay: float | None = setting(None, "Decoupled weight decay; null = optim.weight_decay.", ge=0, le=1000)
+    weight_decay: float | None = setting(
+        None, "Decoupled weight decay; null = optim.weight_decay.", ge=0, le=1000
+    )
     betas: tuple[float, float] = setting((0.9, 0.95), "Decay rates of the first and second moment.")
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
-    state_dtype: Literal["fp32", "bf16", "8bit"] = setting("fp32", "How AdamW's moments are stored between updates.")
+    state_dtype: Literal["fp32", "bf16", "8bit"] = setting(
+        "fp32", "How AdamW's moments are stored between updates."
+    )
 
     _check_betas = field_validator("betas")(check_betas)
 
@@ -49,21 +54,34 @@ class Config(OptimConfig):
     momentum: float = setting(0.95, "Decay rate of the momentum.", ge=0, lt=1)
     nesterov: bool = setting(True, "Orthogonalize the Nesterov momentum.")
     ns_steps: int = setting(5, "Newton-Schulz iterations.", ge=1, le=20)
-    ns_dtype: Literal["auto", "bf16", "fp32"] = setting("auto", "Precision of Newton-Schulz; auto = bf16 on CUDA, else fp32.")
+    ns_dtype: Literal["auto", "bf16", "fp32"] = setting(
+        "auto", "Precision of Newton-Schulz; auto = bf16 on CUDA, else fp32."
+    )
     scale: Scale = setting(
         "match_rms_adamw",
         "Factor of a matrix's step: match_rms_adamw = 0.2 sqrt(max(rows, columns)), which suits AdamW's lr; "
         "original = sqrt(max(1, rows / columns)), which wants an lr near 0.02; none = 1.",
     )
-    state_dtype: Literal["fp32", "bf16"] = setting("fp32", "How momentum is stored between updates: 4 or 2 bytes per parameter.")
+    state_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32", "How momentum is stored between updates: 4 or 2 bytes per parameter."
+    )
     adamw: AdamWPart = setting(AdamWPart, "AdamW for embeddings, head, norms and biases.")
 
     def parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         """AdamW's part; every other parameter is a hidden matrix."""
         from headway.optim.groups import is_matrix, is_wide, select
 
-        other = select(self.adamw.match, shapes, "optim.adamw.match", may_be_empty=("embeddings", "gates", "objective", "adapter"))
-        return {name: REST for name, shape in shapes.items() if not is_matrix(name, shape) or is_wide(name) or name in other}
+        other = select(
+            self.adamw.match,
+            shapes,
+            "optim.adamw.match",
+            may_be_empty=("embeddings", "gates", "objective", "adapter"),
+        )
+        return {
+            name: REST
+            for name, shape in shapes.items()
+            if not is_matrix(name, shape) or is_wide(name) or name in other
+        }
 
     def part(self, name: str) -> OptimConfig:
         """AdamW's settings for its part."""
@@ -84,7 +102,12 @@ class Config(OptimConfig):
 
     def hyper(self, step: int, total_steps: int) -> Hyper:
         """The numbers of hidden matrices at one step; the first of `betas` is the momentum."""
-        return Hyper(self.lr * self.schedule.factor(step, total_steps), (self.momentum, 0.0), 0.0, self.weight_decay)
+        return Hyper(
+            self.lr * self.schedule.factor(step, total_steps),
+            (self.momentum, 0.0),
+            0.0,
+            self.weight_decay,
+        )
 
 
 class Muon:
@@ -106,4 +129,6 @@ class Muon:
         """Change params and momentum in place, matrices of one shape together; a skipped step changes nothing."""
         from headway.optim.muon_update import MuonTensors, muon_step
 
-        muon_step(MuonTensors(params, grads, state["momentum"], steps, copies), self.config, hyper, guard)
+        muon_step(
+            MuonTensors(params, grads, state["momentum"], steps, copies), self.config, hyper, guard
+        )

@@ -56,20 +56,40 @@ class MuonNumbers(NamedTuple):
 def muon_step(tensors: MuonTensors, config: Config, hyper: Hyper, guard: Guard) -> None:
     """One step; a skipped one leaves the counters where they were."""
     device = tensors.params[0].device
-    lr, decay, mu, one = on_device(device, hyper.lr, hyper.lr * hyper.weight_decay, hyper.betas[0], 1.0)
+    lr, decay, mu, one = on_device(
+        device, hyper.lr, hyper.lr * hyper.weight_decay, hyper.betas[0], 1.0
+    )
     keep = 1 - guard.found_inf
     divisor = -guard.scale if hyper.maximize else guard.scale
-    numbers = MuonNumbers(keep, divisor, (1 - mu) * keep, mu if config.nesterov else one, 1 - decay * keep, lr * keep, tensors.steps[0])
-    dtype = DTYPES[config.ns_dtype] if config.ns_dtype != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
+    numbers = MuonNumbers(
+        keep,
+        divisor,
+        (1 - mu) * keep,
+        mu if config.nesterov else one,
+        1 - decay * keep,
+        lr * keep,
+        tensors.steps[0],
+    )
+    dtype = (
+        DTYPES[config.ns_dtype]
+        if config.ns_dtype != "auto"
+        else torch.bfloat16
+        if device.type == "cuda"
+        else torch.float32
+    )
     for batch in batches([tuple(param.shape) for param in tensors.params]):
         shape = tensors.params[batch[0]].shape
         directions = torch.empty(len(batch), *shape, dtype=dtype, device=device)
         for at, index in enumerate(batch):
             local = numbers._replace(update=tensors.steps[index])
-            run_elementwise(add_momentum, (tensors.grads[index], tensors.momentum[index], directions[at]), local)
+            run_elementwise(
+                add_momentum, (tensors.grads[index], tensors.momentum[index], directions[at]), local
+            )
         matrices = orthogonalize(directions.view(-1, *shape[-2:]), config.ns_steps)
         found = matrices.contiguous().view(directions.shape)
-        local = numbers._replace(step_size=numbers.step_size * step_ratio(config.scale, *shape[-2:]))
+        local = numbers._replace(
+            step_size=numbers.step_size * step_ratio(config.scale, *shape[-2:])
+        )
         for at, index in enumerate(batch):
             copy = () if tensors.copies is None else (tensors.copies[index],)
             run_elementwise(apply_direction, (tensors.params[index], found[at], *copy), local)

@@ -25,15 +25,21 @@ class ScalerConfig(Section):
     max: float = setting(float(2**24), "Highest scale.", gt=0)
     growth_interval: int = setting(1000, "Good steps before the scale grows.", gt=0)
     growth_factor: float = setting(2.0, "What the scale is multiplied by when it grows.", gt=1)
-    backoff_factor: float = setting(0.5, "What the scale is multiplied by after overflows.", gt=0, lt=1)
+    backoff_factor: float = setting(
+        0.5, "What the scale is multiplied by after overflows.", gt=0, lt=1
+    )
     hysteresis: int = setting(
-        2, "Overflows before the scale is lowered; further overflows lower it each time until it has grown again.", gt=0
+        2,
+        "Overflows before the scale is lowered; further overflows lower it each time until it has grown again.",
+        gt=0,
     )
 
     @model_validator(mode="after")
     def _in_order(self) -> ScalerConfig:
         if not self.min <= self.initial <= self.max:
-            raise ValueError(f"has initial={self.initial}; it must be between min={self.min} and max={self.max}")
+            raise ValueError(
+                f"has initial={self.initial}; it must be between min={self.min} and max={self.max}"
+            )
         return self
 
 
@@ -57,16 +63,26 @@ class Scaler:
         config, bad = self.config, found_inf > 0
         self.overflows += found_inf
         self.good.copy_(torch.where(bad, torch.zeros_like(self.good), self.good + 1))
-        lowered = torch.where(self.overflows >= config.hysteresis, (self.scale * config.backoff_factor).clamp(min=config.min), self.scale)
+        lowered = torch.where(
+            self.overflows >= config.hysteresis,
+            (self.scale * config.backoff_factor).clamp(min=config.min),
+            self.scale,
+        )
         grows = self.good >= config.growth_interval
-        raised = torch.where(grows, (self.scale * config.growth_factor).clamp(max=config.max), self.scale)
+        raised = torch.where(
+            grows, (self.scale * config.growth_factor).clamp(max=config.max), self.scale
+        )
         self.scale.copy_(torch.where(bad, lowered, raised))
         self.good.masked_fill_(grows, 0.0)
         self.overflows.masked_fill_(grows, 0.0)
 
     def scalars(self) -> dict[str, Any]:
         """Numbers for a checkpoint."""
-        return {"scale": float(self.scale), "good": int(self.good), "overflows": int(self.overflows)}
+        return {
+            "scale": float(self.scale),
+            "good": int(self.good),
+            "overflows": int(self.overflows),
+        }
 
     def load(self, scalars: dict[str, Any]) -> None:
         """Restore what `scalars` returned."""

@@ -11,11 +11,20 @@ class Schedule(Section):
     """The learning rate over a run: zero steps, warm-up, then a curve down to the floor."""
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = setting(
-        "cosine", "Shape after the warm-up; wsd stays at the peak and decays to the floor at the end."
+        "cosine",
+        "Shape after the warm-up; wsd stays at the peak and decays to the floor at the end.",
     )
-    warmup: int | float = setting(0.05, "Warm-up in steps (an integer) or as a fraction of all steps (below 1).", ge=0)
-    decay: int | float = setting(0.2, "wsd: the decay at the end, in steps (an integer) or as a fraction of all steps (below 1).", ge=0)
-    decay_shape: Literal["linear", "sqrt"] = setting("linear", "wsd: shape of the decay; sqrt decays faster at first.")
+    warmup: int | float = setting(
+        0.05, "Warm-up in steps (an integer) or as a fraction of all steps (below 1).", ge=0
+    )
+    decay: int | float = setting(
+        0.2,
+        "wsd: the decay at the end, in steps (an integer) or as a fraction of all steps (below 1).",
+        ge=0,
+    )
+    decay_shape: Literal["linear", "sqrt"] = setting(
+        "linear", "wsd: shape of the decay; sqrt decays faster at first."
+    )
     floor: float = setting(0.1, "Lowest rate, as a fraction of the peak.", ge=0, le=1)
     zero_steps: int = setting(0, "Updates at rate 0 before the warm-up begins.", ge=0)
 
@@ -25,7 +34,10 @@ class Schedule(Section):
 
     def decay_steps(self, total_steps: int) -> int:
         """The decay at the end of wsd in steps; it must fit after the warm-up."""
-        decay, before = _steps("decay", self.decay, total_steps), self.zero_steps + self.warmup_steps(total_steps)
+        decay, before = (
+            _steps("decay", self.decay, total_steps),
+            self.zero_steps + self.warmup_steps(total_steps),
+        )
         if decay > max(0, total_steps - before):
             raise ConfigError(
                 f"optim.schedule.decay is {decay} steps; after zero_steps and warm-up ({before}) only {max(0, total_steps - before)} of "
@@ -46,7 +58,9 @@ class Schedule(Section):
             return 1.0
         if self.kind == "wsd":
             done = min(1.0, max(0, step - (total_steps - decay)) / max(1, decay))
-            return self.floor + (1 - self.floor) * (1 - (math.sqrt(done) if self.decay_shape == "sqrt" else done))
+            return self.floor + (1 - self.floor) * (
+                1 - (math.sqrt(done) if self.decay_shape == "sqrt" else done)
+            )
         length = max(1, total_steps - warmup - self.zero_steps)
         done = min(1.0, (since - warmup) / length)
         remaining = 0.5 * (1 + math.cos(math.pi * done)) if self.kind == "cosine" else 1 - done
@@ -58,7 +72,9 @@ def _steps(key: str, given: float, total_steps: int) -> int:
     if isinstance(given, int):
         return given
     if given > 1:
-        raise ConfigError(f"optim.schedule.{key} is {given}; a fraction is at most 1. Write an integer for steps.")
+        raise ConfigError(
+            f"optim.schedule.{key} is {given}; a fraction is at most 1. Write an integer for steps."
+        )
     return int(total_steps * given)
 
 

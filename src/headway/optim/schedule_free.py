@@ -27,13 +27,17 @@ ITERATE, SQUARE = "iterate", "exp_avg_sq"
 class WarmupSchedule(Schedule):
     """Zero steps and a warm-up; the rate is constant afterwards."""
 
-    kind: Literal["constant"] = setting("constant", "Always constant: averaging takes the place of decay.")  # pyright: ignore[reportIncompatibleVariableOverride]
+    kind: Literal["constant"] = setting(  # pyright: ignore[reportIncompatibleVariableOverride]
+        "constant", "Always constant: averaging takes the place of decay."
+    )
 
     @model_validator(mode="after")
     def _does_not_decay(self) -> Self:
         for name in ("decay", "decay_shape", "floor"):
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is {getattr(self, name)}, but schedule_free does not decay its rate. Remove it")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but schedule_free does not decay its rate. Remove it"
+                )
         return self
 
     def average_share(self, step: int, total_steps: int) -> float:
@@ -42,7 +46,9 @@ class WarmupSchedule(Schedule):
         if count <= 0:
             return 0.0
         ramp = min(count, warmup)
-        total = (count - ramp) + (ramp * (ramp + 1) * (2 * ramp + 1) / (6 * warmup**2) if warmup else 0.0)
+        total = (count - ramp) + (
+            ramp * (ramp + 1) * (2 * ramp + 1) / (6 * warmup**2) if warmup else 0.0
+        )
         return self.factor(step, total_steps) ** 2 / total
 
 
@@ -52,8 +58,16 @@ class Config(OptimConfig):
     HAS_NO: ClassVar[tuple[str, ...]] = ("betas",)
 
     kind: str = setting("schedule_free", "schedule_free.", on_resume="fixed")
-    lr: float = setting(1e-3, "Learning rate after the warm-up; AdamW's peak or up to three times as much.", ge=0, le=1e30)
-    betas: tuple[float, float] = setting((0.9, 0.999), "Share of the average in the weights that train; decay rate of the second moment.")
+    lr: float = setting(
+        1e-3,
+        "Learning rate after the warm-up; AdamW's peak or up to three times as much.",
+        ge=0,
+        le=1e30,
+    )
+    betas: tuple[float, float] = setting(
+        (0.9, 0.999),
+        "Share of the average in the weights that train; decay rate of the second moment.",
+    )
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
     schedule: WarmupSchedule = setting(WarmupSchedule, "Warm-up; the rate is constant afterwards.")  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -70,7 +84,10 @@ class Config(OptimConfig):
 
     def hyper(self, step: int, total_steps: int) -> Hyper:
         """The numbers at one step."""
-        rate, share = self.lr * self.schedule.factor(step, total_steps), self.schedule.average_share(step, total_steps)
+        rate, share = (
+            self.lr * self.schedule.factor(step, total_steps),
+            self.schedule.average_share(step, total_steps),
+        )
         return Hyper(rate, self.betas, self.eps, self.weight_decay, average=share)
 
 
@@ -91,9 +108,20 @@ class ScheduleFree:
         from headway.optim.schedule_free_update import AverageTensors, schedule_free_step
 
         assert copies is not None, "the weights that train are apart from their averages"
-        schedule_free_step(AverageTensors(params, grads, state[ITERATE], state[SQUARE], steps, copies), self.share, hyper, guard)
+        schedule_free_step(
+            AverageTensors(params, grads, state[ITERATE], state[SQUARE], steps, copies),
+            self.share,
+            hyper,
+            guard,
+        )
 
-    def set_training_weights(self, params: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], copies: list[Tensor]) -> None:
+    def set_training_weights(
+        self,
+        params: list[Tensor],
+        state: dict[str, list[Tensor]],
+        steps: list[Tensor],
+        copies: list[Tensor],
+    ) -> None:
         """Set `copies` to what trains, as the last update did."""
         from headway.optim.schedule_free_update import set_training_weights
 

@@ -46,20 +46,28 @@ class AverageNumbers(NamedTuple):
 def schedule_free_step(tensors: AverageTensors, share: float, hyper: Hyper, guard: Guard) -> None:
     """One step; a skipped one changes nothing. `share` is that of the average in what trains, the same for all groups."""
     device = tensors.averages[0].device
-    part, beta2, eps, decay, lr, newest = on_device(device, share, hyper.betas[1], hyper.eps, hyper.weight_decay, hyper.lr, hyper.average)
+    part, beta2, eps, decay, lr, newest = on_device(
+        device, share, hyper.betas[1], hyper.eps, hyper.weight_decay, hyper.lr, hyper.average
+    )
     keep, divisor = 1 - guard.found_inf, -guard.scale if hyper.maximize else guard.scale
     for average, grad, iterate, square, step, trained in zip(*tensors, strict=True):
         # In fp64, as AdamW's kernel does: 1 - 0.999 in fp32 would be off in the fifth digit.
         correction = (1 - hyper.betas[1] ** (step.double() + 1)).sqrt().float()
-        numbers = AverageNumbers(keep, divisor, part, beta2, eps, decay, lr, newest, step, correction)
+        numbers = AverageNumbers(
+            keep, divisor, part, beta2, eps, decay, lr, newest, step, correction
+        )
         run_elementwise(move, (average, grad, iterate, square, trained), numbers)
     torch._foreach_add_(list(tensors.steps), [keep] * len(tensors.steps))
 
 
-def set_training_weights(average: Tensor, iterate: Tensor, step: Tensor, trained: Tensor, share: float) -> None:
+def set_training_weights(
+    average: Tensor, iterate: Tensor, step: Tensor, trained: Tensor, share: float
+) -> None:
     """Set what trains from averages and iterates, which may be in host memory."""
     device = trained.device
-    run_elementwise(blend, (average.to(device), iterate.to(device), trained), (*on_device(device, share), step))
+    run_elementwise(
+        blend, (average.to(device), iterate.to(device), trained), (*on_device(device, share), step)
+    )
 
 
 def mixed(average: Tensor, iterate: Tensor, share: Tensor) -> Tensor:

@@ -47,14 +47,23 @@ class StateStorage:
         """State is stored as codes and scales."""
         return self.dtype == torch.uint8
 
-    def allocate(self, slots: Sequence[str], size: int, device: torch.device, *, pin: bool = False) -> dict[str, Tensor]:
+    def allocate(
+        self, slots: Sequence[str], size: int, device: torch.device, *, pin: bool = False
+    ) -> dict[str, Tensor]:
         """The tensors behind `slots`, all zero, for `size` elements (with 8 bits rounded up to whole blocks)."""
         make = {"device": device, "pin_memory": pin}
         if not self.is_blocked:
             return {slot: torch.zeros(size, dtype=self.dtype, **make) for slot in slots}
         blocks = -(-size // BLOCK)
-        codes = {slot: torch.zeros(blocks * BLOCK, dtype=torch.uint8 if is_square(slot) else torch.int8, **make) for slot in slots}
-        return codes | {slot + SCALE: torch.zeros(blocks, dtype=torch.float32, **make) for slot in slots}
+        codes = {
+            slot: torch.zeros(
+                blocks * BLOCK, dtype=torch.uint8 if is_square(slot) else torch.int8, **make
+            )
+            for slot in slots
+        }
+        return codes | {
+            slot + SCALE: torch.zeros(blocks, dtype=torch.float32, **make) for slot in slots
+        }
 
     def read(self, state: dict[str, Tensor], slot: str, start: int, size: int) -> Tensor:
         """Elements of a slot: a view, or with 8 bits their values in fp32 on the host, since the device has no room for them."""
@@ -62,7 +71,9 @@ class StateStorage:
             return state[slot][start : start + size]
         first, last = start // BLOCK, -(-(start + size) // BLOCK)
         codes = state[slot][first * BLOCK : last * BLOCK].view(-1, BLOCK)
-        values = unpack(codes, state[slot + SCALE][first:last, None], square=is_square(slot)).view(-1)
+        values = unpack(codes, state[slot + SCALE][first:last, None], square=is_square(slot)).view(
+            -1
+        )
         return values[start - first * BLOCK : start - first * BLOCK + size].cpu()
 
     def write(self, state: dict[str, Tensor], slot: str, start: int, values: Tensor) -> None:

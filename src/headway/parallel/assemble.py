@@ -40,7 +40,9 @@ def assemble(spec: EngineSpec) -> FlatEngine | FsdpEngine:
     groups = group_parameters(model, objective, spec)
     part = keep_stages(model, objective, groups, spec)
     local = replace(split_model(model, spec), part=part)
-    if spec.ranks.tensor.size * spec.ranks.expert.size > 1 and any(GATES in group.names for group in groups):
+    if spec.ranks.tensor.size * spec.ranks.expert.size > 1 and any(
+        GATES in group.names for group in groups
+    ):
         next(iter(model.blocks().values())).register_forward_pre_hook(needs_gradient, prepend=True)
     engine = _engine_class(spec)(model, objective, groups, spec, local)
     wrap_blocks(model, spec)
@@ -54,7 +56,9 @@ def meta_model(spec: EngineSpec) -> Model:
         model = build_model(spec.model)
         if spec.fp8 is not None:
             if spec.model.experts is not None:
-                raise ConfigError("precision is 'fp8' and model.experts is given; experts compute in bf16. Use precision bf16.")
+                raise ConfigError(
+                    "precision is 'fp8' and model.experts is given; experts compute in bf16. Use precision bf16."
+                )
             convert_to_fp8(model, spec.fp8)
         if spec.adapter is not None:
             adapt(model, spec.adapter, spec.adapter.modules(spec.model))
@@ -63,7 +67,9 @@ def meta_model(spec: EngineSpec) -> Model:
     return model
 
 
-def keep_stages(model: Model, objective: Objective, groups: list[ParamGroup], spec: EngineSpec) -> PipelinePart | None:
+def keep_stages(
+    model: Model, objective: Objective, groups: list[ParamGroup], spec: EngineSpec
+) -> PipelinePart | None:
     """Remove from a model without memory what other ranks of the pipeline have; None where there is no pipeline."""
     pipeline = spec.ranks.pipeline
     if pipeline.size == 1:
@@ -74,7 +80,9 @@ def keep_stages(model: Model, objective: Objective, groups: list[ParamGroup], sp
             "a compiled backward computes both at once. Set kernels.compile=false, or use schedule 1f1b or interleaved."
         )
     seq_len = spec.seq_len or spec.model.max_seq_len
-    part = pipeline_part(spec.parallel, spec.model, seq_len, pipeline.rank, whole_shapes(model, objective))
+    part = pipeline_part(
+        spec.parallel, spec.model, seq_len, pipeline.rank, whole_shapes(model, objective)
+    )
     part = with_training(part, {name for group in groups for name in group.names}, model.blocks())
     model.keep_layers(part.own_layers, first=part.is_first, last=part.is_last)
     if not part.is_last:
@@ -84,7 +92,11 @@ def keep_stages(model: Model, objective: Objective, groups: list[ParamGroup], sp
 
 def convert_to_fp8(model: Model, scaling: Scaling) -> None:
     """Let the blocks' matrix products run in fp8; the head and everything else keep their precision."""
-    left = [f"{name}.{linear}" for name, block in model.blocks().items() for linear in convert(block, scaling)]
+    left = [
+        f"{name}.{linear}"
+        for name, block in model.blocks().items()
+        for linear in convert(block, scaling)
+    ]
     if left:
         raise ConfigError(
             f"precision is 'fp8'; matrix products need sizes that are multiples of {MULTIPLE}, and {left[0]} has another. Use bf16."
@@ -96,7 +108,9 @@ def group_parameters(model: Model, objective: Objective, spec: EngineSpec) -> li
     shapes = whole_shapes(model, objective)
     training, rules = trainable(shapes, spec.freeze, spec.train), spec.objective.rules
     if any("gates" in rule.match for rule in rules) and GATES not in training:
-        raise ConfigError("freeze contains the head gates, which this objective trains. Use objective next_token with frozen gates.")
+        raise ConfigError(
+            "freeze contains the head gates, which this objective trains. Use objective next_token with frozen gates."
+        )
     return make_groups(spec.optim, shapes, training, rules)
 
 
@@ -104,7 +118,10 @@ def whole_shapes(model: Model, objective: Objective) -> dict[str, tuple[int, ...
     """Every parameter of a model and an objective, in order."""
     shapes = {param.name: param.shape for param in model.param_specs()}
     if objective.module is not None:
-        shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in objective.module.named_parameters()}
+        shapes |= {
+            OBJECTIVE + name: tuple(parameter.shape)
+            for name, parameter in objective.module.named_parameters()
+        }
     return shapes
 
 
@@ -126,10 +143,19 @@ def wrap_blocks(model: Model, spec: EngineSpec) -> None:
     for index, block in enumerate(blocks):
         for method in model.BLOCK_METHODS:
             if spec.memory.recompute == "selective":
-                recompute_method(block, method, is_random=model.is_random, compiled=spec.compile_blocks and model.COMPILES)
+                recompute_method(
+                    block,
+                    method,
+                    is_random=model.is_random,
+                    compiled=spec.compile_blocks and model.COMPILES,
+                )
             if spec.compile_blocks and model.COMPILES:
                 # tokens on their way to other ranks' experts have sizes that depend on data: such a half is several graphs
-                setattr(block, method, compile_method(getattr(block, method), fullgraph=spec.ranks.expert.size == 1))
+                setattr(
+                    block,
+                    method,
+                    compile_method(getattr(block, method), fullgraph=spec.ranks.expert.size == 1),
+                )
         if index in recomputed:
             recompute_whole(block, is_random=model.is_random)
         if offload is not None:

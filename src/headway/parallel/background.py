@@ -20,7 +20,9 @@ class Background:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.thread = None if self.stream else ThreadPoolExecutor(1, thread_name_prefix="headway-exchange")
+        self.thread = (
+            None if self.stream else ThreadPoolExecutor(1, thread_name_prefix="headway-exchange")
+        )
 
     def run(self, work: Callable[[], Any]) -> Handle:
         """Start work after everything that was queued before."""

@@ -28,7 +28,13 @@ from headway.parallel.param_box import Ints, ParamBox
 from headway.parallel.passes import Passes
 from headway.parallel.pipeline.passes import PipelinePasses
 from headway.parallel.pipeline.stages import PipelinePart
-from headway.parallel.update_rules import UpdateRule, WholeParameter, WholeState, build_rules, check_whole
+from headway.parallel.update_rules import (
+    UpdateRule,
+    WholeParameter,
+    WholeState,
+    build_rules,
+    check_whole,
+)
 from headway.runtime.device import wide
 
 NORM_BLOCK = 1024
@@ -67,23 +73,44 @@ class ParamShard:
 class BaseEngine(ABC):
     """Holds the model, its parameter shards and optimizer state; implements parallel.engine.Engine together with a subclass."""
 
-    def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec, local: LocalModel) -> None:
+    def __init__(
+        self,
+        model: Model,
+        objective: Objective,
+        groups: Sequence[ParamGroup],
+        spec: EngineSpec,
+        local: LocalModel,
+    ) -> None:
         self.model, self.spec, self.ranks, part = model, spec, spec.ranks, local.part
         self.groups = list(groups)
-        self.passes = Passes(model, objective, spec) if part is None else PipelinePasses(model, objective, spec, part)
+        self.passes = (
+            Passes(model, objective, spec)
+            if part is None
+            else PipelinePasses(model, objective, spec, part)
+        )
         self.homes = parameter_homes(model, objective)
         self.local, self._expert_ranks = local, spec.ranks.of_experts()
-        self.boxes = {name: local.boxes[name] if name in local.boxes else self._objective_box(home) for name, home in self.homes.items()}
+        self.boxes = {
+            name: local.boxes[name] if name in local.boxes else self._objective_box(home)
+            for name, home in self.homes.items()
+        }
         self.shapes = {name: box.shape for name, box in self.boxes.items()}
         if part is not None:
-            self.boxes = {name: replace(box, of_earlier_stage=part.is_copy(name)) for name, box in self.boxes.items()}
+            self.boxes = {
+                name: replace(box, of_earlier_stage=part.is_copy(name))
+                for name, box in self.boxes.items()
+            }
             self.shapes = dict(part.shapes)
         self.rules = build_rules(spec.optim, groups)
         """The update rule of every group."""
         self.rule_of = {name: self.rules[group.name] for group in groups for name in group.names}
         check_whole(
             spec.optim,
-            [name for name, rule in self.rule_of.items() if rule.matrices is not None and self.holds(name)],
+            [
+                name
+                for name, rule in self.rule_of.items()
+                if rule.matrices is not None and self.holds(name)
+            ],
             {name: (box.stacked_shape, box.local_shape) for name, box in self.boxes.items()},
         )
         self.host_state = host_optimizers(self.rules, spec.device) if spec.state_on_host else None
@@ -137,7 +164,11 @@ class BaseEngine(ABC):
         """The objective's own parameters, which are whole on every rank."""
         self.flush()
         with self.with_averages():
-            return {name: parameter_at(home).detach().clone() for name, home in self.homes.items() if name.startswith(OBJECTIVE)}
+            return {
+                name: parameter_at(home).detach().clone()
+                for name, home in self.homes.items()
+                if name.startswith(OBJECTIVE)
+            }
 
     @contextmanager
     def with_averages(self) -> Iterator[None]:
@@ -162,7 +193,9 @@ class BaseEngine(ABC):
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
         device = self.spec.device
         skip = None if skip is None else skip.to(device)
-        norm, guard, overflow = clip_guard(square.sqrt().float().to(device), self.spec.optim.clip, scale, skip)
+        norm, guard, overflow = clip_guard(
+            square.sqrt().float().to(device), self.spec.optim.clip, scale, skip
+        )
         self._step(hypers, guard)
         self.skipped += guard.found_inf
         if self.passes.expert_load is not None:
@@ -210,21 +243,35 @@ class BaseEngine(ABC):
             parts.append(view(found[index * box.copies], 0, tuple(part)))
         return torch.cat(parts, dim=box.dim)
 
-    def _apply(self, group: str, tensors: LocalTensors, hyper: Hyper, guard: Guard, copies: list[Tensor] | None = None) -> None:
+    def _apply(
+        self,
+        group: str,
+        tensors: LocalTensors,
+        hyper: Hyper,
+        guard: Guard,
+        copies: list[Tensor] | None = None,
+    ) -> None:
         """Run a group's rule on some shards, with state on the device or in host memory; `copies` are lower-precision copies to set."""
         if self.host_state is not None:
             self.host_state[group].update(tensors, hyper, guard, copies)
         else:
             self.rules[group].optimizer.update(*tensors, hyper, guard, copies)
 
-    def _apply_whole(self, group: str, members: Sequence[WholeParameter], hyper: Hyper, guard: Guard) -> None:
+    def _apply_whole(
+        self, group: str, members: Sequence[WholeParameter], hyper: Hyper, guard: Guard
+    ) -> None:
         """Run a group's rule on whole parameters; those with the same slots in one call."""
         calls: dict[tuple[str, ...], list[WholeParameter]] = {}
         for member in members:
             calls.setdefault(tuple(member.state), []).append(member)
         for slots, some in calls.items():
             state = {slot: [member.state[slot] for member in some] for slot in slots}
-            tensors = LocalTensors([one.master for one in some], [one.gradient for one in some], state, [one.step for one in some])
+            tensors = LocalTensors(
+                [one.master for one in some],
+                [one.gradient for one in some],
+                state,
+                [one.step for one in some],
+            )
             copies = [one.copy for one in some if one.copy is not None]
             self._apply(group, tensors, hyper, guard, copies or None)
 
@@ -233,35 +280,64 @@ class BaseEngine(ABC):
         self.flush()
         for index, shard in enumerate(self.shards()):
             ranks = self.ranks_of(shard.name)
-            writes = ranks.reduce.rank == 0 if shard.is_whole else index % ranks.replicate.size == ranks.replicate.rank
+            writes = (
+                ranks.reduce.rank == 0
+                if shard.is_whole
+                else index % ranks.replicate.size == ranks.replicate.rank
+            )
             for role, whole in self._roles(shard).items():
-                yield shard.name, role, whole, self._boxes(shard, role) if writes and not self.boxes[shard.name].is_copy else []
+                yield (
+                    shard.name,
+                    role,
+                    whole,
+                    self._boxes(shard, role)
+                    if writes and not self.boxes[shard.name].is_copy
+                    else [],
+                )
 
     def _roles(self, shard: ParamShard) -> dict[str, Ints]:
         """What is saved of a parameter: role -> shape of the whole tensor."""
         shape = self.shapes[shard.name]
-        return {"master": shape} | self.rule_of[shard.name].state_shapes(shape) if shard.trains else {"param": shape}
+        return (
+            {"master": shape} | self.rule_of[shard.name].state_shapes(shape)
+            if shard.trains
+            else {"param": shape}
+        )
 
     def _boxes(self, shard: ParamShard, role: str) -> list[Box]:
         """What this rank has of a parameter in one role."""
         if shard.whole_state is not None and role != "master":
-            return [(self._state_offset(shard.name, held), held) for slot, held in shard.whole_state.items() if slot == role]
+            return [
+                (self._state_offset(shard.name, held), held)
+                for slot, held in shard.whole_state.items()
+                if slot == role
+            ]
         if not shard.boxes:
             return []
         flat = shard.values
         if role not in ("param", "master"):
-            flat = self.rule_of[shard.name].storage.read(shard.state, role, shard.state_start, flat.numel())
+            flat = self.rule_of[shard.name].storage.read(
+                shard.state, role, shard.state_start, flat.numel()
+            )
         return [(offset, view(flat, start, shape)) for offset, shape, start in shard.boxes]
 
     def _state_offset(self, name: str, held: Tensor) -> Ints:
         """Where the state of a whole parameter begins in that of all experts, which is stacked as the parameter is."""
         box = self.boxes[name]
-        return (box.offset[0] if box.expert_ranks > 1 else 0, *[0] * (held.dim() - 1)) if held.dim() else ()
+        return (
+            (box.offset[0] if box.expert_ranks > 1 else 0, *[0] * (held.dim() - 1))
+            if held.dim()
+            else ()
+        )
 
     def scalars(self) -> dict[str, Any]:
         """Updates done, per parameter (groups may change on resume), steps skipped, and the loss scale."""
         scaler = None if self.scaler is None else self.scaler.scalars()
-        done = {name: count for part in self.ranks.pipeline.gather(self._updates_done()) for name, count in part.items()}
+        done = {
+            name: count
+            for part in self.ranks.pipeline.gather(self._updates_done())
+            for name, count in part.items()
+        }
         return {"steps": done, "skipped": int(self.skipped), "scaler": scaler}
 
     @torch.no_grad()
@@ -280,9 +356,18 @@ class BaseEngine(ABC):
         if shard.whole_state is not None and role != "master":
             for slot, held in shard.whole_state.items():
                 if slot == role:
-                    held.copy_(read(shard.name, role, self._state_offset(shard.name, held), tuple(held.shape)))
+                    held.copy_(
+                        read(
+                            shard.name,
+                            role,
+                            self._state_offset(shard.name, held),
+                            tuple(held.shape),
+                        )
+                    )
             return
-        parts = [read(shard.name, role, offset, shape).reshape(-1) for offset, shape, _ in shard.boxes]
+        parts = [
+            read(shard.name, role, offset, shape).reshape(-1) for offset, shape, _ in shard.boxes
+        ]
         if not parts:
             return
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -292,7 +377,9 @@ class BaseEngine(ABC):
             self.rule_of[shard.name].storage.write(shard.state, role, shard.state_start, values)
 
 
-def host_optimizers(rules: dict[str, UpdateRule], device: torch.device) -> dict[str, HostStateOptimizer]:
+def host_optimizers(
+    rules: dict[str, UpdateRule], device: torch.device
+) -> dict[str, HostStateOptimizer]:
     """What runs each group's rule on state in host memory; groups with one rule share it and its buffers on the device."""
     made = {id(rule): HostStateOptimizer(rule.optimizer, device) for rule in rules.values()}
     return {group: made[id(rule)] for group, rule in rules.items()}
@@ -336,8 +423,12 @@ def square_norm(tensors: Sequence[Tensor]) -> Tensor:
     if not filled:
         return torch.zeros((), dtype=torch.float64)
     if filled[0].device.type == "cpu":
-        return torch.stack([square for tensor in filled for square in _block_squares(tensor.reshape(-1))]).sum()
-    return wide(torch.stack(list(torch._foreach_norm(filled, 2, dtype=torch.float32)))).square().sum()
+        return torch.stack(
+            [square for tensor in filled for square in _block_squares(tensor.reshape(-1))]
+        ).sum()
+    return (
+        wide(torch.stack(list(torch._foreach_norm(filled, 2, dtype=torch.float32)))).square().sum()
+    )
 
 
 def beside(square: Tensor, device: torch.device) -> Tensor:
@@ -350,10 +441,15 @@ def _block_squares(flat: Tensor) -> list[Tensor]:
     parts = [flat[:whole].view(-1, NORM_BLOCK)] if whole else []
     if whole < flat.numel():
         parts.append(flat[None, whole:])
-    return [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).double().square().sum() for part in parts]
+    return [
+        torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).double().square().sum()
+        for part in parts
+    ]
 
 
-def clip_guard(scaled_norm: Tensor, clip: float | None, loss_scale: Tensor, skip: Tensor | None = None) -> tuple[Tensor, Guard, Tensor]:
+def clip_guard(
+    scaled_norm: Tensor, clip: float | None, loss_scale: Tensor, skip: Tensor | None = None
+) -> tuple[Tensor, Guard, Tensor]:
     """(norm, guard, overflow) from the global norm of gradients that still carry the loss scale.
 
     A norm that is not finite skips the step, and so does `skip` where it is 1; only the first is an overflow.

@@ -81,7 +81,12 @@ class RankGroup:
     """Ranks that exchange tensors. `heart` records every collective, so that a report of a hang can name it."""
 
     def __init__(
-        self, rank: int = 0, size: int = 1, handle: dist.ProcessGroup | None = None, heart: Heartbeat | None = None, axis: str = ""
+        self,
+        rank: int = 0,
+        size: int = 1,
+        handle: dist.ProcessGroup | None = None,
+        heart: Heartbeat | None = None,
+        axis: str = "",
     ) -> None:
         self.rank, self.size, self.handle, self.heart = rank, size, handle, heart or Heartbeat(rank)
         self.axis = axis
@@ -93,7 +98,9 @@ class RankGroup:
         """Replace a tensor by its sum over ranks."""
         if self.size == 1:
             return Done()
-        return self._under_way("all_reduce", dist.all_reduce(tensor, group=self.handle, async_op=True))
+        return self._under_way(
+            "all_reduce", dist.all_reduce(tensor, group=self.handle, async_op=True)
+        )
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
         """This rank's part of the sum over ranks; `part` may be a view of `whole` at this rank's position."""
@@ -102,9 +109,15 @@ class RankGroup:
                 part.copy_(whole)
             return Done()
         if part.is_cuda:
-            return self._under_way("reduce_scatter", reduce_scatter_tensors(part, whole, group=self.handle, async_op=True))
+            return self._under_way(
+                "reduce_scatter",
+                reduce_scatter_tensors(part, whole, group=self.handle, async_op=True),
+            )
         separate = torch.empty_like(part)  # with gloo, input and output must not overlap
-        work = self._under_way("reduce_scatter", reduce_scatter_tensors(separate, whole, group=self.handle, async_op=True))
+        work = self._under_way(
+            "reduce_scatter",
+            reduce_scatter_tensors(separate, whole, group=self.handle, async_op=True),
+        )
         return Then(work, lambda: part.copy_(separate))
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Handle:
@@ -113,10 +126,18 @@ class RankGroup:
             if part.data_ptr() != whole.data_ptr():
                 whole.copy_(part)
             return Done()
-        work = all_gather_tensors(whole, part if part.is_cuda else part.clone(), group=self.handle, async_op=True)
+        work = all_gather_tensors(
+            whole, part if part.is_cuda else part.clone(), group=self.handle, async_op=True
+        )
         return self._under_way("all_gather", work)
 
-    def all_to_all(self, received: Tensor, given: Tensor, takes: list[int] | None = None, gives: list[int] | None = None) -> Handle:
+    def all_to_all(
+        self,
+        received: Tensor,
+        given: Tensor,
+        takes: list[int] | None = None,
+        gives: list[int] | None = None,
+    ) -> Handle:
         """Part i of `given` (along dim 0, as many parts as ranks) goes to rank i; part i of `received` comes from it. `takes` and `gives`
         are the lengths of parts that are not equal, of tensors with two dims."""
         if self.size == 1:
@@ -124,7 +145,10 @@ class RankGroup:
             return Done()
         if not given.is_cuda:  # gloo supports bytes, not every dtype
             received, given = received.view(torch.uint8), given.view(torch.uint8)
-        return self._under_way("all_to_all", dist.all_to_all_single(received, given, takes, gives, group=self.handle, async_op=True))
+        return self._under_way(
+            "all_to_all",
+            dist.all_to_all_single(received, given, takes, gives, group=self.handle, async_op=True),
+        )
 
     def shift(self, given: Tensor) -> tuple[Tensor, Handle]:
         """Send a tensor to the next rank of the ring; returns the one that comes from the rank before and when it is there."""
@@ -139,20 +163,32 @@ class RankGroup:
 
     def send(self, tensor: Tensor, to: int, what: str) -> Handle:
         """Give a contiguous tensor to one rank of the group, which receives it; messages between two ranks keep their order."""
-        return self._under_way(f"send of {what} to {self._peer(to)}", dist.isend(tensor, group=self.handle, group_dst=to))
+        return self._under_way(
+            f"send of {what} to {self._peer(to)}",
+            dist.isend(tensor, group=self.handle, group_dst=to),
+        )
 
     def receive(self, tensor: Tensor, source: int, what: str) -> Handle:
         """Take a tensor from one rank of the group into this one."""
-        return self._under_way(f"receive of {what} from {self._peer(source)}", dist.irecv(tensor, group=self.handle, group_src=source))
+        return self._under_way(
+            f"receive of {what} from {self._peer(source)}",
+            dist.irecv(tensor, group=self.handle, group_src=source),
+        )
 
     def _peer(self, position: int) -> str:
-        return f"rank {dist.get_global_rank(self.handle, position)}" if self.handle is not None else f"position {position}"
+        return (
+            f"rank {dist.get_global_rank(self.handle, position)}"
+            if self.handle is not None
+            else f"position {position}"
+        )
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         """Every rank gets what the tensor holds on one of them."""
         if self.size == 1:
             return Done()
-        return self._under_way("broadcast", dist.broadcast(tensor, group=self.handle, group_src=source, async_op=True))
+        return self._under_way(
+            "broadcast", dist.broadcast(tensor, group=self.handle, group_src=source, async_op=True)
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (plain Python), in rank order, on every rank."""
@@ -205,7 +241,9 @@ class RankGroup:
         """The same ranks over separate gloo connections, for a thread whose collectives run at any time."""
         if self.size == 1:
             return self
-        handle = _connect(self.rank, "world", backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        handle = _connect(
+            self.rank, "world", backend="gloo", timeout=timedelta(seconds=timeout_seconds)
+        )
         return RankGroup(self.rank, self.size, handle)  # pyright: ignore[reportArgumentType]
 
     def close(self, *, orderly: bool = True) -> None:
@@ -218,18 +256,32 @@ class RankGroup:
     def __enter__(self) -> RankGroup:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close(orderly=kind is None)
 
 
-def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seconds: float, heart: Heartbeat | None = None) -> RankGroup:
+def start_group(
+    process: Process,
+    backend: Literal["gloo", "nccl"],
+    timeout_seconds: float,
+    heart: Heartbeat | None = None,
+) -> RankGroup:
     """Join the other processes of a run; the launcher sets MASTER_ADDR and MASTER_PORT. Does nothing for a single process."""
     if process.world == 1:
         return RankGroup(heart=heart)
     kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     try:
         dist.init_process_group(
-            kinds, rank=process.rank, world_size=process.world, timeout=timedelta(seconds=timeout_seconds), init_method="env://"
+            kinds,
+            rank=process.rank,
+            world_size=process.world,
+            timeout=timedelta(seconds=timeout_seconds),
+            init_method="env://",
         )
     except ValueError as problem:
         raise LaunchError(
@@ -275,10 +327,18 @@ class RankGroups:
         """The groups that share what belongs to this rank's experts: as for other parameters, without the ranks with other experts."""
         if self.mesh.expert == 1:
             return self
-        return replace(self, reduce=self.expert_reduce, shard=self.expert_shard, replicate=self.expert_replicate)
+        return replace(
+            self,
+            reduce=self.expert_reduce,
+            shard=self.expert_shard,
+            replicate=self.expert_replicate,
+        )
 
 
-SHARED_AXES, LAYER_AXES = ("shard", "replicate", "data", "reduce"), ("context", "tensor", "pipeline", "expert")
+SHARED_AXES, LAYER_AXES = (
+    ("shard", "replicate", "data", "reduce"),
+    ("context", "tensor", "pipeline", "expert"),
+)
 EXPERT_AXES = ("expert_shard", "expert_replicate", "expert_reduce")
 """Groups of LAYER_AXES exchange inside layers, at the same time as the others, so they have separate connections."""
 
@@ -290,8 +350,16 @@ def form_groups(mesh: Mesh, world: RankGroup) -> RankGroups:
     shared: dict[str, RankGroup] = {}
     for axis in (*SHARED_AXES, *EXPERT_AXES) if mesh.expert > 1 else SHARED_AXES:
         same = next((other for other in shared if mesh.groups(other) == mesh.groups(axis)), None)
-        shared[axis] = shared[same] if same else world if len(mesh.groups(axis)) == 1 else _join(mesh, axis, world)
-    return RankGroups(mesh, world, **shared, **{axis: _join(mesh, axis, world) for axis in LAYER_AXES})
+        shared[axis] = (
+            shared[same]
+            if same
+            else world
+            if len(mesh.groups(axis)) == 1
+            else _join(mesh, axis, world)
+        )
+    return RankGroups(
+        mesh, world, **shared, **{axis: _join(mesh, axis, world) for axis in LAYER_AXES}
+    )
 
 
 def _connect(rank: int, axis: str, **options: Any) -> Any:
@@ -299,7 +367,9 @@ def _connect(rank: int, axis: str, **options: Any) -> Any:
     try:
         return dist.new_group(**options)
     except dist.DistError as problem:
-        raise LaunchError(f"rank {rank} could not connect to the other ranks of the axis {axis}: {first_line(problem)}") from None
+        raise LaunchError(
+            f"rank {rank} could not connect to the other ranks of the axis {axis}: {first_line(problem)}"
+        ) from None
 
 
 def _join(mesh: Mesh, axis: str, world: RankGroup) -> RankGroup:
@@ -322,14 +392,26 @@ def split_context(ranks: RankGroups, ring: int) -> tuple[RankGroup, RankGroup]:
     if ring == 1:
         return RankGroup(), context
     inner = context.size // ring
-    rings = [group[position::inner] for group in ranks.mesh.groups("context") for position in range(inner)]
-    heads = [group[start : start + inner] for group in ranks.mesh.groups("context") for start in range(0, context.size, inner)]
+    rings = [
+        group[position::inner]
+        for group in ranks.mesh.groups("context")
+        for position in range(inner)
+    ]
+    heads = [
+        group[start : start + inner]
+        for group in ranks.mesh.groups("context")
+        for start in range(0, context.size, inner)
+    ]
     return _join_one(rings, "ring", ranks.world), _join_one(heads, "context", ranks.world)
 
 
 def split_group(ranks: RankGroups, axis: str, size: int) -> RankGroup:
     """Groups of `size` neighbours along an axis. All ranks of the run call this together."""
-    groups = [whole[start : start + size] for whole in ranks.mesh.groups(axis) for start in range(0, len(whole), size)]
+    groups = [
+        whole[start : start + size]
+        for whole in ranks.mesh.groups(axis)
+        for start in range(0, len(whole), size)
+    ]
     return _join_one(groups, axis, ranks.world)
 
 

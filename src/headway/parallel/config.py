@@ -26,7 +26,8 @@ class Zero1Config(Section):
     """Settings of strategy zero1."""
 
     size: int | Literal["auto"] = setting(
-        "auto", "Ranks over which the optimizer state is sharded: auto = all (ZeRO-1), 1 = plain data parallelism, in between = ZeRO-1.5."
+        "auto",
+        "Ranks over which the optimizer state is sharded: auto = all (ZeRO-1), 1 = plain data parallelism, in between = ZeRO-1.5.",
     )
 
     @field_validator("size")
@@ -38,8 +39,13 @@ class Zero1Config(Section):
 class FsdpConfig(Section):
     """Fully sharded data parallelism."""
 
-    size: int | Literal["auto"] = setting("auto", "Ranks over which everything is sharded: auto = all, fewer = replicated groups (HSDP).")
-    reshard_after_forward: bool = setting(True, "Free a block's parameters after its forward and gather them again for backward.")
+    size: int | Literal["auto"] = setting(
+        "auto",
+        "Ranks over which everything is sharded: auto = all, fewer = replicated groups (HSDP).",
+    )
+    reshard_after_forward: bool = setting(
+        True, "Free a block's parameters after its forward and gather them again for backward."
+    )
 
     @field_validator("size")
     @classmethod
@@ -57,9 +63,12 @@ class OverlapConfig(Section):
     """What runs at the same time; results do not depend on it."""
 
     reduce: bool = setting(True, "Exchange gradients bucket by bucket during backward.")
-    gather: bool = setting(True, "Gather updated parameters during the next forward, one bucket ahead.")
+    gather: bool = setting(
+        True, "Gather updated parameters during the next forward, one bucket ahead."
+    )
     step: bool = setting(
-        True, "Compute the norm of a bucket while later ones are exchanged; gather it while later ones are updated. Clipping stays exact."
+        True,
+        "Compute the norm of a bucket while later ones are exchanged; gather it while later ones are updated. Clipping stays exact.",
     )
 
 
@@ -67,18 +76,25 @@ class ParallelConfig(Section):
     """How ranks share the work."""
 
     strategy: Literal["zero1", "fsdp"] = setting(
-        "zero1", "zero1: the optimizer state is sharded. fsdp: parameters, gradients and optimizer state are sharded."
+        "zero1",
+        "zero1: the optimizer state is sharded. fsdp: parameters, gradients and optimizer state are sharded.",
     )
     zero1: Zero1Config = setting(Zero1Config, "Settings of strategy zero1.")
     fsdp: FsdpConfig = setting(FsdpConfig, "Settings of strategy fsdp.")
-    bucket_bytes: int = setting(32 << 20, "Bytes of gradients that are exchanged at a time (strategy zero1).", gt=0)
-    accumulate_dtype: Literal["fp32", "compute"] = setting(
-        "fp32", "Precision in which gradients of microbatches are summed; compute = that of the model, half the memory in 16 bits."
+    bucket_bytes: int = setting(
+        32 << 20, "Bytes of gradients that are exchanged at a time (strategy zero1).", gt=0
     )
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "Precision in which gradients are exchanged between ranks.")
+    accumulate_dtype: Literal["fp32", "compute"] = setting(
+        "fp32",
+        "Precision in which gradients of microbatches are summed; compute = that of the model, half the memory in 16 bits.",
+    )
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = setting(
+        "fp32", "Precision in which gradients are exchanged between ranks."
+    )
     overlap: OverlapConfig = setting(OverlapConfig, "What runs at the same time (strategy zero1).")
     hook: Annotated[HookConfig, KindIn("headway.parallel.hooks")] | None = setting(
-        None, "How gradients are exchanged; null = a plain sum: reduce_scatter if the optimizer state is sharded, else all_reduce."
+        None,
+        "How gradients are exchanged; null = a plain sum: reduce_scatter if the optimizer state is sharded, else all_reduce.",
     )
     context: int = setting(
         1,
@@ -92,7 +108,8 @@ class ParallelConfig(Section):
         ge=1,
     )
     sequence: bool = setting(
-        True, "With tensor above 1: norms and residual stream hold the tokens of a rank only; false = all tokens on every rank."
+        True,
+        "With tensor above 1: norms and residual stream hold the tokens of a rank only; false = all tokens on every rank.",
     )
     expert: int = setting(
         1,
@@ -100,17 +117,24 @@ class ParallelConfig(Section):
         "back. It must divide model.experts.num and the number of data-parallel ranks.",
         ge=1,
     )
-    pipeline: int = setting(1, "Ranks that share the layers: each holds some of them (pipeline parallelism).", ge=1)
+    pipeline: int = setting(
+        1, "Ranks that share the layers: each holds some of them (pipeline parallelism).", ge=1
+    )
     schedule: ScheduleName = setting(
         "1f1b",
         "Order of the microbatches in a pipeline: 1f1b, interleaved (several stages per rank: less idle time, more messages), or "
         "zero_bubble (gradients of weights are computed while a rank would wait).",
     )
-    virtual_stages: int | None = setting(None, "Stages of one rank with schedule interleaved; null = 2.", ge=2)
-    pipeline_split: tuple[int, ...] = setting(
-        (), "Layers of every pipeline stage, in the order of the model; empty = balanced by cost, embedding and head included."
+    virtual_stages: int | None = setting(
+        None, "Stages of one rank with schedule interleaved; null = 2.", ge=2
     )
-    timeout_seconds: float = setting(1800.0, "Seconds that ranks wait for each other before they give up.", gt=0)
+    pipeline_split: tuple[int, ...] = setting(
+        (),
+        "Layers of every pipeline stage, in the order of the model; empty = balanced by cost, embedding and head included.",
+    )
+    timeout_seconds: float = setting(
+        1800.0, "Seconds that ranks wait for each other before they give up.", gt=0
+    )
 
     @property
     def ranks_per_row(self) -> int:
@@ -125,11 +149,26 @@ class ParallelConfig(Section):
 
     def mesh(self, rank: int, world: int) -> Mesh:
         """The layout of the ranks."""
-        size, key = (self.fsdp.size, "parallel.fsdp.size") if self.strategy == "fsdp" else (self.zero1.size, "parallel.zero1.size")
-        axes = {"context": self.context, "tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
+        size, key = (
+            (self.fsdp.size, "parallel.fsdp.size")
+            if self.strategy == "fsdp"
+            else (self.zero1.size, "parallel.zero1.size")
+        )
+        axes = {
+            "context": self.context,
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "expert": self.expert,
+        }
         return plan_mesh(rank, world, size, key, **axes)
 
-    def check_rows(self, model: ModelConfig, seq_len: int, objective: ObjectiveConfig, adapter: AdapterConfig | None) -> None:
+    def check_rows(
+        self,
+        model: ModelConfig,
+        seq_len: int,
+        objective: ObjectiveConfig,
+        adapter: AdapterConfig | None,
+    ) -> None:
         """Refuse a layout that this model, these rows or this objective cannot be trained on exactly; the rules are in layout_rules.py."""
         check_layout(LayoutCase(self, model, seq_len, objective, adapter))
 
@@ -173,7 +212,8 @@ class MemoryConfig(Section):
         "first ones), every-k (every k-th block), or selective (in all blocks, all but the results of matrix products and attention).",
     )
     offload: tuple[Offload, ...] = setting(
-        (), "What is kept in host memory: activations (large ones, between forward and backward), optimizer (its state and fp32 masters)."
+        (),
+        "What is kept in host memory: activations (large ones, between forward and backward), optimizer (its state and fp32 masters).",
     )
 
     limit_gib: float | None = setting(
@@ -192,7 +232,11 @@ class MemoryConfig(Section):
 
     def chunk_tokens(self, *, on_cuda: bool) -> int:
         """Tokens whose logits exist at one time, on a device."""
-        return (4096 if on_cuda else 2048) if self.loss_chunk_tokens == "auto" else self.loss_chunk_tokens
+        return (
+            (4096 if on_cuda else 2048)
+            if self.loss_chunk_tokens == "auto"
+            else self.loss_chunk_tokens
+        )
 
     @field_validator("loss_chunk_tokens")
     @classmethod
@@ -215,7 +259,9 @@ class MemoryConfig(Section):
         else:
             fits = 0 <= value <= 1
         if not fits:
-            raise ValueError(f"is {value!r}; it must be none, selective, every-k (such as every-2) or a fraction from 0 to 1")
+            raise ValueError(
+                f"is {value!r}; it must be none, selective, every-k (such as every-2) or a fraction from 0 to 1"
+            )
         return value
 
     @field_validator("offload")

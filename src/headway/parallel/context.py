@@ -47,12 +47,17 @@ def part_of(batch: Batch, context: RankGroup, ring: int = 1) -> Batch:
     length = batch.tokens.shape[1]
     each = length // context.size
     begin = context.rank * each
-    index = None if ring == 1 else _ring_index(length, ring, batch.tokens.device)[begin : begin + each]
+    index = (
+        None if ring == 1 else _ring_index(length, ring, batch.tokens.device)[begin : begin + each]
+    )
 
     def part(column: Tensor) -> Tensor:
         return column[:, begin:][:, :each] if index is None else column.index_select(1, index)
 
-    extra = {name: part(column) if name in PER_TOKEN_EXTRA else column for name, column in batch.extra.items()}
+    extra = {
+        name: part(column) if name in PER_TOKEN_EXTRA else column
+        for name, column in batch.extra.items()
+    }
     return replace(batch, **{name: part(getattr(batch, name)) for name in PER_TOKEN}, extra=extra)
 
 
@@ -75,9 +80,14 @@ def share_rows(model: Model, ranks: RankGroups, heads: slice, attention: str = "
         )
     around, group = split_context(ranks, ring)
     each = kv_heads // group.size
-    gates_train = any(parameter.requires_grad for name, parameter in model.named_parameters() if is_wide(name))
+    gates_train = any(
+        parameter.requires_grad for name, parameter in model.named_parameters() if is_wide(name)
+    )
     first = heads.start + group.rank * each
-    model.shard_attention(lambda core: ContextCore(core if ring == 1 else RingCore(around), group, gates_train), slice(first, first + each))
+    model.shard_attention(
+        lambda core: ContextCore(core if ring == 1 else RingCore(around), group, gates_train),
+        slice(first, first + each),
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,14 @@ class ContextCore:
     gates_train: bool = False
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None, rule: ScoreRule | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        *,
+        window: int | None = None,
+        rule: ScoreRule | None = None,
     ) -> Tensor:
         """o [B,t,H,hd]. The sinks of a `rule` are those of all heads; their gradient is that of this rank's heads, and zero for others."""
         settings: dict[str, Any] = {"window": window}
@@ -132,13 +149,17 @@ class _ToTokens(torch.autograd.Function):
 def to_heads(parts: Sequence[Tensor], group: RankGroup) -> tuple[Tensor, ...]:
     """From all heads of this rank's tokens to all tokens of this rank's heads, in one exchange: [B,t,n,hd] -> [B,T,n/P,hd] of each."""
     given = [x.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4) for x in parts]
-    return tuple(x.permute(1, 0, 2, 3, 4).flatten(1, 2).contiguous() for x in _exchanged(given, group))
+    return tuple(
+        x.permute(1, 0, 2, 3, 4).flatten(1, 2).contiguous() for x in _exchanged(given, group)
+    )
 
 
 def to_tokens(parts: Sequence[Tensor], group: RankGroup) -> tuple[Tensor, ...]:
     """The way back: [B,T,n/P,hd] -> [B,t,n,hd] of each."""
     given = [x.unflatten(1, (group.size, -1)).permute(1, 0, 2, 3, 4) for x in parts]
-    return tuple(x.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous() for x in _exchanged(given, group))
+    return tuple(
+        x.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous() for x in _exchanged(given, group)
+    )
 
 
 def _exchanged(parts: Sequence[Tensor], group: RankGroup) -> tuple[Tensor, ...]:

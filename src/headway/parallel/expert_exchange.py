@@ -29,7 +29,9 @@ class ExpertExchange:
 
     def __init__(self, experts: nn.Module, group: RankGroup) -> None:
         self.experts, self.group = experts, group
-        self._run = torch.compiler.disable(self._exchange)  # here: as a decorator it loads the compiler at the start of every run
+        self._run = torch.compiler.disable(
+            self._exchange
+        )  # here: as a decorator it loads the compiler at the start of every run
 
     def __call__(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         """[N,D] of tokens x [N,D] with weights fp32 [N,k]."""
@@ -51,7 +53,9 @@ class ExpertExchange:
         """(slots for each rank, slots from each rank, the order in which this rank's experts see what arrives)."""
         ranks = self.group.size
         given = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1)
-        received = given.clone()  # where other ranks are only simulated, it stays: the balanced case
+        received = (
+            given.clone()
+        )  # where other ranks are only simulated, it stays: the balanced case
         self.group.all_to_all(received, given).wait()
         gives, takes = torch.stack([given.sum(1), received.sum(1)]).tolist()
         load, total = received.sum(0), sum(takes)
@@ -68,7 +72,9 @@ class _Spread(torch.autograd.Function):
     """A row for every slot, sorted by expert: x[order // k], and the weight of each, [N*k,1]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, order: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(places)
         ctx.shape = weights.shape
         return x[order // weights.shape[1]], weights.view(-1, 1)[order]
@@ -101,7 +107,9 @@ class _Exchanged(torch.autograd.Function):
     the same in the same order."""
 
     @staticmethod
-    def forward(ctx: Any, group: RankGroup, gives: list[int], takes: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, group: RankGroup, gives: list[int], takes: list[int], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.group, ctx.gives, ctx.takes = group, gives, takes
         return exchange_rows(group, gives, takes, tensors)
 
@@ -110,10 +118,15 @@ class _Exchanged(torch.autograd.Function):
         return None, None, None, *exchange_rows(ctx.group, ctx.takes, ctx.gives, grads)
 
 
-def exchange_rows(group: RankGroup, gives: list[int], takes: list[int], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def exchange_rows(
+    group: RankGroup, gives: list[int], takes: list[int], tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """Row parts of tensors for each rank -> those that each rank had for this one; all tensors at the same time."""
     received = tuple(tensor.new_empty(sum(takes), *tensor.shape[1:]) for tensor in tensors)
-    handles = [group.all_to_all(into, tensor.contiguous(), takes, gives) for into, tensor in zip(received, tensors, strict=True)]
+    handles = [
+        group.all_to_all(into, tensor.contiguous(), takes, gives)
+        for into, tensor in zip(received, tensors, strict=True)
+    ]
     for handle in handles:
         handle.wait()
     return received

@@ -29,7 +29,15 @@ from headway.model.layout import EXPERTS, GATES
 from headway.objective.base import Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
-from headway.parallel.base import BaseEngine, LocalModel, ParamShard, beside, needs_gradient, parameter_at, square_norm
+from headway.parallel.base import (
+    BaseEngine,
+    LocalModel,
+    ParamShard,
+    beside,
+    needs_gradient,
+    parameter_at,
+    square_norm,
+)
 from headway.parallel.collectives import RankGroups
 from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StepResult
 from headway.parallel.fsdp_matrices import ShardedMember, owners, update_whole
@@ -81,7 +89,14 @@ class LocalParameter:
 class FsdpEngine(BaseEngine):
     """Implements parallel.engine.Engine."""
 
-    def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec, local: LocalModel) -> None:
+    def __init__(
+        self,
+        model: Model,
+        objective: Objective,
+        groups: Sequence[ParamGroup],
+        spec: EngineSpec,
+        local: LocalModel,
+    ) -> None:
         super().__init__(model, objective, groups, spec, local)
         self.passes.waits_in_layers = True
         group_of = {name: group.name for group in groups for name in group.names}
@@ -92,17 +107,35 @@ class FsdpEngine(BaseEngine):
             elif not held.is_floating_point():
                 continue  # bytes of a quantised matrix
             else:  # in the compute dtype only: what does not train needs no master
-                owner._parameters[leaf] = nn.Parameter(held.detach().to(spec.dtype), requires_grad=False)
+                owner._parameters[leaf] = nn.Parameter(
+                    held.detach().to(spec.dtype), requires_grad=False
+                )
         shard_model(model, spec)
-        if GATES in group_of:  # before the hook with which FSDP2 looks for inputs that need a gradient
-            next(iter(model.blocks().values())).register_forward_pre_hook(needs_gradient, prepend=True)
+        if (
+            GATES in group_of
+        ):  # before the hook with which FSDP2 looks for inputs that need a gradient
+            next(iter(model.blocks().values())).register_forward_pre_hook(
+                needs_gradient, prepend=True
+            )
         if objective.module is not None:
             objective.module.to(spec.device, torch.float32)
-        whole = {name: self.boxes[name].stacked_shape for name in self.rule_of if self._is_updated_whole(name)}
-        experts = {name: shape for name, shape in whole.items() if self.boxes[name].expert_ranks > 1}
-        self.owners = owners({name: shape for name, shape in whole.items() if name not in experts}, self.ranks.shard.size)
+        whole = {
+            name: self.boxes[name].stacked_shape
+            for name in self.rule_of
+            if self._is_updated_whole(name)
+        }
+        experts = {
+            name: shape for name, shape in whole.items() if self.boxes[name].expert_ranks > 1
+        }
+        self.owners = owners(
+            {name: shape for name, shape in whole.items() if name not in experts},
+            self.ranks.shard.size,
+        )
         self.owners |= owners(experts, self._expert_ranks.shard.size)
-        self.parts = {name: self._part(name, parameter_at(home), group_of.get(name)) for name, home in self.homes.items()}
+        self.parts = {
+            name: self._part(name, parameter_at(home), group_of.get(name))
+            for name, home in self.homes.items()
+        }
         self._grads: dict[str, Tensor] = {}
         """The gradients of an update, between its norm and its step."""
 
@@ -120,11 +153,27 @@ class FsdpEngine(BaseEngine):
         if rule is not None and rule.matrices is not None:
             state = rule.allocate_whole(shape, local.device) if owner in (None, shard.rank) else {}
         elif rule is not None:
-            home, pin = (torch.device("cpu"), local.is_cuda) if self.host_state is not None else (local.device, False)
+            home, pin = (
+                (torch.device("cpu"), local.is_cuda)
+                if self.host_state is not None
+                else (local.device, False)
+            )
             state = rule.storage.allocate(rule.optimizer.slots, local.numel(), home, pin=pin)
         steps = torch.zeros((), dtype=torch.float32, device=local.device)
-        average = torch.zeros_like(local) if rule is not None and rule.averages is not None else None
-        return LocalParameter(name, parameter, offset, group, state, steps, owner, rule is not None and rule.matrices is not None, average)
+        average = (
+            torch.zeros_like(local) if rule is not None and rule.averages is not None else None
+        )
+        return LocalParameter(
+            name,
+            parameter,
+            offset,
+            group,
+            state,
+            steps,
+            owner,
+            rule is not None and rule.matrices is not None,
+            average,
+        )
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
         """Accumulate the gradients of one step; FSDP2 exchanges them under the last microbatch's backward."""
@@ -153,18 +202,28 @@ class FsdpEngine(BaseEngine):
         for part in parts:
             if not part.is_whole and not self.boxes[part.name].is_copy:
                 sharded[self.boxes[part.name].expert_ranks > 1].append(self._grads[part.name])
-        square = self._sum_over_model(*(beside(square_norm(grads), device) for grads in sharded.values()))
-        return square + beside(square_norm([self._grads[part.name] for part in parts if part.is_whole]), device)
+        square = self._sum_over_model(
+            *(beside(square_norm(grads), device) for grads in sharded.values())
+        )
+        return square + beside(
+            square_norm([self._grads[part.name] for part in parts if part.is_whole]), device
+        )
 
     def _sum_copies(self) -> None:
         """Add up the gradients of ranks of the tensor axis that hold the same elements, where each has a part of them."""
         for copies, group in self.local.sums.items():
-            grads = [grad for name, grad in self._grads.items() if self.boxes[name].is_partial and self.boxes[name].copies == copies]
+            grads = [
+                grad
+                for name, grad in self._grads.items()
+                if self.boxes[name].is_partial and self.boxes[name].copies == copies
+            ]
             for dtype in {grad.dtype for grad in grads}:
                 same = [grad for grad in grads if grad.dtype == dtype]
                 flat = torch.cat([grad.reshape(-1) for grad in same])
                 group.all_reduce(flat).wait()
-                for grad, total in zip(same, flat.split([grad.numel() for grad in same]), strict=True):
+                for grad, total in zip(
+                    same, flat.split([grad.numel() for grad in same]), strict=True
+                ):
                     grad.copy_(total.view(grad.shape))
 
     def _step(self, hypers: dict[str, Hyper], guard: Guard) -> None:
@@ -188,21 +247,38 @@ class FsdpEngine(BaseEngine):
                 part.parameter.grad = None
         self._grads = {}
 
-    def _step_whole(self, group: str, members: list[LocalParameter], hyper: Hyper, guard: Guard) -> None:
+    def _step_whole(
+        self, group: str, members: list[LocalParameter], hyper: Hyper, guard: Guard
+    ) -> None:
         """Update whole parameters: those every rank holds here, the others on their owners."""
 
         def update(some: Sequence[WholeParameter]) -> None:
             self._apply_whole(group, some, hyper, guard)
 
         here = [part for part in members if part.is_whole]
-        update([WholeParameter(part.master, self._grads[part.name], part.state, part.steps.clone()) for part in here])
+        update(
+            [
+                WholeParameter(part.master, self._grads[part.name], part.state, part.steps.clone())
+                for part in here
+            ]
+        )
         sharded = {
-            part.name: ShardedMember(self.boxes[part.name].local_shape, part.master, self._grads[part.name], part.state, part.steps)
+            part.name: ShardedMember(
+                self.boxes[part.name].local_shape,
+                part.master,
+                self._grads[part.name],
+                part.state,
+                part.steps,
+            )
             for part in members
             if not part.is_whole
         }
         for experts, sharers in ((False, self.ranks.shard), (True, self._expert_ranks.shard)):
-            some = {name: member for name, member in sharded.items() if (self.boxes[name].expert_ranks > 1) == experts}
+            some = {
+                name: member
+                for name, member in sharded.items()
+                if (self.boxes[name].expert_ranks > 1) == experts
+            }
             update_whole(some, self.owners, sharers, update)
 
     @torch.no_grad()
@@ -213,7 +289,11 @@ class FsdpEngine(BaseEngine):
         for name, whole in values:
             missing.discard(name)
             part, value = self.parts[name], self.boxes[name].of(whole)
-            part.master.copy_(value if part.is_whole else value[part.offset[0] : part.offset[0] + part.master.shape[0]])
+            part.master.copy_(
+                value
+                if part.is_whole
+                else value[part.offset[0] : part.offset[0] + part.master.shape[0]]
+            )
             if part.average is not None:
                 part.trained.copy_(part.average)
         return sorted(missing)
@@ -222,10 +302,20 @@ class FsdpEngine(BaseEngine):
         """This rank's rows of every parameter."""
         for part in self.parts.values():
             local = part.master
-            boxes = [(self.boxes[part.name].shift(part.offset), tuple(local.shape), 0)] if local.numel() else []
+            boxes = (
+                [(self.boxes[part.name].shift(part.offset), tuple(local.shape), 0)]
+                if local.numel()
+                else []
+            )
             whole = part.state if part.has_whole_state else None
             yield ParamShard(
-                part.name, boxes, local.view(-1), part.group is not None, part.state, is_whole=part.is_whole, whole_state=whole
+                part.name,
+                boxes,
+                local.view(-1),
+                part.group is not None,
+                part.state,
+                is_whole=part.is_whole,
+                whole_state=whole,
             )
 
     def _updates_done(self) -> dict[str, int]:
@@ -241,7 +331,11 @@ class FsdpEngine(BaseEngine):
         with self.with_averages():
             for name, part in self.parts.items():
                 if not name.startswith(OBJECTIVE):
-                    box = part.parameter.full_tensor() if isinstance(part.parameter, DTensor) else part.master
+                    box = (
+                        part.parameter.full_tensor()
+                        if isinstance(part.parameter, DTensor)
+                        else part.master
+                    )
                     yield name, self._whole_box(name, box)
 
     @torch.no_grad()
@@ -263,7 +357,9 @@ class FsdpEngine(BaseEngine):
                 part.trained.copy_(part.average)
             else:
                 state = {role: [held] for role, held in part.state.items()}
-                rule.set_training_weights([part.average.view(-1)], state, [part.steps], [part.trained.view(-1)])
+                rule.set_training_weights(
+                    [part.average.view(-1)], state, [part.steps], [part.trained.view(-1)]
+                )
 
     def flush(self) -> None:
         """Free gathered parameters, so that the next forward gathers current ones; wait for copies to host memory."""
@@ -276,21 +372,33 @@ class FsdpEngine(BaseEngine):
     @property
     def state_bytes(self) -> int:
         """Bytes of fp32 masters and optimizer state on this rank."""
-        return sum(tensor.nbytes for part in self._training() for tensor in (part.master, *part.state.values()))
+        return sum(
+            tensor.nbytes
+            for part in self._training()
+            for tensor in (part.master, *part.state.values())
+        )
 
 
 def shard_model(model: Model, spec: EngineSpec) -> None:
     """Apply `fully_shard` to the experts that ranks share, to every block, then to the rest; allocate what this rank holds, all zero."""
     param_dtype = None if spec.dtype == torch.float32 else spec.dtype
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[spec.parallel.reduce_dtype], cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype,
+        reduce_dtype=DTYPES[spec.parallel.reduce_dtype],
+        cast_forward_inputs=False,
+    )
     mesh = _device_mesh(spec.ranks, spec.device.type)
     whole = {parameter for name, parameter in model.named_parameters() if is_wide(name)} or None
     again = spec.parallel.fsdp.reshard_after_forward
     if spec.ranks.expert.size > 1:
         _shard_experts(model, spec, policy)
     for block in model.blocks().values():
-        fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, ignored_params=whole)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
+        fully_shard(
+            block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, ignored_params=whole
+        )
+    fully_shard(
+        model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole
+    )
     model.to_empty(device=spec.device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -308,18 +416,29 @@ def _device_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
         return DeviceMesh.from_group(shard, device_type, mesh_dim_names=("shard",))
     outer, tensor = divmod(sizes.rank, sizes.tensor)
     first = outer // sizes.reduce * sizes.reduce * sizes.tensor + tensor
-    layout = torch.arange(first, first + sizes.reduce * sizes.tensor, sizes.tensor).view(sizes.replicate, sizes.shard)
-    return DeviceMesh.from_group([replicate, shard], device_type, mesh=layout, mesh_dim_names=("replicate", "shard"))
+    layout = torch.arange(first, first + sizes.reduce * sizes.tensor, sizes.tensor).view(
+        sizes.replicate, sizes.shard
+    )
+    return DeviceMesh.from_group(
+        [replicate, shard], device_type, mesh=layout, mesh_dim_names=("replicate", "shard")
+    )
 
 
 def _shard_experts(model: Model, spec: EngineSpec, policy: MixedPrecisionPolicy) -> None:
     """Apply `fully_shard` to the experts of every block. They are gathered from the block's beginning on, while attention computes."""
-    mesh, again = _expert_mesh(spec.ranks, spec.device.type), spec.parallel.fsdp.reshard_after_forward
-    waits = "activations" in spec.memory.offload  # which must know all parameters when a block begins
+    mesh, again = (
+        _expert_mesh(spec.ranks, spec.device.type),
+        spec.parallel.fsdp.reshard_after_forward,
+    )
+    waits = (
+        "activations" in spec.memory.offload
+    )  # which must know all parameters when a block begins
     path = EXPERTS.strip(".")
     for block in model.blocks().values():
         if any(name.startswith(path + ".") for name, _ in block.named_parameters()):
-            experts = fully_shard(block.get_submodule(path), mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+            experts = fully_shard(
+                block.get_submodule(path), mesh=mesh, reshard_after_forward=again, mp_policy=policy
+            )
             block.register_forward_pre_hook(_gathering(experts, wait=waits))
 
 
@@ -336,13 +455,19 @@ def _expert_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
     """The ranks that hold the same experts: groups with a shard each, or one rank alone."""
     sizes, shard, replicate = ranks.mesh, ranks.expert_shard, ranks.expert_replicate
     members = next(group for group in sizes.groups("expert_reduce") if sizes.rank in group)
-    alone = None if shard.handle is not None else dist.new_group([sizes.rank], use_local_synchronization=True)
+    alone = (
+        None
+        if shard.handle is not None
+        else dist.new_group([sizes.rank], use_local_synchronization=True)
+    )
     inner = shard.handle or alone
     assert isinstance(inner, dist.ProcessGroup)
     if replicate.handle is None:
         return DeviceMesh.from_group(inner, device_type, mesh_dim_names=("shard",))
     layout = torch.tensor(members).view(replicate.size, shard.size)
-    return DeviceMesh.from_group([replicate.handle, inner], device_type, mesh=layout, mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(
+        [replicate.handle, inner], device_type, mesh=layout, mesh_dim_names=("replicate", "shard")
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:

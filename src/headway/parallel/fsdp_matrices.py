@@ -57,7 +57,10 @@ def by_shape(shapes: dict[str, Ints]) -> dict[Ints, list[str]]:
 
 
 def update_whole(
-    members: dict[str, ShardedMember], owner: dict[str, int], group: RankGroup, update: Callable[[Sequence[WholeParameter]], None]
+    members: dict[str, ShardedMember],
+    owner: dict[str, int],
+    group: RankGroup,
+    update: Callable[[Sequence[WholeParameter]], None],
 ) -> None:
     """Give every parameter to its owner, call `update` there with whole ones, and take the new rows back."""
     for shape, names in by_shape({name: member.shape for name, member in members.items()}).items():
@@ -68,7 +71,10 @@ def update_whole(
 
 
 def _update_some(
-    members: dict[str, ShardedMember], owner: dict[str, int], group: RankGroup, update: Callable[[Sequence[WholeParameter]], None]
+    members: dict[str, ShardedMember],
+    owner: dict[str, int],
+    group: RankGroup,
+    update: Callable[[Sequence[WholeParameter]], None],
 ) -> None:
     first = next(iter(members.values()))
     rows, inner = -(-first.shape[0] // group.size), prod(first.shape[1:])
@@ -77,19 +83,30 @@ def _update_some(
 
     def to_owners(local: Sequence[Tensor]) -> Tensor:
         """[depth, ranks * rows, ...]: this rank's own parameters, each with all its rows (and some empty ones at the end)."""
-        given = torch.zeros(group.size, depth, rows * inner, dtype=torch.float32, device=first.master.device)
+        given = torch.zeros(
+            group.size, depth, rows * inner, dtype=torch.float32, device=first.master.device
+        )
         for (rank, at), tensor in zip(places, local, strict=True):
             given[rank, at, : tensor.numel()].copy_(tensor.reshape(-1))
         received = torch.empty_like(given)
         group.all_to_all(received, given).wait()
         return received.transpose(0, 1).reshape(depth, group.size * rows, *first.shape[1:])
 
-    gradients, masters = to_owners([one.gradient for one in members.values()]), to_owners([one.master for one in members.values()])
-    mine = [(at, one) for (rank, at), one in zip(places, members.values(), strict=True) if rank == group.rank]
+    gradients, masters = (
+        to_owners([one.gradient for one in members.values()]),
+        to_owners([one.master for one in members.values()]),
+    )
+    mine = [
+        (at, one)
+        for (rank, at), one in zip(places, members.values(), strict=True)
+        if rank == group.rank
+    ]
     counts = [one.step.clone() for _, one in mine]
     update(
         [
-            WholeParameter(masters[at, : one.shape[0]], gradients[at, : one.shape[0]], one.state, count)
+            WholeParameter(
+                masters[at, : one.shape[0]], gradients[at, : one.shape[0]], one.state, count
+            )
             for (at, one), count in zip(mine, counts, strict=True)
         ]
     )

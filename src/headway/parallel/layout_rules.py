@@ -107,7 +107,12 @@ def _tensor(case: LayoutCase) -> Iterator[str]:
     shape = LayoutShape(case.model, case.seq_len)
 
     def broken(tensor: int) -> list[str]:
-        layout = Layout(parallel.ranks_per_row, tensor=tensor, sequence=parallel.sequence, context=parallel.context)
+        layout = Layout(
+            parallel.ranks_per_row,
+            tensor=tensor,
+            sequence=parallel.sequence,
+            context=parallel.context,
+        )
         return list(broken_tensor(layout, shape))
 
     for rule in broken(parallel.tensor):
@@ -128,14 +133,21 @@ def _context(case: LayoutCase) -> Iterator[str]:
         near = case.seq_len // context * context or context
         yield f"{is_set}; it must divide data.seq_len={case.seq_len}. Use seq_len {near}, for example."
     scaling = model.rope_scaling
-    if scaling is not None and scaling.kind == "longrope" and case.seq_len > scaling.original_max_seq_len:
+    if (
+        scaling is not None
+        and scaling.kind == "longrope"
+        and case.seq_len > scaling.original_max_seq_len
+    ):
         yield (
             f"{is_set} and data.seq_len={case.seq_len} is above rope_scaling.original_max_seq_len={scaling.original_max_seq_len}: longrope "
             "depends on the length of whole documents, which a rank does not see. Use context 1."
         )
     if not case.objective.BY_TOKEN:
         yield f"objective {case.objective.kind} needs whole rows: {is_set} and must be 1."
-    for key, rate in (("model.dropout", model.dropout), ("adapter.dropout", case.adapter.dropout if case.adapter else 0.0)):
+    for key, rate in (
+        ("model.dropout", model.dropout),
+        ("adapter.dropout", case.adapter.dropout if case.adapter else 0.0),
+    ):
         if rate:
             yield f"{is_set} and {key} is {rate}, which would drop the same elements on all ranks of a row. Set the dropout to 0."
 
@@ -143,7 +155,9 @@ def _context(case: LayoutCase) -> Iterator[str]:
 def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
     """Context ranks beyond the KV heads pass keys around, which is exact for full causal attention only."""
     context, model = case.parallel.context, case.model
-    whole = f"Use {context // ring}" + (f" or another divisor of {context // ring}." if context > 2 * ring else ".")
+    whole = f"Use {context // ring}" + (
+        f" or another divisor of {context // ring}." if context > 2 * ring else "."
+    )
     beyond = f"{is_set}, which is beyond the {max(1, model.kv_heads // case.parallel.tensor)} KV heads of a rank and needs a ring"
     if model.head_gates is not None:
         yield f"{beyond}; head gates have none. {whole}"
@@ -173,7 +187,11 @@ def _teacher(case: LayoutCase) -> Iterator[str]:
 def _packed(case: LayoutCase) -> Iterator[str]:
     """A part of a quantised matrix is not the quantised part: scales cover elements of several ranks."""
     adapter, expert = case.adapter, case.parallel.expert
-    if adapter is not None and expert > 1 and any(EXPERTS in name for name in adapter.layouts(case.model)):
+    if (
+        adapter is not None
+        and expert > 1
+        and any(EXPERTS in name for name in adapter.layouts(case.model))
+    ):
         yield (
             f"parallel.expert is {expert} and adapter.base is {adapter.base}, which quantises the experts of a layer together. "
             "Use expert 1 and strategy fsdp to spread the weights over ranks, or set adapter.base to null."
@@ -185,4 +203,12 @@ def _packed(case: LayoutCase) -> Iterator[str]:
         )
 
 
-RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_wrapped, _experts, _pipeline, _tensor, _context, _packed, _teacher)
+RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (
+    _wrapped,
+    _experts,
+    _pipeline,
+    _tensor,
+    _context,
+    _packed,
+    _teacher,
+)

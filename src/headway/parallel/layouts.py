@@ -72,7 +72,9 @@ class Layout:
         if self.shard is not None and self.shard != self.reduce:
             parts.append(f"parallel.{self.strategy}.size={self.shard}")
         parts += [
-            f"parallel.{axis}={getattr(self, axis)}" for axis in ("tensor", "pipeline", "context", "expert") if getattr(self, axis) > 1
+            f"parallel.{axis}={getattr(self, axis)}"
+            for axis in ("tensor", "pipeline", "context", "expert")
+            if getattr(self, axis) > 1
         ]
         if self.pipeline > 1 and self.schedule != "1f1b":
             parts.append(f"parallel.schedule={self.schedule}")
@@ -194,20 +196,41 @@ def nearest_layouts(layout: Layout, case: LayoutShape, count: int = 1) -> list[L
     experts = [n for n in divisors if n == 1 or n <= layout.expert]
 
     def distance(other: Layout) -> float:
-        axes = sum(abs(log2(getattr(other, axis) / getattr(layout, axis))) for axis in ("tensor", "pipeline", "context", "expert"))
-        return axes + (other.strategy != layout.strategy) + 0.5 * (other.shard != layout.shard) + 0.5 * (other.schedule != layout.schedule)
+        axes = sum(
+            abs(log2(getattr(other, axis) / getattr(layout, axis)))
+            for axis in ("tensor", "pipeline", "context", "expert")
+        )
+        return (
+            axes
+            + (other.strategy != layout.strategy)
+            + 0.5 * (other.shard != layout.shard)
+            + 0.5 * (other.schedule != layout.schedule)
+        )
 
     found: list[Layout] = []
     strategies = [layout.strategy, *({"zero1", "fsdp"} - {layout.strategy})]
-    for tensor, pipeline, context, expert, strategy in product(divisors, divisors, divisors, experts, strategies):
+    for tensor, pipeline, context, expert, strategy in product(
+        divisors, divisors, divisors, experts, strategies
+    ):
         if layout.world % (tensor * pipeline * context):
             continue
         virtual = layout.virtual_stages if pipeline > 1 else 1
         schedule = layout.schedule if pipeline > 1 else "1f1b"
-        sizes = replace(layout, tensor=tensor, pipeline=pipeline, context=context, expert=expert, strategy=strategy)
-        shard = layout.shard if layout.shard is not None and sizes.reduce % layout.shard == 0 else None
+        sizes = replace(
+            layout,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            expert=expert,
+            strategy=strategy,
+        )
+        shard = (
+            layout.shard if layout.shard is not None and sizes.reduce % layout.shard == 0 else None
+        )
         other = replace(sizes, shard=shard, virtual_stages=virtual, schedule=schedule)
-        for one in (other, replace(other, virtual_stages=1, schedule="1f1b")) if virtual > 1 else (other,):
+        for one in (
+            (other, replace(other, virtual_stages=1, schedule="1f1b")) if virtual > 1 else (other,)
+        ):
             if not any(broken_sizes(one, case)):
                 found.append(one)
     return sorted(found, key=distance)[:count]
@@ -225,5 +248,9 @@ def check_sizes(layout: Layout, case: LayoutShape) -> None:
     if broken is None:
         return
     near = nearest_layouts(layout, case)
-    remedy = f"The nearest layout that works on {layout.world} ranks: {near[0].settings()}." if near else "Use another number of ranks."
+    remedy = (
+        f"The nearest layout that works on {layout.world} ranks: {near[0].settings()}."
+        if near
+        else "Use another number of ranks."
+    )
     raise ParallelError(f"{broken}. {remedy}")

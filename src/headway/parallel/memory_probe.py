@@ -47,15 +47,33 @@ class Probe:
 
 def make_probe(spec: EngineSpec, step: StepBatch, sizes: Sequence[int], limit_bytes: int) -> Probe:
     """Describe a probe. `step` holds rows of this rank in microbatches of any size; they are repeated up to the largest size."""
-    settings = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name not in ("ranks", "prepare")}
+    settings = {
+        field.name: getattr(spec, field.name)
+        for field in fields(spec)
+        if field.name not in ("ranks", "prepare")
+    }
     batch = stack_rows(step.microbatches, sizes[-1])
     if spec.prepare is not None:
         # its columns have one entry per row; what they hold does not matter here, and all rows at once may not fit
         sample = spec.prepare(rows_of(batch, 0, 1).to(spec.device)).extra
-        added = {name: value.cpu().repeat(sizes[-1], *[1] * (value.dim() - 1)) for name, value in sample.items() if name not in batch.extra}
+        added = {
+            name: value.cpu().repeat(sizes[-1], *[1] * (value.dim() - 1))
+            for name, value in sample.items()
+            if name not in batch.extra
+        }
         batch = replace(batch, extra=batch.extra | added)
-    flags = {"tf32": torch.backends.cuda.matmul.allow_tf32, "deterministic": torch.are_deterministic_algorithms_enabled()}
-    return Probe(settings, spec.ranks.mesh, replace(step, microbatches=(batch,)), tuple(sizes), limit_bytes, **flags)
+    flags = {
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    return Probe(
+        settings,
+        spec.ranks.mesh,
+        replace(step, microbatches=(batch,)),
+        tuple(sizes),
+        limit_bytes,
+        **flags,
+    )
 
 
 def run_probe(probe: Probe, timeout_seconds: float) -> int:
@@ -74,7 +92,9 @@ def measure(probe: Probe) -> int:
     return largest_fitting(probe.sizes, probe.limit_bytes, trials.peak_bytes)
 
 
-def largest_fitting(sizes: Sequence[int], limit_bytes: int, peak_bytes: Callable[[int], int | None]) -> int:
+def largest_fitting(
+    sizes: Sequence[int], limit_bytes: int, peak_bytes: Callable[[int], int | None]
+) -> int:
     """Measure the two smallest sizes, which are cheap; take the largest that a straight line through them allows, and try it.
 
     `peak_bytes(size)` is None if memory ran out. Where not even the smallest size fits, that is the answer: the first step of the run then
@@ -87,7 +107,9 @@ def largest_fitting(sizes: Sequence[int], limit_bytes: int, peak_bytes: Callable
     if high is None:
         return sizes[0]
     slope = max(1.0, (high - low) / (sizes[1] - sizes[0]))
-    chosen = max((size for size in sizes if low + slope * (size - sizes[0]) <= limit_bytes), default=sizes[0])
+    chosen = max(
+        (size for size in sizes if low + slope * (size - sizes[0]) <= limit_bytes), default=sizes[0]
+    )
     while chosen > sizes[1] and peak_bytes(chosen) is None:
         chosen = max(size for size in sizes if size < chosen)
     return chosen
@@ -118,11 +140,16 @@ class Trials:
     def _run(self, rows: int) -> None:
         engine = self.engine = self.engine or assemble(self.spec)
         batch = self.step.microbatches[0]
-        starts = range(0, batch.tokens.shape[0], rows)[:2]  # the second microbatch adds to gradients that are there already
+        starts = range(0, batch.tokens.shape[0], rows)[
+            :2
+        ]  # the second microbatch adds to gradients that are there already
         microbatches = tuple(rows_of(batch, start, start + rows) for start in starts)
         engine.forward_backward(replace(self.step, microbatches=microbatches), StepInfo(0, 1))
         hyper = Hyper(0.0, (0.9, 0.95), 1e-8, 0.0)
-        engine.update(dict.fromkeys((group.name for group in engine.groups), hyper), skip=torch.ones((), device=self.spec.device))
+        engine.update(
+            dict.fromkeys((group.name for group in engine.groups), hyper),
+            skip=torch.ones((), device=self.spec.device),
+        )
 
 
 def fake_ranks(mesh: Mesh) -> RankGroups:
@@ -138,7 +165,9 @@ def fake_ranks(mesh: Mesh) -> RankGroups:
 def rows_of(batch: Batch, first: int, last: int) -> Batch:
     """Some rows of a microbatch."""
     columns = {name: getattr(batch, name)[first:last] for name in TENSOR_FIELDS}
-    return replace(batch, **columns, extra={name: value[first:last] for name, value in batch.extra.items()})
+    return replace(
+        batch, **columns, extra={name: value[first:last] for name, value in batch.extra.items()}
+    )
 
 
 def stack_rows(microbatches: Sequence[Batch], rows: int) -> Batch:
@@ -148,19 +177,29 @@ def stack_rows(microbatches: Sequence[Batch], rows: int) -> Batch:
     def stacked(column: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
         return torch.cat([column(batch) for batch in microbatches] * times)[:rows]
 
-    columns = {name: stacked(lambda batch, name=name: getattr(batch, name)) for name in TENSOR_FIELDS}
-    extra = {name: stacked(lambda batch, name=name: batch.extra[name]) for name in microbatches[0].extra}
+    columns = {
+        name: stacked(lambda batch, name=name: getattr(batch, name)) for name in TENSOR_FIELDS
+    }
+    extra = {
+        name: stacked(lambda batch, name=name: batch.extra[name]) for name in microbatches[0].extra
+    }
     lengths = [batch.max_length for batch in microbatches]
     longest = None if None in lengths else max(length for length in lengths if length is not None)
     single = all(batch.single_document for batch in microbatches)
-    return replace(microbatches[0], **columns, extra=extra, single_document=single, max_length=longest)
+    return replace(
+        microbatches[0], **columns, extra=extra, single_document=single, max_length=longest
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    words = ("can't allocate memory", "out of memory", "alloc_failed")  # CPU, CUDA, and libraries with their own
+    words = (
+        "can't allocate memory",
+        "out of memory",
+        "alloc_failed",
+    )  # CPU, CUDA, and libraries with their own
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 

@@ -53,7 +53,9 @@ class Mesh:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
             sizes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
-            raise ParallelError(f"rank is {self.rank}; the layout {sizes} has ranks 0 to {self.world - 1}.")
+            raise ParallelError(
+                f"rank is {self.rank}; the layout {sizes} has ranks 0 to {self.world - 1}."
+            )
 
     @property
     def world(self) -> int:
@@ -106,34 +108,74 @@ class Mesh:
         """The layout as text; empty for one process."""
         if self.world == 1:
             return []
-        names = {"zero1": "data parallel" if self.shard == 1 else f"zero1 over {self.shard}", "fsdp": f"fsdp over {self.shard}"}
+        names = {
+            "zero1": "data parallel" if self.shard == 1 else f"zero1 over {self.shard}",
+            "fsdp": f"fsdp over {self.shard}",
+        }
         copies = f", {self.replicate} times" if self.shard > 1 and self.replicate > 1 else ""
         first = [names[strategy] + copies] if self.reduce > 1 else []
-        shared = {"each row's tokens": "context", "each layer": "tensor", "the layers": "pipeline", "the experts": "expert"}
-        parts = [f"{what} over {getattr(self, axis)} ({axis})" for what, axis in shared.items() if getattr(self, axis) > 1]
+        shared = {
+            "each row's tokens": "context",
+            "each layer": "tensor",
+            "the layers": "pipeline",
+            "the experts": "expert",
+        }
+        parts = [
+            f"{what} over {getattr(self, axis)} ({axis})"
+            for what, axis in shared.items()
+            if getattr(self, axis) > 1
+        ]
         return [f"{self.world} ranks: {'; '.join(first + parts)}"]
 
 
 def plan_mesh(
-    rank: int, world: int, size: int | str, key: str, *, context: int = 1, tensor: int = 1, pipeline: int = 1, expert: int = 1
+    rank: int,
+    world: int,
+    size: int | str,
+    key: str,
+    *,
+    context: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
 ) -> Mesh:
     """The layout of the ranks for a shard size given in a recipe under `key`; `auto` shards over all that share gradients."""
     axes = {"pipeline": pipeline, "context": context, "tensor": tensor}
     together = context * tensor * pipeline
     if together > world or world % together:
-        start = f"start {together} or a multiple of it" if together > world else f"start {world // together * together} ranks"
+        start = (
+            f"start {together} or a multiple of it"
+            if together > world
+            else f"start {world // together * together} ranks"
+        )
         given = [f"parallel.{axis} is {degree}" for axis, degree in axes.items() if degree > 1]
-        what = f"{given[0]}; it" if len(given) == 1 else f"{' and '.join(given)}; their product, {together},"
+        what = (
+            f"{given[0]}; it"
+            if len(given) == 1
+            else f"{' and '.join(given)}; their product, {together},"
+        )
         lower = "Lower it" if len(given) == 1 else "Lower one of them"
-        raise ParallelError(f"{what} must divide the number of ranks, {world}. {lower}, or {start} (--nproc).")
+        raise ParallelError(
+            f"{what} must divide the number of ranks, {world}. {lower}, or {start} (--nproc)."
+        )
     reduce = world // (tensor * pipeline)
     shard = reduce if size == "auto" else int(size)
     if shard > reduce or reduce % shard:
         fitting = [str(n) for n in range(1, reduce + 1) if reduce % n == 0]
-        ranks = f"the {world} ranks" if reduce == world else f"the {reduce} ranks that share gradients (data x context)"
-        raise ParallelError(f"{key} is {shard}; it must divide {ranks}. Use auto or {' or '.join(fitting)}.")
+        ranks = (
+            f"the {world} ranks"
+            if reduce == world
+            else f"the {reduce} ranks that share gradients (data x context)"
+        )
+        raise ParallelError(
+            f"{key} is {shard}; it must divide {ranks}. Use auto or {' or '.join(fitting)}."
+        )
     for broken in broken_expert_sizes(expert, reduce // context, shard, key):
-        fitting = [str(n) for n in range(1, reduce // context + 1) if not any(broken_expert_sizes(n, reduce // context, shard, key))]
+        fitting = [
+            str(n)
+            for n in range(1, reduce // context + 1)
+            if not any(broken_expert_sizes(n, reduce // context, shard, key))
+        ]
         raise ParallelError(f"{broken}. Use {' or '.join(fitting)}.")
     return Mesh(rank=rank, replicate=reduce // shard, shard=shard, expert=expert, **axes)
 

@@ -68,7 +68,10 @@ class ActivationOffload:
             if not torch.is_grad_enabled():
                 return inner(*inputs, **named)
             record = self._begin(first)
-            stay = {_storage(tensor) for tensor in (*_tensors((*inputs[1:], *named.values())), *block.parameters())}
+            stay = {
+                _storage(tensor)
+                for tensor in (*_tensors((*inputs[1:], *named.values())), *block.parameters())
+            }
             with torch.autograd.graph.saved_tensors_hooks(self._packer(record, stay), _unpack):
                 out = inner(*inputs, **named)
             record.left = None if self.stream is None else self.stream.record_event()
@@ -108,7 +111,9 @@ class ActivationOffload:
                 storage = tensor.untyped_storage()
             key = (storage.data_ptr(), tensor._version)
             if key not in sent:
-                sent[key] = self._send(record, torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
+                sent[key] = self._send(
+                    record, torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+                )
             return sent[key], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
         return pack
@@ -125,7 +130,14 @@ class ActivationOffload:
         self.moved_bytes += source.nbytes
         return moved
 
-    def _bring_back(self, moved: OffloadedStorage, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    def _bring_back(
+        self,
+        moved: OffloadedStorage,
+        dtype: torch.dtype,
+        size: torch.Size,
+        stride: tuple[int, ...],
+        offset: int,
+    ) -> Tensor:
         record = moved.record
         if self._active is not record:
             if self._active is not None:
@@ -148,7 +160,9 @@ class ActivationOffload:
         for moved in found:
             moved.restored = torch.empty(moved.host.shape, dtype=torch.uint8, device=self.device)
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the memory may have been something else's until now
+            self.stream.wait_stream(
+                torch.cuda.current_stream(self.device)
+            )  # the memory may have been something else's until now
         with self._copying():
             for moved in found:
                 assert moved.restored is not None

@@ -45,16 +45,25 @@ class HostStateOptimizer:
         """When a staging buffer has been copied out."""
         self._turn = 0
 
-    def update(self, local: LocalTensors, hyper: Hyper, guard: Guard, copies: list[Tensor] | None) -> None:
+    def update(
+        self, local: LocalTensors, hyper: Hyper, guard: Guard, copies: list[Tensor] | None
+    ) -> None:
         """As Optimizer.update. With `copies` the params are in host memory too, and their new values are also written to the copies."""
         if self.inward is not None and self.outward is not None:
-            self.inward.wait_stream(self.outward)  # the last update must be back in host memory before it is read again
-        for index, (param, grad, step) in enumerate(zip(local.params, local.grads, local.steps, strict=True)):
+            self.inward.wait_stream(
+                self.outward
+            )  # the last update must be back in host memory before it is read again
+        for index, (param, grad, step) in enumerate(
+            zip(local.params, local.grads, local.steps, strict=True)
+        ):
             state = {role: parts[index] for role, parts in local.state.items()}
             for start in range(0, param.numel(), self.chunk):
                 stop, is_last = start + self.chunk, start + self.chunk >= param.numel()
                 part = slice(start, None if is_last else stop)
-                chunks = {role: [tensor[_in_blocks(part) if role.endswith(SCALE) else part]] for role, tensor in state.items()}
+                chunks = {
+                    role: [tensor[_in_blocks(part) if role.endswith(SCALE) else part]]
+                    for role, tensor in state.items()
+                }
                 counter = step if is_last else step.clone()
                 self._update_chunk(
                     LocalTensors([param[part]], [grad[part]], chunks, [counter]),
@@ -63,7 +72,9 @@ class HostStateOptimizer:
                     None if copies is None else copies[index][part],
                 )
 
-    def _update_chunk(self, local: LocalTensors, hyper: Hyper, guard: Guard, target: Tensor | None) -> None:
+    def _update_chunk(
+        self, local: LocalTensors, hyper: Hyper, guard: Guard, target: Tensor | None
+    ) -> None:
         host = {role: parts[0] for role, parts in local.state.items()}
         if target is not None:
             host[MASTER] = local.params[0]
@@ -77,7 +88,10 @@ class HostStateOptimizer:
                 staged[role].copy_(part, non_blocking=True)
         _follow(self.inward, None, self.device)
         params = local.params if target is None else [staged[MASTER]]
-        state, copies = {role: [staged[role]] for role in local.state}, None if target is None else [target]
+        state, copies = (
+            {role: [staged[role]] for role in local.state},
+            None if target is None else [target],
+        )
         self.optimizer.update(params, local.grads, state, local.steps, hyper, guard, copies)
         _follow(None, self.outward, self.device)
         with self._on(self.outward):
@@ -91,8 +105,12 @@ class HostStateOptimizer:
         buffer = self._staging[turn].get(role)
         if buffer is None or buffer.numel() < part.numel():
             self.flush()
-            buffer = self._staging[turn][role] = torch.empty(part.numel(), dtype=part.dtype, device=self.device)
-            _follow(None, self.inward, self.device)  # the memory may have been something else's until now
+            buffer = self._staging[turn][role] = torch.empty(
+                part.numel(), dtype=part.dtype, device=self.device
+            )
+            _follow(
+                None, self.inward, self.device
+            )  # the memory may have been something else's until now
         return buffer[: part.numel()]
 
     def flush(self) -> None:
@@ -105,7 +123,9 @@ class HostStateOptimizer:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def _follow(first: torch.cuda.Stream | None, then: torch.cuda.Stream | None, device: torch.device) -> None:
+def _follow(
+    first: torch.cuda.Stream | None, then: torch.cuda.Stream | None, device: torch.device
+) -> None:
     """One stream waits for another; None is the one that computes."""
     if device.type == "cuda":
         current = torch.cuda.current_stream(device)

@@ -47,7 +47,11 @@ class ParamBox:
     @property
     def stacked_shape(self) -> Ints:
         """Of the whole parameter as far as it belongs to this rank's experts: what the tensor axis splits."""
-        return self.shape if self.expert_ranks == 1 else (self.shape[0] // self.expert_ranks, *self.shape[1:])
+        return (
+            self.shape
+            if self.expert_ranks == 1
+            else (self.shape[0] // self.expert_ranks, *self.shape[1:])
+        )
 
     @classmethod
     def whole(cls, shape: Ints) -> ParamBox:
@@ -56,7 +60,12 @@ class ParamBox:
 
     def of(self, value: Tensor) -> Tensor:
         """This box of a whole tensor."""
-        return value[tuple(slice(start, start + size) for start, size in zip(self.offset, self.local_shape, strict=True))]
+        return value[
+            tuple(
+                slice(start, start + size)
+                for start, size in zip(self.offset, self.local_shape, strict=True)
+            )
+        ]
 
     def shift(self, offset: Ints) -> Ints:
         """An offset in this box as an offset in the whole parameter."""

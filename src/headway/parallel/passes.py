@@ -30,12 +30,16 @@ class Passes:
         self.exchange = DifferentiableCollectives(self.ranks.reduce)
         self.ring = ring_ranks(self.ranks.context.size, spec.model.kv_heads, self.ranks.tensor.size)
         model.chunk_tokens = spec.chunk_tokens
-        self.waits_in_layers = self.ranks.context.size * self.ranks.tensor.size * self.ranks.expert.size > 1
+        self.waits_in_layers = (
+            self.ranks.context.size * self.ranks.tensor.size * self.ranks.expert.size > 1
+        )
         """Whether ranks exchange something inside each layer, so that all of them take as long as the slowest."""
         self.expert_load: Tensor | None = None
         """Tokens of each expert in the last step over all ranks, [mixtures, E], where the model has experts."""
 
-    def backward(self, batch: StepBatch, at: StepInfo, scale: Tensor | None, before_last: Callable[[], None]) -> StepResult:
+    def backward(
+        self, batch: StepBatch, at: StepInfo, scale: Tensor | None, before_last: Callable[[], None]
+    ) -> StepResult:
         """Back-propagate every microbatch's share of the step's loss, times `scale`; the result is still this rank's part."""
         self.model.train()
         loss = torch.zeros((), dtype=torch.float32, device=self.spec.device)
@@ -52,7 +56,9 @@ class Passes:
             out = self._forward(micro, at, number)
             if index == 0:  # before this, parameters may have been waited for
                 window.append(DeviceTimestamp.now(self.spec.device))
-            outcome = self.objective.loss(out, micro, self._placed(at, index, last + 1), self.exchange)
+            outcome = self.objective.loss(
+                out, micro, self._placed(at, index, last + 1), self.exchange
+            )
             if self.waits_in_layers and index == 0:
                 window.append(DeviceTimestamp.now(self.spec.device))
             share = outcome.share(totals)
@@ -70,10 +76,15 @@ class Passes:
         """Metrics that do not share memory with a parameter of the objective: the update must not change what is logged of the loss."""
         if self.objective.module is None:
             return metrics
-        owned = {parameter.untyped_storage().data_ptr() for parameter in self.objective.module.parameters()}
+        owned = {
+            parameter.untyped_storage().data_ptr()
+            for parameter in self.objective.module.parameters()
+        }
 
         def copied(tensor: Tensor) -> Tensor:
-            return tensor.detach().clone() if tensor.untyped_storage().data_ptr() in owned else tensor
+            return (
+                tensor.detach().clone() if tensor.untyped_storage().data_ptr() in owned else tensor
+            )
 
         return {name: (copied(total), copied(weight)) for name, (total, weight) in metrics.items()}
 
@@ -87,7 +98,12 @@ class Passes:
         count = len(moved) if isinstance(moved, list) else 0
         for index, micro in enumerate(moved):
             placed = self._placed(at, index, count)
-            add_metrics(sums, self.objective.loss(self.model.forward_batch(micro), micro, placed, self.exchange).metrics)
+            add_metrics(
+                sums,
+                self.objective.loss(
+                    self.model.forward_batch(micro), micro, placed, self.exchange
+                ).metrics,
+            )
         return self.over_ranks(StepResult(torch.zeros((), device=self.spec.device), sums)).metrics
 
     def _reseed(self, at: StepInfo, microbatch: int) -> None:
@@ -102,21 +118,35 @@ class Passes:
     def _moved(self, micro: Batch) -> Batch:
         """A microbatch on the device, with every column the objective needs; of its tokens, those that are this rank's."""
         moved = micro.to(self.spec.device)
-        return part_of(moved if self.spec.prepare is None else self.spec.prepare(moved), self.ranks.context, self.ring)
+        return part_of(
+            moved if self.spec.prepare is None else self.spec.prepare(moved),
+            self.ranks.context,
+            self.ring,
+        )
 
     @torch.no_grad()
-    def _surveyed(self, batches: Iterable[Batch], at: StepInfo, first: int) -> tuple[Iterable[Batch], StepInfo]:
+    def _surveyed(
+        self, batches: Iterable[Batch], at: StepInfo, first: int
+    ) -> tuple[Iterable[Batch], StepInfo]:
         """Microbatches on the device. Where a loss couples the rows of a whole step, a pass without gradients comes first."""
         moved = map(self._moved, batches)
-        if not isinstance(self.objective, StepObjective) or (not at.training and isinstance(self.objective, StepBalanced)):
+        if not isinstance(self.objective, StepObjective) or (
+            not at.training and isinstance(self.objective, StepBalanced)
+        ):
             return moved, at
         batches = list(moved)
-        if len(batches) * self.ranks.reduce.size == 1 and not isinstance(self.objective, MismatchObjective):
+        if len(batches) * self.ranks.reduce.size == 1 and not isinstance(
+            self.objective, MismatchObjective
+        ):
             return batches, at
         seen: list[Tensor] = []
         for index, micro in enumerate(batches):
             self._reseed(at, first + index)
-            rows = self.objective.surveyed_rows(micro) if isinstance(self.objective, MismatchObjective) else micro
+            rows = (
+                self.objective.surveyed_rows(micro)
+                if isinstance(self.objective, MismatchObjective)
+                else micro
+            )
             seen.append(self.objective.survey(self._forward(rows, at, first + index), rows))
         return batches, replace(at, survey=self.exchange.gather(torch.cat(seen)))
 
@@ -146,9 +176,12 @@ class Passes:
         flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
         self.ranks.reduce.all_reduce(flat).wait()
         parts = [
-            part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
+            part.view(tensor.shape).to(tensor.dtype)
+            for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
         ]
-        metrics = {name: (parts[1 + 2 * i], parts[2 + 2 * i]) for i, name in enumerate(result.metrics)}
+        metrics = {
+            name: (parts[1 + 2 * i], parts[2 + 2 * i]) for i, name in enumerate(result.metrics)
+        }
         return replace(result, loss=parts[0], metrics=metrics)
 
 
@@ -158,11 +191,18 @@ def head_shares(out: ModelOut) -> MetricSums:
         return {}
     z = out.gates.z.detach()
     one = z.new_ones(())
-    return {FULL_HEADS: ((z > 0).float().mean(), one), STREAMING_HEADS: ((z < 1).float().mean(), one)}
+    return {
+        FULL_HEADS: ((z > 0).float().mean(), one),
+        STREAMING_HEADS: ((z < 1).float().mean(), one),
+    }
 
 
 def add_metrics(sums: MetricSums, more: MetricSums) -> None:
     """Add metric sums to others."""
     for name, (total, weight) in more.items():
         before = sums.get(name)
-        sums[name] = (total.detach(), weight.detach()) if before is None else (before[0] + total.detach(), before[1] + weight.detach())
+        sums[name] = (
+            (total.detach(), weight.detach())
+            if before is None
+            else (before[0] + total.detach(), before[1] + weight.detach())
+        )

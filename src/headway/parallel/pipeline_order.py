@@ -48,30 +48,51 @@ def round_size(pipeline: int, microbatches: int) -> int:
     return microbatches // rounds
 
 
-def pipeline_actions(schedule: ScheduleName, pipeline: int, microbatches: int, virtual_stages: int = 1) -> list[list[PipelineAction]]:
+def pipeline_actions(
+    schedule: ScheduleName, pipeline: int, microbatches: int, virtual_stages: int = 1
+) -> list[list[PipelineAction]]:
     """The actions of every rank, in order."""
     size = microbatches if virtual_stages == 1 else round_size(pipeline, microbatches)
-    return [_of_rank(schedule, rank, pipeline, microbatches, virtual_stages, size) for rank in range(pipeline)]
+    return [
+        _of_rank(schedule, rank, pipeline, microbatches, virtual_stages, size)
+        for rank in range(pipeline)
+    ]
 
 
-def _of_rank(schedule: ScheduleName, rank: int, pipeline: int, microbatches: int, virtual_stages: int, size: int) -> list[PipelineAction]:
+def _of_rank(
+    schedule: ScheduleName,
+    rank: int,
+    pipeline: int,
+    microbatches: int,
+    virtual_stages: int,
+    size: int,
+) -> list[PipelineAction]:
     stages = stages_on(rank, pipeline, virtual_stages)
-    forwards, backwards = _turns(stages, microbatches, size), _turns(stages[::-1], microbatches, size)
+    forwards, backwards = (
+        _turns(stages, microbatches, size),
+        _turns(stages[::-1], microbatches, size),
+    )
     # Interleaved ranks go twice as far ahead, since a backward of their last stage returns later.
-    ahead = (virtual_stages - 1) * size + (2 if schedule == "interleaved" else 1) * (pipeline - 1 - rank)
+    ahead = (virtual_stages - 1) * size + (2 if schedule == "interleaved" else 1) * (
+        pipeline - 1 - rank
+    )
     ahead = min(ahead, len(forwards))
     divided = schedule == "zero_bubble"
     actions = [PipelineAction(stage, "F", microbatch) for stage, microbatch in forwards[:ahead]]
     weights = iter(backwards)
     for index, (stage, microbatch) in enumerate(backwards):
         if ahead + index < len(forwards):
-            actions.append(PipelineAction(forwards[ahead + index][0], "F", forwards[ahead + index][1]))
+            actions.append(
+                PipelineAction(forwards[ahead + index][0], "F", forwards[ahead + index][1])
+            )
         actions.append(PipelineAction(stage, "I" if divided else "B", microbatch))
         # Later ranks hold back one W more: each keeps enough of them to fill the wait at its end.
         if divided and index >= rank:
             of, number = next(weights)
             actions.append(PipelineAction(of, "W", number))
-    return actions + ([PipelineAction(stage, "W", microbatch) for stage, microbatch in weights] if divided else [])
+    return actions + (
+        [PipelineAction(stage, "W", microbatch) for stage, microbatch in weights] if divided else []
+    )
 
 
 def _turns(stages: Sequence[int], microbatches: int, size: int) -> list[tuple[int, int]]:

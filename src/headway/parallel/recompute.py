@@ -20,7 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from headway.kernels.grouped import GROUPED
 from headway.kernels.packed_weight import PRODUCT, UPDATED, recomputing
@@ -37,7 +41,14 @@ def recompute_method(block: nn.Module, method: str, *, is_random: bool, compiled
         if not torch.is_grad_enabled():
             return inner(*inputs, **named)
         restore = not compiled and is_random and block.training
-        return checkpoint(inner, *inputs, use_reentrant=False, preserve_rng_state=restore, context_fn=choose, **named)
+        return checkpoint(
+            inner,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=restore,
+            context_fn=choose,
+            **named,
+        )
 
     setattr(block, method, wrapped)
 
@@ -53,7 +64,14 @@ def recompute_whole(block: nn.Module, *, is_random: bool) -> None:
         if not torch.is_grad_enabled():
             return inner(*inputs, **named)
         random = is_random and block.training
-        return checkpoint(inner, *inputs, use_reentrant=False, preserve_rng_state=random, context_fn=_contexts, **named)
+        return checkpoint(
+            inner,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=random,
+            context_fn=_contexts,
+            **named,
+        )
 
     block.forward = forward
 
@@ -66,14 +84,26 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 def _kept() -> frozenset[Any]:
     """Operations whose results are worth more than their bytes."""
     aten = torch.ops.aten
-    plain = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default)
+    plain = (
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten._scaled_mm.default,
+    )
     return frozenset((*plain, aten._grouped_mm.default, GROUPED, PRODUCT, UPDATED))
 
 
-def _policy(compiled: bool, _context: object, operation: Any, *_inputs: object, **_options: object) -> CheckpointPolicy:
+def _policy(
+    compiled: bool, _context: object, operation: Any, *_inputs: object, **_options: object
+) -> CheckpointPolicy:
     # A compiled half keeps what was drawn at random; eager code draws it again from the same state, since it fills tensors in place.
     drawn = compiled and torch.Tag.nondeterministic_seeded in operation.tags
-    return CheckpointPolicy.MUST_SAVE if drawn or operation in _kept() else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if drawn or operation in _kept()
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 @cache

@@ -29,7 +29,12 @@ from torch import Tensor
 
 from headway.errors import ConfigError
 from headway.kernels.attention import AttentionMask
-from headway.kernels.partial_attention import Sequences, attend_part, attend_part_backward, merge_part
+from headway.kernels.partial_attention import (
+    Sequences,
+    attend_part,
+    attend_part_backward,
+    merge_part,
+)
 from headway.parallel.collectives import RankGroup
 
 Bounds = tuple[tuple[int, ...], ...]
@@ -45,7 +50,12 @@ def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
 def ring_order(length: int, ranks: int) -> list[int]:
     """The tokens of a row in the order in which ranks hold them: rank 0's, then rank 1's and so on."""
     each = length // (2 * ranks)
-    return [token for rank in range(ranks) for chunk in chunks_of(rank, ranks) for token in range(chunk * each, (chunk + 1) * each)]
+    return [
+        token
+        for rank in range(ranks)
+        for chunk in chunks_of(rank, ranks)
+        for token in range(chunk * each, (chunk + 1) * each)
+    ]
 
 
 @dataclass(frozen=True)
@@ -58,17 +68,23 @@ class Part:
     sequences: Sequences
 
 
-def plan_parts(bounds: Bounds, length: int, rank: int, source: int, ranks: int, device: torch.device) -> list[Part]:
+def plan_parts(
+    bounds: Bounds, length: int, rank: int, source: int, ranks: int, device: torch.device
+) -> list[Part]:
     """The parts of `rank` with the keys of rank `source`, for rows of `length` tokens with these document bounds."""
     each = length // (2 * ranks)
     triangles: list[Spans] = []
     rectangles: list[Spans] = []
-    for (row, row_bounds), (half, chunk) in itertools.product(enumerate(bounds), enumerate(chunks_of(rank, ranks))):
+    for (row, row_bounds), (half, chunk) in itertools.product(
+        enumerate(bounds), enumerate(chunks_of(rank, ranks))
+    ):
         begin, end = chunk * each, (chunk + 1) * each
         here = (row * 2 + half) * each - begin
         if source == rank:
             edges = [begin, *(edge for edge in row_bounds if begin < edge < end), end]
-            triangles += [((here + a, b - a), [(here + a, b - a)]) for a, b in itertools.pairwise(edges)]
+            triangles += [
+                ((here + a, b - a), [(here + a, b - a)]) for a, b in itertools.pairwise(edges)
+            ]
         start = max(edge for edge in row_bounds if edge <= begin)
         stop = min(end, *(edge for edge in row_bounds if edge > begin))
         keys: list[tuple[int, int]] = []
@@ -79,7 +95,11 @@ def plan_parts(bounds: Bounds, length: int, rank: int, source: int, ranks: int, 
         if keys:
             rectangles.append(((here + begin, stop - begin), keys))
     tokens = len(bounds) * 2 * each
-    return [_part(found, tokens, device, causal=causal) for found, causal in ((triangles, True), (rectangles, False)) if found]
+    return [
+        _part(found, tokens, device, causal=causal)
+        for found, causal in ((triangles, True), (rectangles, False))
+        if found
+    ]
 
 
 def _part(found: Sequence[Spans], tokens: int, device: torch.device, *, causal: bool) -> Part:
@@ -97,9 +117,14 @@ def _index(spans: Sequence[tuple[int, int]], tokens: int, device: torch.device) 
 
 
 @functools.lru_cache(maxsize=8)
-def _plans(bounds: Bounds, length: int, rank: int, ranks: int, device: torch.device) -> tuple[list[Part], ...]:
+def _plans(
+    bounds: Bounds, length: int, rank: int, ranks: int, device: torch.device
+) -> tuple[list[Part], ...]:
     """The parts of every step of the ring; the layers of a pass share them."""
-    return tuple(plan_parts(bounds, length, rank, (rank - step) % ranks, ranks, device) for step in range(ranks))
+    return tuple(
+        plan_parts(bounds, length, rank, (rank - step) % ranks, ranks, device)
+        for step in range(ranks)
+    )
 
 
 @dataclass(frozen=True)
@@ -108,17 +133,25 @@ class RingCore:
 
     group: RankGroup
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None
+    ) -> Tensor:
         """o [B,t,H,hd] of q [B,t,H,hd], k and v [B,t,KV,hd] with t = T / R."""
         if window is not None or mask.mix is not None:
-            raise ConfigError("ring attention has no sliding windows and no head gates; lower parallel.context.")  # checked with the recipe
-        plans = _plans(mask.on_host(), mask.document.shape[1], self.group.rank, self.group.size, q.device)
+            raise ConfigError(
+                "ring attention has no sliding windows and no head gates; lower parallel.context."
+            )  # checked with the recipe
+        plans = _plans(
+            mask.on_host(), mask.document.shape[1], self.group.rank, self.group.size, q.device
+        )
         return _Ring.apply(self.group, plans, q, k, v)  # pyright: ignore[reportReturnType]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: RankGroup, plans: tuple[list[Part], ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, group: RankGroup, plans: tuple[list[Part], ...], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         flat = q.flatten(0, 1)
         o = torch.zeros(flat.shape, dtype=torch.float32, device=q.device)
         lse = torch.full((q.shape[2], len(flat)), -torch.inf, dtype=torch.float32, device=q.device)
@@ -143,16 +176,29 @@ class _Ring(torch.autograd.Function):
         group: RankGroup = ctx.group
         flat, d_o = q.flatten(0, 1), grads[0].contiguous().flatten(0, 1)
         d_q = torch.zeros(flat.shape, dtype=torch.float32, device=q.device)
-        held, d_held = torch.stack([k, v]), torch.zeros(2, *k.shape, dtype=torch.float32, device=q.device)
+        held, d_held = (
+            torch.stack([k, v]),
+            torch.zeros(2, *k.shape, dtype=torch.float32, device=q.device),
+        )
         for step, parts in enumerate(ctx.plans):
             coming, arrived = group.shift(held) if step + 1 < group.size else (held, None)
             for part in parts:
                 keys, values = (_take(x.flatten(0, 1), part.k_index) for x in held)
                 at = part.q_index
-                chosen = (_take(d_o, at), _take(flat, at), keys, values, _take(o, at), lse if at is None else lse[:, at])
+                chosen = (
+                    _take(d_o, at),
+                    _take(flat, at),
+                    keys,
+                    values,
+                    _take(o, at),
+                    lse if at is None else lse[:, at],
+                )
                 found = attend_part_backward(*chosen, part.sequences)
                 for total, index, gradient in zip(
-                    (d_q, *(x.flatten(0, 1) for x in d_held)), (at, part.k_index, part.k_index), found, strict=True
+                    (d_q, *(x.flatten(0, 1) for x in d_held)),
+                    (at, part.k_index, part.k_index),
+                    found,
+                    strict=True,
                 ):
                     _add(total, index, gradient)
             if arrived is not None:

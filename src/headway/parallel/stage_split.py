@@ -18,7 +18,9 @@ MAX_WORK = 4_000_000
 """Of the exact search: layers squared times stages."""
 
 
-def split_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
+def split_layers(
+    costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
+) -> list[range]:
     """Contiguous ranges of layers, at least one layer each. Among equal maxima, the most even split."""
     count = len(costs)
     assert 1 <= stages <= count, "the layout rules refuse more stages than layers"
@@ -31,7 +33,9 @@ def split_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, las
     if count * count * stages > MAX_WORK:
         return _split_fast(until, stages, first, last)
     # best[n]: the split of the first n layers into the stages so far, as (most expensive, sum of squares) and where its last stage starts
-    best: list[tuple[float, float]] = [(cost(0, 0, n), cost(0, 0, n) ** 2) for n in range(count + 1)]
+    best: list[tuple[float, float]] = [
+        (cost(0, 0, n), cost(0, 0, n) ** 2) for n in range(count + 1)
+    ]
     starts: list[list[int]] = [[0] * (count + 1)]
     for stage in range(1, stages):
         found: list[tuple[float, float]] = [(float("inf"), float("inf"))] * (count + 1)
@@ -60,11 +64,18 @@ def _split_fast(until: Sequence[float], stages: int, first: float, last: float) 
         start = 0
         for stage in range(stages):
             left = stages - 1 - stage
-            room = limit * (1 + 1e-9) - (first if stage == 0 else 0.0) - (last if left == 0 else 0.0)
+            room = (
+                limit * (1 + 1e-9) - (first if stage == 0 else 0.0) - (last if left == 0 else 0.0)
+            )
             end = min(max(bisect_right(until, until[start] + room) - 1, start + 1), count - left)
             ranges.append(range(start, end))
             start = end
-        return ranges if start == count and until[count] - until[ranges[-1].start] + last <= limit * (1 + 1e-9) else None
+        return (
+            ranges
+            if start == count
+            and until[count] - until[ranges[-1].start] + last <= limit * (1 + 1e-9)
+            else None
+        )
 
     low, high = (until[count] + first + last) / stages, until[count] + first + last
     for _ in range(60):

@@ -51,7 +51,10 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     if experts.size > 1:
         model.share_experts(partial(ExpertExchange, group=experts))
     if group.size == 1:
-        boxes = {name: expert_part(name, ParamBox.whole(shape), experts) for name, shape in shapes.items()}
+        boxes = {
+            name: expert_part(name, ParamBox.whole(shape), experts)
+            for name, shape in shapes.items()
+        }
         if experts.size > 1:
             _shrink(model, boxes)
         return LocalModel(boxes)
@@ -64,10 +67,21 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     _replace_modules(model, specs, boxes, exchange)
     vocab = model.config.vocab
     parts = even_parts(vocab, group.size)
-    shard = VocabShard(parts[group.rank].start, vocab, exchange.stack, exchange.enter, tuple(map(len, parts)))
+    shard = VocabShard(
+        parts[group.rank].start, vocab, exchange.stack, exchange.enter, tuple(map(len, parts))
+    )
     heads = local_heads(model.config, group)
     first = group.rank == 0
-    split = LayerSplit(exchange.enter, exchange.leave, exchange.drop, heads, exchange.own_tokens, first, shard, exchange.mean)
+    split = LayerSplit(
+        exchange.enter,
+        exchange.leave,
+        exchange.drop,
+        heads,
+        exchange.own_tokens,
+        first,
+        shard,
+        exchange.mean,
+    )
     model.split_layers(split)
     return LocalModel(boxes, _sum_groups(spec.ranks, copies))
 
@@ -85,7 +99,9 @@ def expert_part(name: str, box: ParamBox, group: RankGroup) -> ParamBox:
 def build_frozen_part(spec: EngineSpec, weights: Iterable[tuple[str, Tensor]]) -> Model:
     """This rank's part of a model with given weights, in evaluation mode and without gradients; all its heads are full, and all experts
     are here."""
-    spec = replace(spec, model=spec.model.with_(head_gates=None), ranks=replace(spec.ranks, expert=RankGroup()))
+    spec = replace(
+        spec, model=spec.model.with_(head_gates=None), ranks=replace(spec.ranks, expert=RankGroup())
+    )
     with torch.device("meta"):
         model = build_model(spec.model)
     boxes = split_model(model, spec).boxes
@@ -135,14 +151,23 @@ class Cut:
         """The box of one parameter."""
         dim, owner = self._split_dim(spec, specs)
         if dim is None:
-            return ParamBox(spec.shape, (0,) * len(spec.shape), spec.shape, self.group.size, self.group.rank, self._is_partial(spec.name))
+            return ParamBox(
+                spec.shape,
+                (0,) * len(spec.shape),
+                spec.shape,
+                self.group.size,
+                self.group.rank,
+                self._is_partial(spec.name),
+            )
         copies = self.copies if owner.endswith(("k_proj", "v_proj", "k_norm")) else 1
         parts = even_parts(spec.shape[dim], self.group.size // copies)
         part = parts[self.group.rank // copies]
         offset = tuple(part.start if at == dim else 0 for at in range(len(spec.shape)))
         local = tuple(len(part) if at == dim else size for at, size in enumerate(spec.shape))
         sizes = tuple(len(one) for one in parts)
-        return ParamBox(spec.shape, offset, local, copies, self.group.rank % copies, copies > 1, dim, sizes)
+        return ParamBox(
+            spec.shape, offset, local, copies, self.group.rank % copies, copies > 1, dim, sizes
+        )
 
     def _split_dim(self, spec: ParamSpec, specs: dict[str, ParamSpec]) -> tuple[int | None, str]:
         """(dim, path of the linear): along which dim a parameter is split; the parameters of an update follow those of their linear."""
@@ -158,8 +183,16 @@ class Cut:
 
     def _is_partial(self, name: str) -> bool:
         """Whether gradients of what all ranks hold cover a part: some heads or inputs, or with sequence some tokens."""
-        ends = ("layernorm.weight", "layernorm.bias", "model.norm.weight", "model.norm.bias", POSITIONS)
-        on_stream = (name.endswith(ends) and ".self_attn." not in name) or name.startswith(PROJECTOR)
+        ends = (
+            "layernorm.weight",
+            "layernorm.bias",
+            "model.norm.weight",
+            "model.norm.bias",
+            POSITIONS,
+        )
+        on_stream = (name.endswith(ends) and ".self_attn." not in name) or name.startswith(
+            PROJECTOR
+        )
         return self.sequence if on_stream else True
 
 
@@ -171,12 +204,16 @@ def _shrink(model: Model, boxes: dict[str, ParamBox]) -> None:
                 continue
             local = boxes[f"{path}.{leaf}" if path else leaf].local_shape
             assert parameter.is_meta
-            module._parameters[leaf] = nn.Parameter(torch.empty(local, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+            module._parameters[leaf] = nn.Parameter(
+                torch.empty(local, dtype=parameter.dtype, device="meta"), parameter.requires_grad
+            )
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
 
 
-def _replace_modules(model: Model, specs: dict[str, ParamSpec], boxes: dict[str, ParamBox], exchange: TensorExchange) -> None:
+def _replace_modules(
+    model: Model, specs: dict[str, ParamSpec], boxes: dict[str, ParamBox], exchange: TensorExchange
+) -> None:
     """Put the embedding's exchange in place, and let row-split products add their bias once."""
     for path, module in list(model.named_modules()):
         spec = specs.get(f"{path}.weight")

@@ -104,7 +104,9 @@ class TensorExchange:
             return ops.wait_tensor(ops.all_gather_into_tensor(x, self.size, self.name))
         if what == "reduce_scatter":
             return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", self.size, self.name))
-        return ops.wait_tensor(ops.all_reduce(x, "sum" if what == "all_reduce" else "max", self.name))
+        return ops.wait_tensor(
+            ops.all_reduce(x, "sum" if what == "all_reduce" else "max", self.name)
+        )
 
 
 class _Gathered(torch.autograd.Function):

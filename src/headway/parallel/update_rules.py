@@ -62,12 +62,19 @@ class UpdateRule:
     def state_shapes(self, shape: Ints) -> dict[str, Ints]:
         """The shape of each state tensor of a parameter, as a checkpoint holds it."""
         found = self.matrices
-        return dict.fromkeys(self.optimizer.slots, shape) if found is None else found.state_shapes(shape)
+        return (
+            dict.fromkeys(self.optimizer.slots, shape)
+            if found is None
+            else found.state_shapes(shape)
+        )
 
     def allocate_whole(self, shape: Ints, device: torch.device) -> WholeState:
         """State for one whole parameter, all zero."""
         assert not self.storage.is_blocked, "state of whole parameters is fp32 or bf16"
-        return {slot: torch.zeros(size, dtype=self.storage.dtype, device=device) for slot, size in self.state_shapes(shape).items()}
+        return {
+            slot: torch.zeros(size, dtype=self.storage.dtype, device=device)
+            for slot, size in self.state_shapes(shape).items()
+        }
 
 
 def build_rules(config: OptimConfig, groups: Sequence[ParamGroup]) -> dict[str, UpdateRule]:
@@ -79,7 +86,9 @@ def build_rules(config: OptimConfig, groups: Sequence[ParamGroup]) -> dict[str, 
     return {group.name: parts[group.part] for group in groups}
 
 
-def check_whole(config: OptimConfig, names: Sequence[str], shapes: Mapping[str, tuple[Ints, Ints]]) -> None:
+def check_whole(
+    config: OptimConfig, names: Sequence[str], shapes: Mapping[str, tuple[Ints, Ints]]
+) -> None:
     """Refuse a rule of whole parameters where this rank's model holds a part of one; `shapes` has (whole, local) by name."""
     for name in names:
         whole, local = shapes[name]
@@ -90,7 +99,9 @@ def check_whole(config: OptimConfig, names: Sequence[str], shapes: Mapping[str, 
             )
 
 
-def state_bytes(config: OptimConfig, groups: Sequence[ParamGroup], shapes: Mapping[str, Ints]) -> float:
+def state_bytes(
+    config: OptimConfig, groups: Sequence[ParamGroup], shapes: Mapping[str, Ints]
+) -> float:
     """Bytes of optimizer state per trained parameter, before any sharding."""
     rules = build_rules(config, groups)
     total = elements = 0.0

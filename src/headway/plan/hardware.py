@@ -85,18 +85,44 @@ GPUS: dict[str, GpuModel] = {
     for gpu in (
         GpuModel("b200", "B200", _gib(178.3), 8.0e12, 900e9, True, 50e9, "blackwell", 4.5e15, 55e9),
         GpuModel("h200", "H200", _gib(139.8), 4.8e12, 450e9, True, 50e9, "hopper", 1.979e15, 55e9),
-        GpuModel("h100", "H100 80GB HBM3", _gib(79.1), 3.35e12, 450e9, True, 50e9, "hopper", 1.979e15, 55e9),
+        GpuModel(
+            "h100",
+            "H100 80GB HBM3",
+            _gib(79.1),
+            3.35e12,
+            450e9,
+            True,
+            50e9,
+            "hopper",
+            1.979e15,
+            55e9,
+        ),
         GpuModel("h800", "H800", _gib(79.1), 3.35e12, 200e9, True, 50e9, "hopper", 1.979e15, 55e9),
         GpuModel("h20", "H20", _gib(95.6), 4.0e12, 450e9, True, 50e9, "hopper", 296e12, 55e9),
-        GpuModel("h100-pcie", "H100 PCIe", _gib(79.1), 2.0e12, 50e9, False, 25e9, "hopper", 1.513e15, 50e9),
+        GpuModel(
+            "h100-pcie",
+            "H100 PCIe",
+            _gib(79.1),
+            2.0e12,
+            50e9,
+            False,
+            25e9,
+            "hopper",
+            1.513e15,
+            50e9,
+        ),
         GpuModel("a100", "A100-SXM4-80GB", _gib(79.2), 2.039e12, 300e9, True, 25e9, "ampere"),
         GpuModel("a100-40", "A100-SXM4-40GB", _gib(39.4), 1.555e12, 300e9, True, 25e9, "ampere"),
-        GpuModel("a100-pcie", "A100 80GB PCIe", _gib(79.2), 1.935e12, 25e9, False, 12.5e9, "ampere"),
+        GpuModel(
+            "a100-pcie", "A100 80GB PCIe", _gib(79.2), 1.935e12, 25e9, False, 12.5e9, "ampere"
+        ),
         GpuModel("a800", "A800-SXM4-80GB", _gib(79.2), 2.039e12, 200e9, True, 25e9, "ampere"),
         GpuModel("a40", "A40", _gib(44.4), 0.696e12, 25e9, False, 12.5e9, "ampere"),
         GpuModel("l40s", "L40S", _gib(44.4), 0.864e12, 25e9, False, 12.5e9, "ada", 733e12),
         GpuModel("4090", "RTX 4090", _gib(23.6), 1.008e12, 12e9, False, 12.5e9, "ada", 330e12),
-        GpuModel("3090", "RTX 3090", _gib(23.6), 0.936e12, 12e9, False, 12.5e9, "ampere", None, 12e9),
+        GpuModel(
+            "3090", "RTX 3090", _gib(23.6), 0.936e12, 12e9, False, 12.5e9, "ampere", None, 12e9
+        ),
     )
 }
 

@@ -89,12 +89,18 @@ class PlanJob:
         """Names and shapes of all parameters."""
         if self.shapes is not None:
             return self.shapes
-        return self.cached("shapes", lambda: {spec.name: spec.shape for spec in param_specs(self.model)})
+        return self.cached(
+            "shapes", lambda: {spec.name: spec.shape for spec in param_specs(self.model)}
+        )
 
     @property
     def trains(self) -> Collection[str]:
         """The names that train."""
-        return self.cached("trains", lambda: set(self.all_shapes)) if self.training is None else self.training
+        return (
+            self.cached("trains", lambda: set(self.all_shapes))
+            if self.training is None
+            else self.training
+        )
 
     @property
     def has_adapter(self) -> bool:
@@ -105,20 +111,28 @@ class PlanJob:
     def trained_layers(self) -> frozenset[int]:
         """Layers in which a matrix trains."""
         names = (name.split(".") for name in self.trains if ".lora_" not in name)
-        return self.cached("layers", lambda: frozenset(int(parts[2]) for parts in names if parts[:2] == ["model", "layers"]))
+        return self.cached(
+            "layers",
+            lambda: frozenset(int(parts[2]) for parts in names if parts[:2] == ["model", "layers"]),
+        )
 
     @property
     def recomputed(self) -> frozenset[int]:
         """Layers of which only the input is kept."""
         memory = self.memory
-        return self.cached(("recomputed", memory.recompute), lambda: frozenset(memory.recomputed_blocks(self.model.num_layers)))
+        return self.cached(
+            ("recomputed", memory.recompute),
+            lambda: frozenset(memory.recomputed_blocks(self.model.num_layers)),
+        )
 
     @property
     def counts(self) -> ModelCounts:
         """Parameters of one tensor and expert rank."""
         tensor, expert = self.layout.tensor, self.layout.expert
         key = ("counts", tensor, expert)
-        return self.cached(key, lambda: count_parameters(self.model, self.all_shapes, self.trains, tensor, expert))
+        return self.cached(
+            key, lambda: count_parameters(self.model, self.all_shapes, self.trains, tensor, expert)
+        )
 
     @property
     def stages(self) -> list[range]:
@@ -127,7 +141,10 @@ class PlanJob:
         def split() -> list[range]:
             if len(self.pipeline_split) == self.layout.stages:
                 ends = list(accumulate(self.pipeline_split))
-                return [range(end - size, end) for end, size in zip(ends, self.pipeline_split, strict=True)]
+                return [
+                    range(end - size, end)
+                    for end, size in zip(ends, self.pipeline_split, strict=True)
+                ]
             costs, first, last = layer_costs(self.model, self.seq_len)
             return split_layers(costs, self.layout.stages, first=first, last=last)
 
@@ -142,7 +159,12 @@ class PlanJob:
         """What each pipeline rank does in a step."""
         layout, number = self.layout, self.accumulate
         key = ("actions", layout.schedule, layout.pipeline, layout.virtual_stages, number)
-        return self.cached(key, lambda: pipeline_actions(layout.schedule, layout.pipeline, number, layout.virtual_stages))
+        return self.cached(
+            key,
+            lambda: pipeline_actions(
+                layout.schedule, layout.pipeline, number, layout.virtual_stages
+            ),
+        )
 
     @property
     def held(self) -> list[dict[int, int]]:
@@ -151,14 +173,28 @@ class PlanJob:
         is_enough = self.accumulate > 4 * size and (virtual == 1 or self.accumulate % size == 0)
         few = 4 * size if is_enough else min(self.accumulate, MAX_MICROBATCHES)
         key = ("held", self.layout.schedule, size, virtual, few)
-        return self.cached(key, lambda: [in_flight(actions) for actions in self.varied(self.layout, self.rows, few).actions])
+        return self.cached(
+            key,
+            lambda: [
+                in_flight(actions) for actions in self.varied(self.layout, self.rows, few).actions
+            ],
+        )
 
     def parameters_of(self, rank: int) -> ParamCount:
         """Parameters of one rank of the pipeline (and of its tensor group)."""
         layout, stages = self.layout, self.stages_of(rank)
-        key = ("parameters", layout.tensor, layout.expert, layout.pipeline, layout.virtual_stages, rank)
+        key = (
+            "parameters",
+            layout.tensor,
+            layout.expert,
+            layout.pipeline,
+            layout.virtual_stages,
+            rank,
+        )
         ranges, is_last = [self.stages[stage] for stage in stages], layout.stages - 1 in stages
-        return self.cached(key, lambda: self.counts.on_stages(ranges, first=0 in stages, last=is_last))
+        return self.cached(
+            key, lambda: self.counts.on_stages(ranges, first=0 in stages, last=is_last)
+        )
 
     def held_blocks(self, rank: int) -> float:
         """Blocks times microbatches whose activations a rank holds at once."""
@@ -201,15 +237,21 @@ class PlanJob:
             streams=0 if layout.pipeline == 1 else sum(self.held[rank].values()) + IN_TRANSIT,
             has_head=layout.stages - 1 in self.stages_of(rank),
             bucket_bytes=self.bucket_bytes,
-            reference_bytes=0 if reference is None else reference.weight_bytes(self.compute_bytes, layout.tensor),
-            reference_token_bytes=0 if reference is None else reference.token_bytes(self.compute_bytes),
+            reference_bytes=0
+            if reference is None
+            else reference.weight_bytes(self.compute_bytes, layout.tensor),
+            reference_token_bytes=0
+            if reference is None
+            else reference.token_bytes(self.compute_bytes),
         )
 
     @property
     def usable_bytes(self) -> int:
         """Bytes that one rank may use: memory.limit_gib, else most of the GPU."""
         limit = self.memory.limit_gib
-        return self.gpu.usable_bytes if limit is None else min(int(limit * GIB), self.gpu.memory_bytes)
+        return (
+            self.gpu.usable_bytes if limit is None else min(int(limit * GIB), self.gpu.memory_bytes)
+        )
 
     @property
     def layout_shape(self) -> LayoutShape:
@@ -220,9 +262,13 @@ class PlanJob:
         """Refuse a layout that breaks a rule."""
         check_sizes(self.layout, self.layout_shape)
 
-    def varied(self, layout: Layout, rows: int, accumulate: int, memory: MemoryConfig | None = None) -> PlanJob:
+    def varied(
+        self, layout: Layout, rows: int, accumulate: int, memory: MemoryConfig | None = None
+    ) -> PlanJob:
         """The same run on another layout, with other microbatches."""
-        other = replace(self, layout=layout, rows=rows, accumulate=accumulate, memory=memory or self.memory)
+        other = replace(
+            self, layout=layout, rows=rows, accumulate=accumulate, memory=memory or self.memory
+        )
         object.__setattr__(other, "cache", self.cache)
         return other
 

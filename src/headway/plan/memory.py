@@ -139,7 +139,9 @@ def estimate(job: MemoryJob) -> Estimate:
     on_host = "optimizer" in job.memory.offload
     shares = job.compute_bytes == 4 and job.shards == 1
     masters = 0 if shares else int(4 * job.trained_shard)
-    per_state = STATE_BYTES[job.state_dtype] if job.other_state_bytes is None else job.other_state_bytes
+    per_state = (
+        STATE_BYTES[job.state_dtype] if job.other_state_bytes is None else job.other_state_bytes
+    )
     state = int(per_state * job.trained_shard)
     kinds = {
         "weights": _weights(job),
@@ -152,7 +154,9 @@ def estimate(job: MemoryJob) -> Estimate:
         kinds["reference model"] = job.reference_bytes + job.reference_token_bytes * job.tokens
     host = _on_host(job, 0 if job.fsdp else masters, state, per_state) if on_host else 0
     if "activations" in job.memory.offload:
-        host += int(_per_block(job) * (job.model.num_layers if job.held_blocks is None else job.held_blocks))
+        host += int(
+            _per_block(job) * (job.model.num_layers if job.held_blocks is None else job.held_blocks)
+        )
     return Estimate({kind: int(size * ROUND) for kind, size in kinds.items()}, host)
 
 
@@ -164,11 +168,23 @@ def moments(job: MemoryJob) -> dict[str, dict[str, int]]:
     one_block = min(saved, _per_block(job))
     head = _head_gradient(job)
     found = {
-        "block": {"gradients": max(kept, head), "activations": int(saved + working), "logits and head": 0},
-        "end": {"gradients": gradients, "activations": int(one_block + working), "logits and head": 0},
+        "block": {
+            "gradients": max(kept, head),
+            "activations": int(saved + working),
+            "logits and head": 0,
+        },
+        "end": {
+            "gradients": gradients,
+            "activations": int(one_block + working),
+            "logits and head": 0,
+        },
     }
     if job.has_head:
-        found["head"] = {"gradients": kept, "activations": int(saved + _ends(job)), "logits and head": _logits(job) + head}
+        found["head"] = {
+            "gradients": kept,
+            "activations": int(saved + _ends(job)),
+            "logits and head": _logits(job) + head,
+        }
     return found
 
 
@@ -196,7 +212,12 @@ def _weights(job: MemoryJob) -> int:
     if not job.fsdp:
         return job.compute_bytes * count + job.packed_bytes
     model = job.model
-    ends = model.vocab * model.hidden_size * (1 if model.ties_head or model.score_head else 2) // job.tensor
+    ends = (
+        model.vocab
+        * model.hidden_size
+        * (1 if model.ties_head or model.score_head else 2)
+        // job.tensor
+    )
     block = (count - ends) // max(1, model.num_layers)
     gathered = 2 * job.packed_bytes // max(1, model.num_layers)
     return job.compute_bytes * (ends + 2 * block) + gathered + _frozen_shard(job)
@@ -229,7 +250,11 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
     if job.compiled and job.fp8:
         kept = 2 * part + width + 1.5 * query + 2 * key + 2 * ffn
     elif job.compiled:
-        kept = 2 * (part + query + key + ffn) if selective else 2 * part + 2 * width + 2 * query + 2 * key + 3 * ffn
+        kept = (
+            2 * (part + query + key + ffn)
+            if selective
+            else 2 * part + 2 * width + 2 * query + 2 * key + 3 * ffn
+        )
     elif selective:
         kept = 3 * part + 3 * query + 3 * key + 2 * ffn
     else:
@@ -246,7 +271,9 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
         if not job.compiled and not selective:
             copies = 3 if job.compute_bytes == 4 else 5
         kept += copies * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_head_dim
-        if latent.value_head_dim < model.head_size:  # attention's result, cut to the width of values
+        if (
+            latent.value_head_dim < model.head_size
+        ):  # attention's result, cut to the width of values
             kept += model.num_heads * latent.value_head_dim / job.tensor
     if model.norm_placement == "both":  # what the further norms read
         kept += 2 * part
@@ -265,7 +292,9 @@ def _mixture_extra(job: MemoryJob, dense: float) -> float:
     inner = model.experts.per_token * model.expert_size / job.tensor
     shared = 3 * model.experts.shared_ffn_size / job.tensor
     small = (3 * model.experts.num * 4 + 24 * model.experts.per_token) / job.compute_bytes
-    wide = 0 if job.compiled or job.compute_bytes == 4 else 2 * model.hidden_size  # the router's fp32 input
+    wide = (
+        0 if job.compiled or job.compute_bytes == 4 else 2 * model.hidden_size
+    )  # the router's fp32 input
     # slots that came from other ranks instead of the tokens they were made of; as many as this rank sends where loads are equal
     arrived = (model.experts.per_token - 1) * model.hidden_size if job.expert > 1 else 0
     return share * (2 * inner + shared + small + wide + arrived - dense)
@@ -282,7 +311,9 @@ def _per_block(job: MemoryJob) -> float:
 def _saved(job: MemoryJob) -> float:
     """Bytes that all blocks keep on the device between forward and backward."""
     blocks = job.model.num_layers if job.held_blocks is None else job.held_blocks
-    return _per_block(job) * (min(blocks, OUTSIDE) if "activations" in job.memory.offload else blocks)
+    return _per_block(job) * (
+        min(blocks, OUTSIDE) if "activations" in job.memory.offload else blocks
+    )
 
 
 def _working(job: MemoryJob, *, recomputed: bool) -> float:
@@ -291,7 +322,9 @@ def _working(job: MemoryJob, *, recomputed: bool) -> float:
     ffn, width = model.ffn_size / job.tensor, model.hidden_size
     # the gradient of the product becomes that of the gate in place, next to that of up; eager operations keep each result
     gradients = (ffn + width) if job.compiled else (3 * ffn + 2 * width)
-    if model.experts is not None:  # sorted copies of inputs and of gradients, and gradients of gate, up and their product
+    if (
+        model.experts is not None
+    ):  # sorted copies of inputs and of gradients, and gradients of gate, up and their product
         copies = 5 if job.expert > 1 else 3  # what is sent and what arrives exist at the same time
         gradients += model.experts.per_token * (3 * model.expert_size / job.tensor + copies * width)
     if job.adapter:  # gate and up of the low-rank branch
@@ -304,7 +337,10 @@ def _working(job: MemoryJob, *, recomputed: bool) -> float:
 
 def _ends(job: MemoryJob) -> float:
     """The last norm is never compiled: its input, twice in fp32, and its result; the angles of positions are fp32 too."""
-    return job.tokens * ((3 if job.compute_bytes == 4 else 5) * _stream(job) * job.compute_bytes + 4 * job.model.head_size)
+    return job.tokens * (
+        (3 if job.compute_bytes == 4 else 5) * _stream(job) * job.compute_bytes
+        + 4 * job.model.head_size
+    )
 
 
 def _logits(job: MemoryJob) -> int:
@@ -312,7 +348,11 @@ def _logits(job: MemoryJob) -> int:
     model = job.model
     chunk = min(job.chunk_tokens, job.tokens) * model.head_rows // job.tensor
     # the fused kernel overwrites the logits; plain torch works in fp32 copies
-    logits = chunk * job.compute_bytes if job.on_cuda else chunk * (4 if job.compute_bytes == 4 else 4 + 2 * job.compute_bytes)
+    logits = (
+        chunk * job.compute_bytes
+        if job.on_cuda
+        else chunk * (4 if job.compute_bytes == 4 else 4 + 2 * job.compute_bytes)
+    )
     whole = 2 if job.tensor > 1 and job.sequence else 1  # gathered for the head
     return logits + job.tokens * (whole * model.hidden_size * job.compute_bytes + 16)
 
@@ -328,7 +368,11 @@ def _buffers(job: MemoryJob) -> int:
     on_the_way = 2 * job.bucket_bytes if job.shards > 1 and not job.fsdp else 0
     # the largest quantised matrix is written out for its product; that of experts is of all of them
     model = job.model
-    widest = model.ffn_size if model.experts is None else max(model.ffn_size, model.experts.num * model.expert_size)
+    widest = (
+        model.ffn_size
+        if model.experts is None
+        else max(model.ffn_size, model.experts.num * model.expert_size)
+    )
     matrix = job.compute_bytes * model.hidden_size * widest if job.packed else 0
     messages = matrix + int(job.streams * job.tokens * _stream(job) * job.compute_bytes)
     return messages + (WORKSPACE + on_the_way if job.on_cuda else 0)
@@ -349,14 +393,20 @@ def _offload(what: str) -> Callable[[MemoryJob], MemoryJob | None]:
     def apply(job: MemoryJob) -> MemoryJob | None:
         if what in job.memory.offload:
             return None
-        return replace(job, memory=job.memory.model_copy(update={"offload": (*job.memory.offload, what)}))
+        return replace(
+            job, memory=job.memory.model_copy(update={"offload": (*job.memory.offload, what)})
+        )
 
     return apply
 
 
 def _fewer_rows(job: MemoryJob) -> MemoryJob | None:
     rows = max((n for n in range(1, job.rows) if job.rows % n == 0), default=None)
-    return None if rows is None else replace(job, rows=rows, accumulate=job.accumulate * job.rows // rows)
+    return (
+        None
+        if rows is None
+        else replace(job, rows=rows, accumulate=job.accumulate * job.rows // rows)
+    )
 
 
 def suggestions(job: MemoryJob) -> list[tuple[str, int]]:
@@ -364,16 +414,34 @@ def suggestions(job: MemoryJob) -> list[tuple[str, int]]:
     now = estimate(job).total
     fewer = _fewer_rows(job)
     changes: list[Change] = [
-        ("memory.recompute=selective", _memory(recompute="selective") if job.memory.recompute == "none" else lambda _: None),
+        (
+            "memory.recompute=selective",
+            _memory(recompute="selective") if job.memory.recompute == "none" else lambda _: None,
+        ),
         ("memory.recompute=1", _memory(recompute=1.0)),
-        ("optim.state_dtype=8bit", lambda j: replace(j, state_dtype="8bit") if j.other_state_bytes is None else None),
-        ("parallel.accumulate_dtype=compute", lambda j: None if j.fsdp else replace(j, grad_bytes=j.compute_bytes)),
+        (
+            "optim.state_dtype=8bit",
+            lambda j: replace(j, state_dtype="8bit") if j.other_state_bytes is None else None,
+        ),
+        (
+            "parallel.accumulate_dtype=compute",
+            lambda j: None if j.fsdp else replace(j, grad_bytes=j.compute_bytes),
+        ),
         (f"batch.micro_rows={fewer.rows if fewer else 1}", lambda _: fewer),
-        (f"memory.loss_chunk_tokens={max(1, job.chunk_tokens // 4)}", lambda j: replace(j, chunk_tokens=max(1, j.chunk_tokens // 4))),
+        (
+            f"memory.loss_chunk_tokens={max(1, job.chunk_tokens // 4)}",
+            lambda j: replace(j, chunk_tokens=max(1, j.chunk_tokens // 4)),
+        ),
     ]
     if job.on_cuda:
         # what a GPU gives to host memory is where a run on the CPU already is
         changes.append(("memory.offload=[activations]", _offload("activations")))
         changes.append(("memory.offload=[optimizer]", _offload("optimizer")))
-    found = [(name, now - estimate(other).total) for name, change in changes if (other := change(job)) is not None]
-    return sorted(((name, freed) for name, freed in found if freed > 0.01 * now), key=lambda one: -one[1])
+    found = [
+        (name, now - estimate(other).total)
+        for name, change in changes
+        if (other := change(job)) is not None
+    ]
+    return sorted(
+        ((name, freed) for name, freed in found if freed > 0.01 * now), key=lambda one: -one[1]
+    )

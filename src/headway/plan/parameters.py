@@ -31,7 +31,9 @@ class ParamCount:
     frozen_experts: int = 0
 
     def __add__(self, other: ParamCount) -> ParamCount:
-        return ParamCount(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        return ParamCount(
+            *(getattr(self, one.name) + getattr(other, one.name) for one in fields(self))
+        )
 
     @property
     def total(self) -> int:
@@ -63,11 +65,18 @@ class ModelCounts:
         return total
 
 
-def count_parameters(model: ModelConfig, shapes: Shapes, training: Collection[str], tensor: int = 1, expert: int = 1) -> ModelCounts:
+def count_parameters(
+    model: ModelConfig, shapes: Shapes, training: Collection[str], tensor: int = 1, expert: int = 1
+) -> ModelCounts:
     """Counts of one tensor and expert rank. `shapes` has adapters too, and the bytes of what is stored quantised."""
     specs = {spec.name: spec for spec in param_specs(model)}
     layers = [ParamCount() for _ in range(model.num_layers)]
-    ends = {"embedding": ParamCount(), "head": ParamCount(), "norm": ParamCount(), "other": ParamCount()}
+    ends = {
+        "embedding": ParamCount(),
+        "head": ParamCount(),
+        "norm": ParamCount(),
+        "other": ParamCount(),
+    }
     for name, shape in shapes.items():
         if form_of(name) is not None:
             size = specs[plain_name(name)].size
@@ -83,12 +92,24 @@ def count_parameters(model: ModelConfig, shapes: Shapes, training: Collection[st
         if parts[:2] == ["model", "layers"]:
             layers[int(parts[2])] += one
         else:
-            at = "embedding" if name == EMBEDDING else "head" if name == SCORE or name.startswith(HEAD.removesuffix("weight")) else "other"
+            at = (
+                "embedding"
+                if name == EMBEDDING
+                else "head"
+                if name == SCORE or name.startswith(HEAD.removesuffix("weight"))
+                else "other"
+            )
             ends["norm" if name.startswith("model.norm") else at] += one
     return ModelCounts(tuple(layers), ends["embedding"], ends["head"], ends["norm"], ends["other"])
 
 
-def _local_size(name: str, shape: tuple[int, ...], specs: Mapping[str, ParamSpec], model: ModelConfig, tensor: int) -> int:
+def _local_size(
+    name: str,
+    shape: tuple[int, ...],
+    specs: Mapping[str, ParamSpec],
+    model: ModelConfig,
+    tensor: int,
+) -> int:
     size = prod(shape)
     if tensor == 1:
         return size

@@ -15,8 +15,22 @@ from headway.runtime.optional import need
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#e45756", "data": "#72b7b2", "update": "#54a24b"}
-NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights", "data": "exchange", "update": "update"}
+COLOURS = {
+    "F": "#4c78a8",
+    "B": "#f58518",
+    "I": "#f58518",
+    "W": "#e45756",
+    "data": "#72b7b2",
+    "update": "#54a24b",
+}
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradients of inputs",
+    "W": "gradients of weights",
+    "data": "exchange",
+    "update": "update",
+}
 SUFFIXES = (".png", ".svg", ".pdf")
 MAX_MICROBATCHES = 16
 """Shown of a step without a pipeline."""
@@ -25,9 +39,13 @@ MAX_MICROBATCHES = 16
 def draw_plan(plan: Plan, path: Path) -> None:
     """Write the picture."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--plot is {str(path)!r}; its name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.")
+        raise ConfigError(
+            f"--plot is {str(path)!r}; its name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}."
+        )
     if not path.resolve().parent.is_dir():
-        raise ConfigError(f"--plot is {str(path)!r}; there is no folder {path.resolve().parent}. Create it, or give another path.")
+        raise ConfigError(
+            f"--plot is {str(path)!r}; there is no folder {path.resolve().parent}. Create it, or give another path."
+        )
     need("matplotlib", "--plot")
     from matplotlib.figure import Figure
 
@@ -55,7 +73,10 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     limit = plan.job.usable_bytes / GIB
     axes.axvline(limit, color="black", linestyle="--", label=f"usable, {limit:.0f} GiB")
-    axes.set_yticks(range(len(left)), [f"pipeline rank {rank}" if len(left) > 1 else "every rank" for rank in range(len(left))])
+    axes.set_yticks(
+        range(len(left)),
+        [f"pipeline rank {rank}" if len(left) > 1 else "every rank" for rank in range(len(left))],
+    )
     axes.invert_yaxis()
     axes.set_xlabel("GiB")
     axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.28))
@@ -67,9 +88,19 @@ def _draw_time(axes: Axes, plan: Plan) -> None:
     def bar(rank: int, kind: str, start: float, seconds: float, text: str = "") -> None:
         label: dict[str, Any] = {} if kind in used else {"label": NAMES[kind]}
         used.add(kind)
-        axes.barh(rank, 1000 * seconds, left=1000 * start, color=COLOURS[kind], edgecolor="white", linewidth=0.4, **label)
+        axes.barh(
+            rank,
+            1000 * seconds,
+            left=1000 * start,
+            color=COLOURS[kind],
+            edgecolor="white",
+            linewidth=0.4,
+            **label,
+        )
         if text:
-            axes.text(1000 * (start + seconds / 2), rank, text, ha="center", va="center", fontsize=6)
+            axes.text(
+                1000 * (start + seconds / 2), rank, text, ha="center", va="center", fontsize=6
+            )
 
     if plan.timeline is None:
         end = _one_rank(plan, bar)
@@ -78,14 +109,23 @@ def _draw_time(axes: Axes, plan: Plan) -> None:
         ranks = plan.timeline.ranks
         few = len(plan.timeline.actions) <= 400
         for one in plan.timeline.actions:
-            bar(one.rank, one.action.kind, one.start, one.end - one.start, str(one.action.microbatch) if few else "")
+            bar(
+                one.rank,
+                one.action.kind,
+                one.start,
+                one.end - one.start,
+                str(one.action.microbatch) if few else "",
+            )
         end = plan.timeline.seconds
     exchange = plan.traffic["data"].exposed if "data" in plan.traffic else 0.0
     for rank in range(ranks):
         if exchange:
             bar(rank, "data", end, exchange)
         bar(rank, "update", end + exchange, plan.update_seconds)
-    axes.set_yticks(range(ranks), [f"pipeline rank {rank}" if ranks > 1 else "every rank" for rank in range(ranks)])
+    axes.set_yticks(
+        range(ranks),
+        [f"pipeline rank {rank}" if ranks > 1 else "every rank" for rank in range(ranks)],
+    )
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.legend(fontsize=7, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.22))

@@ -71,7 +71,9 @@ class Software:
     """Gradients exchanged at a time; None = the layout's buckets."""
 
 
-def matmul_seconds(gpu: GpuModel, flops: float, sizes: tuple[float, float, float], *, fp8: bool = False) -> float:
+def matmul_seconds(
+    gpu: GpuModel, flops: float, sizes: tuple[float, float, float], *, fp8: bool = False
+) -> float:
     """Seconds of a matrix product with these sizes."""
     share = 1 / (1 + SMALL * sum(1 / size for size in sizes))
     if fp8 and gpu.fp8_flops is not None:
@@ -79,7 +81,9 @@ def matmul_seconds(gpu: GpuModel, flops: float, sizes: tuple[float, float, float
     return flops / (gpu.flops * MATMUL[gpu.generation] * share * gpu.power)
 
 
-def attention_seconds(gpu: GpuModel, kernel: AttentionKernel, flops: float, tokens: float, head_size: int) -> tuple[float, float]:
+def attention_seconds(
+    gpu: GpuModel, kernel: AttentionKernel, flops: float, tokens: float, head_size: int
+) -> tuple[float, float]:
     """Seconds of attention forward and backward; `flops` of the forward over visible pairs. Backward computes the scores again."""
     wide = head_size >= 96
     if gpu.generation in ("hopper", "blackwell"):

@@ -111,13 +111,22 @@ class Plan:
         seconds = tokens / self.tokens_per_second
         gpu_hours = seconds / 3600 * self.job.layout.world
         cost = None if price is None else gpu_hours * price
-        return {"tokens": tokens, "days": seconds / 3600 / HOURS_PER_DAY, "gpu_hours": gpu_hours, "cost": cost}
+        return {
+            "tokens": tokens,
+            "days": seconds / 3600 / HOURS_PER_DAY,
+            "gpu_hours": gpu_hours,
+            "cost": cost,
+        }
 
 
 def make_plan(job: PlanJob, *, simulated: bool = True) -> Plan:
     """Plan one job; its layout must break no rule. Without simulation the bubble is that of equal stages, which is faster."""
     # the first rank holds the most microbatches, the last has the head; the others are between them
-    ranks = range(job.layout.pipeline) if simulated else range(0, job.layout.pipeline, max(1, job.layout.pipeline - 1))
+    ranks = (
+        range(job.layout.pipeline)
+        if simulated
+        else range(0, job.layout.pipeline, max(1, job.layout.pipeline - 1))
+    )
     by_rank = tuple(estimate(job.memory_job(rank)) for rank in ranks)
     worst = max(range(len(by_rank)), key=lambda index: by_rank[index].total)
     stages = stages_of_job(job)
@@ -143,7 +152,9 @@ def make_plan(job: PlanJob, *, simulated: bool = True) -> Plan:
         traffic=_by_axis(job, data, message),
         timeline=timeline,
         held=held,
-        bubble=0.0 if job.layout.pipeline == 1 else 1 - job.accumulate * sum(one.total for one in stages) / (job.layout.pipeline * passes),
+        bubble=0.0
+        if job.layout.pipeline == 1
+        else 1 - job.accumulate * sum(one.total for one in stages) / (job.layout.pipeline * passes),
         step_seconds=passes + data.exposed + update,
         update_seconds=update,
     )
@@ -158,7 +169,12 @@ def step_timeline(job: PlanJob, stages: list[PassSeconds], send_seconds: float) 
         "I": [one.inputs for one in stages],
         "W": [one.weights for one in stages],
     }
-    return simulate(PipelineShape(layout.schedule, layout.pipeline, layout.virtual_stages), _simulated(job), seconds, send_seconds)
+    return simulate(
+        PipelineShape(layout.schedule, layout.pipeline, layout.virtual_stages),
+        _simulated(job),
+        seconds,
+        send_seconds,
+    )
 
 
 def _simulated(job: PlanJob) -> int:
@@ -168,20 +184,30 @@ def _simulated(job: PlanJob) -> int:
 
 def _slowest(job: PlanJob, stages: list[PassSeconds]) -> float:
     """Seconds of one microbatch on the slowest pipeline rank."""
-    return max(sum(stages[stage].total for stage in job.stages_of(rank)) for rank in range(job.layout.pipeline))
+    return max(
+        sum(stages[stage].total for stage in job.stages_of(rank))
+        for rank in range(job.layout.pipeline)
+    )
 
 
 def _equal_stages(job: PlanJob, stages: list[PassSeconds]) -> float:
     """Seconds of a step if every rank were as slow as the slowest."""
     layout = job.layout
-    idle = (layout.pipeline - 1) / layout.virtual_stages * (0.4 if layout.schedule == "zero_bubble" else 1.0)
+    idle = (
+        (layout.pipeline - 1)
+        / layout.virtual_stages
+        * (0.4 if layout.schedule == "zero_bubble" else 1.0)
+    )
     return _slowest(job, stages) * (job.accumulate + idle)
 
 
 def _by_axis(job: PlanJob, data: AxisTraffic, message: AxisTraffic) -> dict[str, AxisTraffic]:
     """Traffic of a whole step on the busiest rank, without axes of size 1."""
     layout, times = job.layout, job.accumulate
-    layers = max(sum(len(job.stages[stage]) for stage in job.stages_of(rank)) for rank in range(layout.pipeline))
+    layers = max(
+        sum(len(job.stages[stage]) for stage in job.stages_of(rank))
+        for rank in range(layout.pipeline)
+    )
 
     def over_step(one: AxisTraffic, count: float) -> AxisTraffic:
         return AxisTraffic(one.sent_bytes * count, one.seconds * count, one.exposed * count)
@@ -191,8 +217,14 @@ def _by_axis(job: PlanJob, data: AxisTraffic, message: AxisTraffic) -> dict[str,
         "data": data if layout.reduce > 1 else None,
         "tensor": over_step(tensor_traffic(job, layers), times) if layout.tensor > 1 else None,
         "context": over_step(context_traffic(job, layers), times) if layout.context > 1 else None,
-        "expert": over_step(expert_traffic(job, mixtures_in(job, range(job.model.num_layers))), times) if layout.expert > 1 else None,
-        "pipeline": over_step(message, 2 * times * layout.virtual_stages) if layout.pipeline > 1 else None,
+        "expert": over_step(
+            expert_traffic(job, mixtures_in(job, range(job.model.num_layers))), times
+        )
+        if layout.expert > 1
+        else None,
+        "pipeline": over_step(message, 2 * times * layout.virtual_stages)
+        if layout.pipeline > 1
+        else None,
     }
     return {axis: one for axis, one in found.items() if one is not None}
 
@@ -200,7 +232,9 @@ def _by_axis(job: PlanJob, data: AxisTraffic, message: AxisTraffic) -> dict[str,
 def arithmetic(job: PlanJob) -> Arithmetic:
     """FLOPs of one token, by every convention."""
     model = job.model
-    flops = job.cached("flops", lambda: token_flops(model, job.seq_len, shapes=job.all_shapes, training=job.trains))
+    flops = job.cached(
+        "flops", lambda: token_flops(model, job.seq_len, shapes=job.all_shapes, training=job.trains)
+    )
     costs, _, _ = layer_costs(model, job.seq_len)
     # a cost is that of forward and backward, which is three times the forward's
     recomputed = sum(costs[layer] / 3 for layer in job.memory.recomputed_blocks(model.num_layers))
@@ -227,8 +261,22 @@ def _ratio(ffn: float, width: int) -> float:
 def rank_groups(job: PlanJob) -> dict[str, list[list[int]]]:
     """The ranks of every group along every axis that has more than one rank."""
     layout = job.layout
-    mesh = Mesh(0, layout.pipeline, layout.reduce // layout.shards, layout.shards, layout.context, layout.tensor, layout.expert)
-    sizes = {"tensor": layout.tensor, "context": layout.context, "data": layout.data, "shard": layout.shards, "pipeline": layout.pipeline}
+    mesh = Mesh(
+        0,
+        layout.pipeline,
+        layout.reduce // layout.shards,
+        layout.shards,
+        layout.context,
+        layout.tensor,
+        layout.expert,
+    )
+    sizes = {
+        "tensor": layout.tensor,
+        "context": layout.context,
+        "data": layout.data,
+        "shard": layout.shards,
+        "pipeline": layout.pipeline,
+    }
     sizes["expert"] = layout.expert
     return {axis: mesh.groups(axis) for axis, size in sizes.items() if size > 1}
 

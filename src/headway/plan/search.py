@@ -38,7 +38,10 @@ def best_plans(job: PlanJob, count: int = 10) -> list[Plan]:
     """The fastest layouts for the job's number of ranks, batch and GPU."""
     found = [make_plan(one, simulated=False) for one in fitting_jobs(job, _space(job))]
     found.sort(key=lambda plan: -plan.per_gpu)
-    exact = [make_plan(plan.job) if plan.job.layout.pipeline > 1 else plan for plan in _varied(found)[:SHORT_LIST]]
+    exact = [
+        make_plan(plan.job) if plan.job.layout.pipeline > 1 else plan
+        for plan in _varied(found)[:SHORT_LIST]
+    ]
     exact.sort(key=lambda plan: -plan.per_gpu)
     return exact[:count]
 
@@ -61,8 +64,15 @@ def nearest_fitting(job: PlanJob, count: int = 3) -> list[Plan]:
 
     def distance(other: PlanJob) -> float:
         mine, its = job.layout, other.layout
-        axes = sum(abs(log2(getattr(its, axis) / getattr(mine, axis))) for axis in ("tensor", "pipeline", "context", "expert", "shards"))
-        changed = (its.strategy != mine.strategy) + (its.schedule != mine.schedule) + (other.memory.recompute != job.memory.recompute)
+        axes = sum(
+            abs(log2(getattr(its, axis) / getattr(mine, axis)))
+            for axis in ("tensor", "pipeline", "context", "expert", "shards")
+        )
+        changed = (
+            (its.strategy != mine.strategy)
+            + (its.schedule != mine.schedule)
+            + (other.memory.recompute != job.memory.recompute)
+        )
         return axes + changed + 0.5 * abs(log2(other.rows / job.rows))
 
     jobs = sorted(fitting_jobs(job, _space(job)), key=distance)
@@ -87,10 +97,15 @@ def fitting_jobs(job: PlanJob, space: SearchSpace) -> Iterator[PlanJob]:
                 continue  # refused by training
             memory = job.memory.model_copy(update={"recompute": recompute})
             found = 0
-            for micro in sorted((n for n in range(1, min(each, MAX_ROWS) + 1) if each % n == 0), reverse=True):
+            for micro in sorted(
+                (n for n in range(1, min(each, MAX_ROWS) + 1) if each % n == 0), reverse=True
+            ):
                 one = job.varied(layout, micro, each // micro, memory)
                 # the first rank holds the most microbatches, the last has the head
-                if all(estimate(one.memory_job(rank)).total <= job.usable_bytes for rank in {0, layout.pipeline - 1}):
+                if all(
+                    estimate(one.memory_job(rank)).total <= job.usable_bytes
+                    for rank in {0, layout.pipeline - 1}
+                ):
                     yield one
                     found += 1
                     if found == 2:
@@ -98,7 +113,9 @@ def fitting_jobs(job: PlanJob, space: SearchSpace) -> Iterator[PlanJob]:
 
 
 def _space(job: PlanJob) -> SearchSpace:
-    recompute = RECOMPUTE if job.memory.recompute in RECOMPUTE else (*RECOMPUTE, job.memory.recompute)
+    recompute = (
+        RECOMPUTE if job.memory.recompute in RECOMPUTE else (*RECOMPUTE, job.memory.recompute)
+    )
     return SearchSpace(tuple(layouts_of(job)), recompute)
 
 
@@ -109,18 +126,30 @@ def layouts_of(job: PlanJob) -> Iterator[Layout]:
     divisors = divisors_of(world)
     shares_rows = job.seq_len >= LONG_ROWS or job.layout.context > 1
     tensors = [n for n in divisors if n <= node]
-    contexts = [n for n in divisors if n == 1 or (shares_rows and n <= max(node, job.layout.context))]
-    pipelines = [n for n in divisors if n <= min(model.num_layers, max(MAX_PIPELINE, job.layout.pipeline))]
+    contexts = [
+        n for n in divisors if n == 1 or (shares_rows and n <= max(node, job.layout.context))
+    ]
+    pipelines = [
+        n for n in divisors if n <= min(model.num_layers, max(MAX_PIPELINE, job.layout.pipeline))
+    ]
     for tensor, context, pipeline in product(tensors, contexts, pipelines):
-        if world % (tensor * context * pipeline) or (context > 1 and context * tensor > max(node, job.layout.context)):
+        if world % (tensor * context * pipeline) or (
+            context > 1 and context * tensor > max(node, job.layout.context)
+        ):
             continue
-        axes = Layout(world, tensor=tensor, sequence=job.layout.sequence, pipeline=pipeline, context=context)
-        experts = [n for n in divisors if model.experts is not None and n > 1 and axes.data % n == 0]
+        axes = Layout(
+            world, tensor=tensor, sequence=job.layout.sequence, pipeline=pipeline, context=context
+        )
+        experts = [
+            n for n in divisors if model.experts is not None and n > 1 and axes.data % n == 0
+        ]
         for schedule, virtual in _schedules(pipeline, model.num_layers):
             base = replace(axes, schedule=schedule, virtual_stages=virtual)
             for one in _sharded(base, node):
                 split = (replace(one, expert=expert) for expert in experts)
-                yield from (layout for layout in (one, *split) if not any(broken_sizes(layout, shape)))
+                yield from (
+                    layout for layout in (one, *split) if not any(broken_sizes(layout, shape))
+                )
 
 
 def _schedules(pipeline: int, layers: int) -> Iterator[tuple[ScheduleName, int]]:

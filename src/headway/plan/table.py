@@ -39,7 +39,11 @@ def _model(plan: Plan) -> TextTable:
         rows.insert(1, ("active for one token", f"{active_parameters(job.model):,}"))
     rows += [(part, f"{size:,}") for part, size in parts_of(counts).items()]
     here = job.parameters_of(plan.worst_rank).total
-    return TextTable("Parameters", ("part", "parameters"), [*rows, ("on the rank with the most bytes", f"{here:,}")])
+    return TextTable(
+        "Parameters",
+        ("part", "parameters"),
+        [*rows, ("on the rank with the most bytes", f"{here:,}")],
+    )
 
 
 def _layout(plan: Plan) -> TextTable:
@@ -48,7 +52,10 @@ def _layout(plan: Plan) -> TextTable:
     rows = [
         ("ranks", f"{layout.world} = {axes}"),
         ("strategy", f"{layout.strategy} over {layout.shards}"),
-        ("step", f"{job.step_tokens:,} tokens = {layout.data} x {job.accumulate} microbatches x {job.rows} rows x {job.seq_len}"),
+        (
+            "step",
+            f"{job.step_tokens:,} tokens = {layout.data} x {job.accumulate} microbatches x {job.rows} rows x {job.seq_len}",
+        ),
         ("settings", layout.settings()),
     ]
     if layout.expert > 1:
@@ -62,7 +69,12 @@ def _memory(plan: Plan) -> TextTable:
     usable = plan.job.usable_bytes
     rows = [(kind, amount(size)) for kind, size in plan.memory.kinds.items() if size]
     rows.append(("all", amount(plan.memory.total)))
-    rows.append((f"usable of a {plan.job.gpu.name}", f"{amount(usable)}: {'fits' if plan.fits else 'does NOT fit'}"))
+    rows.append(
+        (
+            f"usable of a {plan.job.gpu.name}",
+            f"{amount(usable)}: {'fits' if plan.fits else 'does NOT fit'}",
+        )
+    )
     card = smallest_card(plan.memory.total)
     rows.append(("smallest card", "none" if card is None else f"{card} GB"))
     if plan.memory.host:
@@ -77,8 +89,15 @@ def _flops(plan: Plan) -> TextTable:
         ("matrices", _gflop(flops.model.matrices)),
         ("attention, causal", _gflop(flops.model.causal_attention)),
         ("model: forward and backward, causal", _gflop(flops.model.causal)),
-        ("model, attention over whole rows and windows (6 N + 12 L H Q T)", _gflop(flops.model.full)),
-        *([(f"{reference.role}: forward, causal", _gflop(flops.reference))] if reference is not None else []),
+        (
+            "model, attention over whole rows and windows (6 N + 12 L H Q T)",
+            _gflop(flops.model.full),
+        ),
+        *(
+            [(f"{reference.role}: forward, causal", _gflop(flops.reference))]
+            if reference is not None
+            else []
+        ),
         ("hardware: with recomputation", _gflop(flops.hardware)),
         ("InternLM's formula", f"{flops.internlm:,.0f}"),
     ]
@@ -91,17 +110,31 @@ def _gflop(value: float) -> str:
 
 def _traffic(plan: Plan) -> TextTable:
     rows = [
-        (axis, amount(one.sent_bytes), f"{1000 * one.seconds:.1f} ms", f"{1000 * one.exposed:.1f} ms") for axis, one in plan.traffic.items()
+        (
+            axis,
+            amount(one.sent_bytes),
+            f"{1000 * one.seconds:.1f} ms",
+            f"{1000 * one.exposed:.1f} ms",
+        )
+        for axis, one in plan.traffic.items()
     ]
     return TextTable("Sent by a rank in a step", ("axis", "bytes", "takes", "not hidden"), rows)
 
 
 def _pipeline(plan: Plan) -> TextTable:
     layout = plan.job.layout
-    rows = [("schedule", f"{layout.schedule}, {layout.virtual_stages} stages per rank"), ("bubble", f"{100 * plan.bubble:.1f} %")]
+    rows = [
+        ("schedule", f"{layout.schedule}, {layout.virtual_stages} stages per rank"),
+        ("bubble", f"{100 * plan.bubble:.1f} %"),
+    ]
     for rank, held in enumerate(plan.held):
         stages = ", ".join(f"stage {stage}: {count}" for stage, count in sorted(held.items()))
-        rows.append((f"rank {rank}", f"microbatches in flight: {stages}; {amount(plan.by_rank[rank].total)}"))
+        rows.append(
+            (
+                f"rank {rank}",
+                f"microbatches in flight: {stages}; {amount(plan.by_rank[rank].total)}",
+            )
+        )
     return TextTable("Pipeline", ("what", "value"), rows)
 
 
@@ -116,7 +149,15 @@ def _speed(plan: Plan) -> TextTable:
     return TextTable("Speed (estimate)", ("what", "value"), rows)
 
 
-COLUMNS = ("settings", "micro rows x microbatches", "recompute", "GiB", "bubble", "tokens/s per GPU", "MFU causal")
+COLUMNS = (
+    "settings",
+    "micro rows x microbatches",
+    "recompute",
+    "GiB",
+    "bubble",
+    "tokens/s per GPU",
+    "MFU causal",
+)
 
 
 def summary_row(plan: Plan) -> tuple[str, ...]:

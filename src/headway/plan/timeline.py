@@ -49,17 +49,24 @@ class Timeline:
 
     def idle_of(self, rank: int) -> float:
         """Idle share of one rank."""
-        return 1 - sum(one.end - one.start for one in self.actions if one.rank == rank) / self.seconds
+        return (
+            1 - sum(one.end - one.start for one in self.actions if one.rank == rank) / self.seconds
+        )
 
 
-def simulate(shape: PipelineShape, microbatches: int, seconds: Seconds, send_seconds: float = 0.0) -> Timeline:
+def simulate(
+    shape: PipelineShape, microbatches: int, seconds: Seconds, send_seconds: float = 0.0
+) -> Timeline:
     """When each action runs. `send_seconds`: what a message between two ranks adds."""
     ranks = pipeline_actions(shape.schedule, shape.pipeline, microbatches, shape.virtual_stages)
     return follow(shape, ranks, lambda action: seconds[action.kind][action.stage], send_seconds)
 
 
 def follow(
-    shape: PipelineShape, ranks: Sequence[Sequence[PipelineAction]], duration: Callable[[PipelineAction], float], send_seconds: float
+    shape: PipelineShape,
+    ranks: Sequence[Sequence[PipelineAction]],
+    duration: Callable[[PipelineAction], float],
+    send_seconds: float,
 ) -> Timeline:
     """When each action of given orders runs: as soon as its rank is free and what it reads is there."""
     at, free = [0] * len(ranks), [0.0] * len(ranks)
@@ -69,7 +76,9 @@ def follow(
 
     def arrival(action: PipelineAction, needed: PipelineAction) -> float | None:
         time = done.get((needed.stage, needed.kind, needed.microbatch))
-        return None if time is None else time + (send_seconds if needed.stage != action.stage else 0.0)
+        return (
+            None if time is None else time + (send_seconds if needed.stage != action.stage else 0.0)
+        )
 
     while waiting:
         moved = False

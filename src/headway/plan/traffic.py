@@ -16,7 +16,16 @@ from headway.parallel.layouts import ring_size, ulysses_size
 from headway.plan.compute import PassSeconds, stage_seconds
 from headway.plan.hardware import GpuModel
 from headway.plan.job import PlanJob
-from headway.plan.rates import ASYNC_TENSOR, HOP_BETWEEN, HOP_INSIDE, LAUNCH, NETWORK, NVLINK, PCIE, UNHIDDEN
+from headway.plan.rates import (
+    ASYNC_TENSOR,
+    HOP_BETWEEN,
+    HOP_INSIDE,
+    LAUNCH,
+    NETWORK,
+    NVLINK,
+    PCIE,
+    UNHIDDEN,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,11 @@ class AxisTraffic:
     exposed: float = 0.0
 
     def __add__(self, other: AxisTraffic) -> AxisTraffic:
-        return AxisTraffic(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.exposed + other.exposed)
+        return AxisTraffic(
+            self.sent_bytes + other.sent_bytes,
+            self.seconds + other.seconds,
+            self.exposed + other.exposed,
+        )
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,12 @@ def rings(job: PlanJob) -> dict[str, RankRing]:
     layout, node = job.layout, job.gpu.gpus_per_node
     found: dict[str, RankRing] = {}
     inner = 1
-    for axis, size in (("tensor", layout.tensor), ("context", layout.context), ("reduce", layout.reduce), ("pipeline", layout.pipeline)):
+    for axis, size in (
+        ("tensor", layout.tensor),
+        ("context", layout.context),
+        ("reduce", layout.reduce),
+        ("pipeline", layout.pipeline),
+    ):
         if axis == "reduce":
             inner = layout.tensor
             found["shard"] = RankRing(layout.shards, max(1, min(layout.shards, node // inner)))
@@ -75,9 +93,14 @@ def rings(job: PlanJob) -> dict[str, RankRing]:
             found["replicate"] = RankRing(copies, max(1, min(copies, node // outer)))
             outer = inner * layout.expert
             found["expert"] = RankRing(layout.expert, max(1, min(layout.expert, node // inner)))
-            shards, copies = layout.expert_shards, layout.reduce // (layout.expert * layout.expert_shards)
+            shards, copies = (
+                layout.expert_shards,
+                layout.reduce // (layout.expert * layout.expert_shards),
+            )
             found["expert_shard"] = RankRing(shards, max(1, min(shards, node // outer)))
-            found["expert_replicate"] = RankRing(copies, max(1, min(copies, node // (outer * shards))))
+            found["expert_replicate"] = RankRing(
+                copies, max(1, min(copies, node // (outer * shards)))
+            )
         found[axis] = RankRing(size, max(1, min(size, node // inner)))
         inner *= size
     return found
@@ -99,23 +122,39 @@ def data_traffic(job: PlanJob, stages: list[PassSeconds], rank: int) -> AxisTraf
         experts = count.experts + count.frozen_experts
         gathered = count.total - count.packed + count.packed_bytes // job.compute_bytes - experts
         plain = _fsdp(job, count.trained - count.experts, gathered, forward, backward)
-        return plain + _fsdp(job, count.experts, experts, forward, backward, "expert_") if experts else plain
+        return (
+            plain + _fsdp(job, count.experts, experts, forward, backward, "expert_")
+            if experts
+            else plain
+        )
     if job.software.exchange == "broadcast":
         return _broadcast(job, count.trained, forward, backward)
     plain = _shards(job, count.trained - count.experts, forward, backward)
-    return plain + _shards(job, count.experts, forward, backward, "expert_") if count.experts else plain
+    return (
+        plain + _shards(job, count.experts, forward, backward, "expert_")
+        if count.experts
+        else plain
+    )
 
 
-def _shards(job: PlanJob, trained: int, forward: float, backward: float, of: str = "") -> AxisTraffic:
+def _shards(
+    job: PlanJob, trained: int, forward: float, backward: float, of: str = ""
+) -> AxisTraffic:
     """zero1: gradients are reduced to shards during the last backward; updated parameters are gathered during the next forward."""
     ring, software = rings(job), job.software
     shard, copies = ring[of + "shard"], ring[of + "replicate"]
     buckets = max(1.0, trained / (software.bucket_elements or job.bucket_bytes / job.grad_bytes))
     gradients = trained * software.reduce_bytes
-    reduce = shard.pass_seconds(job.gpu, gradients, buckets) + 2 * copies.pass_seconds(job.gpu, gradients / shard.size, buckets)
-    gather = shard.pass_seconds(job.gpu, trained * job.compute_bytes, buckets) if shard.size > 1 else 0.0
+    reduce = shard.pass_seconds(job.gpu, gradients, buckets) + 2 * copies.pass_seconds(
+        job.gpu, gradients / shard.size, buckets
+    )
+    gather = (
+        shard.pass_seconds(job.gpu, trained * job.compute_bytes, buckets) if shard.size > 1 else 0.0
+    )
     share = (shard.size - 1) / shard.size
-    sent = (gradients + trained * job.compute_bytes) * share + 2 * gradients / shard.size * (copies.size - 1) / max(1, copies.size)
+    sent = (gradients + trained * job.compute_bytes) * share + 2 * gradients / shard.size * (
+        copies.size - 1
+    ) / max(1, copies.size)
     return AxisTraffic(sent, reduce + gather, exposed(reduce, backward) + exposed(gather, forward))
 
 
@@ -126,27 +165,37 @@ def _broadcast(job: PlanJob, trained: int, forward: float, backward: float) -> A
     buckets = max(1.0, trained / (software.bucket_elements or job.bucket_bytes / job.grad_bytes))
     gradients = trained * software.reduce_bytes
     summed = 2 * reduce.pass_seconds(job.gpu, gradients, buckets)
-    tensors = sum(1 for shape in job.all_shapes.values() if len(shape) > 1) + 2 * job.model.num_layers
-    # a chain to every rank, one message for each rank that has whole tensors; it hides nothing and nothing hides it
-    sent_to_all = trained * job.compute_bytes / shard.bandwidth(job.gpu) + min(shard.size, tensors) * shard.size * (
-        HOP_BETWEEN if shard.spans_nodes else HOP_INSIDE
+    tensors = (
+        sum(1 for shape in job.all_shapes.values() if len(shape) > 1) + 2 * job.model.num_layers
     )
+    # a chain to every rank, one message for each rank that has whole tensors; it hides nothing and nothing hides it
+    sent_to_all = trained * job.compute_bytes / shard.bandwidth(job.gpu) + min(
+        shard.size, tensors
+    ) * shard.size * (HOP_BETWEEN if shard.spans_nodes else HOP_INSIDE)
     gather = sent_to_all if shard.size > 1 else 0.0
-    sent = 2 * gradients * (reduce.size - 1) / reduce.size + trained * job.compute_bytes / max(1, shard.size)
+    sent = 2 * gradients * (reduce.size - 1) / reduce.size + trained * job.compute_bytes / max(
+        1, shard.size
+    )
     return AxisTraffic(sent, summed + gather, exposed(summed, backward) + gather)
 
 
-def _fsdp(job: PlanJob, trained: int, total: int, forward: float, backward: float, of: str = "") -> AxisTraffic:
+def _fsdp(
+    job: PlanJob, trained: int, total: int, forward: float, backward: float, of: str = ""
+) -> AxisTraffic:
     """Parameters are gathered block by block, for forward and again for backward; gradients are reduced once a step."""
     ring = rings(job)
     shard, copies = ring[of + "shard"], ring[of + "replicate"]
     blocks = job.model.num_layers + 1
     gather = shard.pass_seconds(job.gpu, total * job.compute_bytes, blocks)
     gradients = trained * job.software.reduce_bytes
-    reduce = shard.pass_seconds(job.gpu, gradients, blocks) + 2 * copies.pass_seconds(job.gpu, gradients / shard.size, blocks)
+    reduce = shard.pass_seconds(job.gpu, gradients, blocks) + 2 * copies.pass_seconds(
+        job.gpu, gradients / shard.size, blocks
+    )
     times = job.accumulate
     again = gather if job.reshard else 0.0
-    cost = times * (exposed(gather, forward) + exposed(again, backward)) + exposed(reduce, max(0.0, backward - again))
+    cost = times * (exposed(gather, forward) + exposed(again, backward)) + exposed(
+        reduce, max(0.0, backward - again)
+    )
     share = (shard.size - 1) / shard.size
     sent = times * (2 if job.reshard else 1) * total * job.compute_bytes * share + gradients * share
     sent += 2 * gradients / shard.size * (copies.size - 1) / max(1, copies.size)
@@ -166,7 +215,9 @@ def tensor_traffic(job: PlanJob, layers: int) -> AxisTraffic:
     passes += 4 * again
     seconds = layers * passes * ring.pass_seconds(job.gpu, size)
     sent = layers * passes * size * (ring.size - 1) / ring.size
-    return AxisTraffic(sent, seconds, seconds * (ASYNC_TENSOR if job.software.async_tensor else 1.0))
+    return AxisTraffic(
+        sent, seconds, seconds * (ASYNC_TENSOR if job.software.async_tensor else 1.0)
+    )
 
 
 def context_traffic(job: PlanJob, layers: int) -> AxisTraffic:
@@ -201,10 +252,16 @@ def expert_traffic(job: PlanJob, mixtures: int) -> AxisTraffic:
     exchanges = 4 * (1 + again)  # there and back, and their gradients
     size = job.tokens * experts.per_token * job.model.hidden_size * job.compute_bytes
     share = (ring.size - 1) / ring.size
-    rate = min(ring.bandwidth(job.gpu), job.gpu.network * NETWORK) if ring.spans_nodes else ring.bandwidth(job.gpu)
+    rate = (
+        min(ring.bandwidth(job.gpu), job.gpu.network * NETWORK)
+        if ring.spans_nodes
+        else ring.bandwidth(job.gpu)
+    )
     hop = HOP_BETWEEN if ring.spans_nodes else HOP_INSIDE
     # counts are exchanged first, and the host reads them
-    seconds = mixtures * (exchanges * (size * share / rate + hop) + (1 + 2 * again) * (2 * hop + LAUNCH))
+    seconds = mixtures * (
+        exchanges * (size * share / rate + hop) + (1 + 2 * again) * (2 * hop + LAUNCH)
+    )
     return AxisTraffic(mixtures * exchanges * size * share, seconds, seconds)
 
 

@@ -41,7 +41,14 @@ from headway.prepare.encode import (
     UnpairedEncoder,
     describe_unread,
 )
-from headway.prepare.tasks import EncodeSettings, absolute_template, encode_on, encoder_fields, settings_for, split_on
+from headway.prepare.tasks import (
+    EncodeSettings,
+    absolute_template,
+    encode_on,
+    encoder_fields,
+    settings_for,
+    split_on,
+)
 from headway.prepare.workers import ChunkJob, run_job
 from headway.runtime.executor.work import Placement
 from headway.runtime.json_file import load_json
@@ -63,9 +70,18 @@ log = logging.getLogger("headway")
 
 COUNTS_NAME = "counts.json"
 """In a cached store of records, beside its content: how many records there were, and what became of them."""
-UNITS = {"chat": "conversations", "multimodal": "conversations", "preference": "pairs", "unpaired": "labelled answers"}
+UNITS = {
+    "chat": "conversations",
+    "multimodal": "conversations",
+    "preference": "pairs",
+    "unpaired": "labelled answers",
+}
 LABELLED = {GOOD: "desirable", BAD: "undesirable"}
-CUT = {"prompts_truncated": "prompts truncated", "answers_truncated": "answers truncated", "truncated": "truncated"}
+CUT = {
+    "prompts_truncated": "prompts truncated",
+    "answers_truncated": "answers truncated",
+    "truncated": "truncated",
+}
 DROPPED = {"dropped": "too long", "without_targets": "without targets", "bad": "bad"}
 """What happens to records, by the names of its counts, in words."""
 
@@ -122,24 +138,40 @@ class BuildOptions:
     def check(self) -> None:
         """Refuse impossible values."""
         if self.placement is not None and self.shard is not None:
-            raise ConfigError(f"--shard is {self.shard[0]}/{self.shard[1]} and --on is {self.placement.on}; --on divides the work itself.")
+            raise ConfigError(
+                f"--shard is {self.shard[0]}/{self.shard[1]} and --on is {self.placement.on}; --on divides the work itself."
+            )
         if self.kind not in KINDS:
             raise ConfigError(f"--kind is {self.kind!r}; it must be one of {', '.join(KINDS)}.")
         if self.kind in ("preference", "unpaired") and self.to != "headway":
-            raise ConfigError(f"--to is {self.to!r}; {self.kind} data is written as headway stores only.")
+            raise ConfigError(
+                f"--to is {self.to!r}; {self.kind} data is written as headway stores only."
+            )
         if self.kind == "chat" and self.to not in CHAT_TARGETS:
-            raise ConfigError(f"--to is {self.to!r}; chat data is written as one of {', '.join(CHAT_TARGETS)}.")
+            raise ConfigError(
+                f"--to is {self.to!r}; chat data is written as one of {', '.join(CHAT_TARGETS)}."
+            )
         if self.too_long not in get_args(TooLong):
-            raise ConfigError(f"--too-long is {self.too_long!r}; it must be truncate_right, truncate_left or drop.")
+            raise ConfigError(
+                f"--too-long is {self.too_long!r}; it must be truncate_right, truncate_left or drop."
+            )
         least = 4 if self.kind in ("preference", "unpaired") else 2
         if self.max_length is not None and self.max_length < least:
             raise ConfigError(f"--max-length is {self.max_length}; it must be at least {least}.")
-        if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < (self.max_length or 1 << 62):
-            raise ConfigError(f"--max-prompt-length is {self.max_prompt_length}; it must be at least 1 and less than --max-length.")
+        if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < (
+            self.max_length or 1 << 62
+        ):
+            raise ConfigError(
+                f"--max-prompt-length is {self.max_prompt_length}; it must be at least 1 and less than --max-length."
+            )
         if not 0 <= self.valid_fraction < 1:
-            raise ConfigError(f"--valid-fraction is {self.valid_fraction}; it must be at least 0 and less than 1.")
+            raise ConfigError(
+                f"--valid-fraction is {self.valid_fraction}; it must be at least 0 and less than 1."
+            )
         if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
-            raise ConfigError(f"shard is {self.shard[0]}/{self.shard[1]}; it must be i/n with i from 0 to n - 1.")
+            raise ConfigError(
+                f"shard is {self.shard[0]}/{self.shard[1]}; it must be i/n with i from 0 to n - 1."
+            )
 
 
 @dataclass(frozen=True)
@@ -163,19 +195,41 @@ class BuildReport:
         counts = self.counts
         shared = {"tokens": self.tokens, "targets": counts["targets"]}
         if self.kind == "text":
-            size = {"documents": self.train_documents, "tokens": self.tokens, "text_bytes": counts["bytes"]}
-            return {"out": self.out, **size, "empty_documents": counts["empty"], "seconds": self.seconds, "removed": self.removed}
+            size = {
+                "documents": self.train_documents,
+                "tokens": self.tokens,
+                "text_bytes": counts["bytes"],
+            }
+            return {
+                "out": self.out,
+                **size,
+                "empty_documents": counts["empty"],
+                "seconds": self.seconds,
+                "removed": self.removed,
+            }
         records = {"out": str(self.out), "records": counts["records"]}
         if self.kind == "chat":
-            written = {"train_documents": self.train_documents, "valid_documents": self.valid_documents}
+            written = {
+                "train_documents": self.train_documents,
+                "valid_documents": self.valid_documents,
+            }
             left_out = ("truncated", "dropped", "without_targets", "bad")
         elif self.kind == "unpaired":
             written = {"train_answers": self.train_documents, "valid_answers": self.valid_documents}
             left_out = (GOOD, BAD, "prompts_truncated", "answers_truncated", "bad")
         else:
-            written = {"train_pairs": self.train_documents // 2, "valid_pairs": self.valid_documents // 2}
+            written = {
+                "train_pairs": self.train_documents // 2,
+                "valid_pairs": self.valid_documents // 2,
+            }
             left_out = ("prompts_truncated", "answers_truncated", "bad")
-        return {**records, **written, **shared, **{name: counts[name] for name in left_out}, "chat_template": self.chat_template}
+        return {
+            **records,
+            **written,
+            **shared,
+            **{name: counts[name] for name in left_out},
+            "chat_template": self.chat_template,
+        }
 
     def describe(self) -> str:
         """As one line of text."""
@@ -191,27 +245,48 @@ class BuildReport:
 
     def _describe_records(self) -> str:
         counts, pairs = self.counts, self.kind == "preference"
-        train, valid = (number // 2 if pairs else number for number in (self.train_documents, self.valid_documents))
+        train, valid = (
+            number // 2 if pairs else number
+            for number in (self.train_documents, self.valid_documents)
+        )
         unit = UNITS[self.kind]
         written = f"{train} {unit}" + (f" and {valid} for validation" if valid else "")
-        share = f"{counts['targets']}" if self.kind != "chat" else f"{counts['targets'] / self.tokens if self.tokens else 0.0:.1%}"
-        notes = "".join(f", {note}" for note in [*_in_words(counts, LABELLED), *_in_words(counts, CUT), *_in_words(counts, DROPPED)])
+        share = (
+            f"{counts['targets']}"
+            if self.kind != "chat"
+            else f"{counts['targets'] / self.tokens if self.tokens else 0.0:.1%}"
+        )
+        notes = "".join(
+            f", {note}"
+            for note in [
+                *_in_words(counts, LABELLED),
+                *_in_words(counts, CUT),
+                *_in_words(counts, DROPPED),
+            ]
+        )
         template = name_template(self.chat_template)
         return f"{self.out}: {written} of {counts['records']} records, {self.tokens} tokens, {share} of them targets{notes}; {template}"
 
 
 def build_store(
-    inputs: Sequence[Path | str], tokenizer: Path | str, out: Path | str, options: BuildOptions = BuildOptions()
+    inputs: Sequence[Path | str],
+    tokenizer: Path | str,
+    out: Path | str,
+    options: BuildOptions = BuildOptions(),
 ) -> BuildReport:
     """Build a store of raw files, or two with `valid_fraction`. Killed and called again, it continues and ends with the same bytes."""
-    assert options.kind != "text" or options.to == "headway", "build_converted writes text in other formats"
+    assert options.kind != "text" or options.to == "headway", (
+        "build_converted writes text in other formats"
+    )
     began = time.perf_counter()
     options.check()
     folders = [Path(out)] if options.valid_fraction == 0 else [Path(out) / side for side in SIDES]
     for folder in folders:
         check_target(folder, options.to, options.layout)
         if options.to == "headway" and is_store(folder):
-            raise DataError(f"{folder}: holds a finished token store already. Choose another folder or remove it first.")
+            raise DataError(
+                f"{folder}: holds a finished token store already. Choose another folder or remove it first."
+            )
     plan = _Plan(inputs, Path(tokenizer), options)
     splits = plan.splits(Path(out))
     counts = [plan.write_as(folder, split) for folder, split in zip(folders, splits, strict=True)]
@@ -233,7 +308,9 @@ def build_store(
     )
 
 
-def build_converted(inputs: Sequence[Path | str], tokenizer: Path | str, out: Path | str, options: BuildOptions) -> ConvertReport:
+def build_converted(
+    inputs: Sequence[Path | str], tokenizer: Path | str, out: Path | str, options: BuildOptions
+) -> ConvertReport:
     """Tokenize raw text into another system's format, by way of a headway store next to `out`, so that a killed run continues.
 
     The name of that store holds a hash of the tokenizer, files and options, so a store left by another command is not mistaken for it.
@@ -242,7 +319,9 @@ def build_converted(inputs: Sequence[Path | str], tokenizer: Path | str, out: Pa
     check_target(Path(out), options.to, options.layout)
     plan = _Plan(inputs, Path(tokenizer), options)
     files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in plan.files]
-    key = hashlib.sha256(repr((plan.tokenizer.fingerprint, files, replace(options, workers=None))).encode()).hexdigest()
+    key = hashlib.sha256(
+        repr((plan.tokenizer.fingerprint, files, replace(options, workers=None))).encode()
+    ).hexdigest()
     built = Path(out).with_name(f".tmp-{Path(out).name}-tokens-{key[:12]}")
     if not is_store(built):
         plan.write(built, None)
@@ -250,7 +329,10 @@ def build_converted(inputs: Sequence[Path | str], tokenizer: Path | str, out: Pa
 
 
 def cached_store(
-    inputs: Sequence[Path | str], tokenizer: Path | str, cache_dir: Path | None = None, options: BuildOptions = BuildOptions()
+    inputs: Sequence[Path | str],
+    tokenizer: Path | str,
+    cache_dir: Path | None = None,
+    options: BuildOptions = BuildOptions(),
 ) -> Path:
     """The store of raw files in the cache, built now if it is not there yet."""
     options.check()
@@ -328,8 +410,22 @@ class _Plan:
         """What decides the store besides the files. Existing caches are found by it, so its form never changes."""
         given, fingerprint = self.options, self.tokenizer.fingerprint
         if given.kind == "text":
-            return repr(("text", fingerprint, (given.text_key, given.text_template, given.split, given.append_eos, given.bos)))
-        return repr((self._sources[0], fingerprint, self._template_key, self._record_encoder, given.drop_bad))
+            return repr(
+                (
+                    "text",
+                    fingerprint,
+                    (given.text_key, given.text_template, given.split, given.append_eos, given.bos),
+                )
+            )
+        return repr(
+            (
+                self._sources[0],
+                fingerprint,
+                self._template_key,
+                self._record_encoder,
+                given.drop_bad,
+            )
+        )
 
     def splits(self, out: Path) -> Sequence[Split | None]:
         """Which records go into which store."""
@@ -370,24 +466,61 @@ class _Plan:
         workers = given.workers or (1 if small else usable_cores())
         threads = given.workers is None and workers == 1
         if text:
-            encoder, read = TextEncoder(self.tokenizer_path, *self._special_ids, threads), self._text_reader(given.clean)
+            encoder, read = (
+                TextEncoder(self.tokenizer_path, *self._special_ids, threads),
+                self._text_reader(given.clean),
+            )
         else:
-            encoder = RecordEncoder(self.tokenizer_path, given.chat_template, self._record_encoder, given.drop_bad, threads)
+            encoder = RecordEncoder(
+                self.tokenizer_path,
+                given.chat_template,
+                self._record_encoder,
+                given.drop_bad,
+                threads,
+            )
             read = RecordReader(split)
         key = self._build_key(split)
-        return run_job(ChunkJob(self.files, read, encoder, key, workers, given.shard, in_one=text and given.clean is not None), writer)
+        return run_job(
+            ChunkJob(
+                self.files,
+                read,
+                encoder,
+                key,
+                workers,
+                given.shard,
+                in_one=text and given.clean is not None,
+            ),
+            writer,
+        )
 
     def _encode_settings(self) -> EncodeSettings:
         """What the tasks of other machines must know."""
         given = self.options
-        path = self.tokenizer_path if self.tokenizer_path.exists() else local_or_hub(self.tokenizer_path, tokenizer=True)
+        path = (
+            self.tokenizer_path
+            if self.tokenizer_path.exists()
+            else local_or_hub(self.tokenizer_path, tokenizer=True)
+        )
         where = EncodeSettings(given.kind, str(path.absolute()), self.tokenizer.fingerprint)
         if given.kind == "text":
             bos, eos = self._special_ids
-            reading = {"text_key": given.text_key, "template": given.text_template, "split": given.split}
+            reading = {
+                "text_key": given.text_key,
+                "template": given.text_template,
+                "split": given.split,
+            }
             return replace(where, bos_id=bos, eos_id=eos, reading=reading)
-        template, fields = absolute_template(given.chat_template), encoder_fields(self._record_encoder)
-        return replace(where, template=template, template_key=self._template_key, encoder=fields, drop_bad=given.drop_bad)
+        template, fields = (
+            absolute_template(given.chat_template),
+            encoder_fields(self._record_encoder),
+        )
+        return replace(
+            where,
+            template=template,
+            template_key=self._template_key,
+            encoder=fields,
+            drop_bad=given.drop_bad,
+        )
 
     def write_as(self, out: Path, split: Split | None) -> Counter[str]:
         """Build one store in the format of the options."""
@@ -402,7 +535,12 @@ class _Plan:
     def _sources(self) -> list[str]:
         """What the store states as its origin; records put their kind first."""
         named = [str(path) for path in self.inputs]
-        mark = {"text": None, "chat": "kind=chat", "preference": PREFERENCE_MARK, "unpaired": UNPAIRED_MARK}[self.options.kind]
+        mark = {
+            "text": None,
+            "chat": "kind=chat",
+            "preference": PREFERENCE_MARK,
+            "unpaired": UNPAIRED_MARK,
+        }[self.options.kind]
         return named if mark is None else [f"{mark} template={self.options.chat_template}", *named]
 
     @property
@@ -411,7 +549,11 @@ class _Plan:
         if given.kind == "chat":
             return ChatEncoder(given.max_length, given.too_long, given.keys)
         kind = PairEncoder if given.kind == "preference" else UnpairedEncoder
-        return kind(given.max_length, given.max_prompt_length or max(1, (given.max_length or 0) // 2), given.keys)
+        return kind(
+            given.max_length,
+            given.max_prompt_length or max(1, (given.max_length or 0) // 2),
+            given.keys,
+        )
 
     @property
     def _template_key(self) -> str:
@@ -422,20 +564,38 @@ class _Plan:
         """The tokens that begin and end each text."""
         given, tokenizer, path = self.options, self.tokenizer, self.tokenizer_path
         if given.append_eos and tokenizer.eos_id is None:
-            raise ConfigError(f"append_eos: the tokenizer {path} has no end token. Leave it out (--no-eos) or use another tokenizer.")
+            raise ConfigError(
+                f"append_eos: the tokenizer {path} has no end token. Leave it out (--no-eos) or use another tokenizer."
+            )
         if given.bos and tokenizer.bos_id is None:
-            raise ConfigError(f"bos: the tokenizer {path} has no begin token. Leave it out or use another tokenizer.")
-        return tokenizer.bos_id if given.bos else None, None if given.append_eos is False else tokenizer.eos_id
+            raise ConfigError(
+                f"bos: the tokenizer {path} has no begin token. Leave it out or use another tokenizer."
+            )
+        return (
+            tokenizer.bos_id if given.bos else None,
+            None if given.append_eos is False else tokenizer.eos_id,
+        )
 
     def _text_reader(self, rules: CleanRules | None) -> TextReader:
         given = self.options
-        return TextReader(self.tokenizer, given.text_key, given.text_template, given.split, rules, self.cleaned)
+        return TextReader(
+            self.tokenizer, given.text_key, given.text_template, given.split, rules, self.cleaned
+        )
 
     def _build_key(self, split: Split | None) -> str:
         """What decides the bytes besides the files: an unfinished store continues only under the same key."""
         given, fingerprint = self.options, self.tokenizer.fingerprint
         if given.kind == "text":
-            return repr((fingerprint, *self._special_ids, given.text_key, given.text_template, given.split, given.clean))
+            return repr(
+                (
+                    fingerprint,
+                    *self._special_ids,
+                    given.text_key,
+                    given.text_template,
+                    given.split,
+                    given.clean,
+                )
+            )
         return repr((fingerprint, self._template_key, self._record_encoder, given.drop_bad, split))
 
     def _texts(self) -> Iterator[str]:
@@ -450,9 +610,18 @@ class _Plan:
         if (unread := describe_unread(counts)) is not None:
             log.info("%s: %s", name, unread)
         if counts["bad"]:
-            log.warning("%s: dropped %d bad of %d records; `headway data validate` lists them", name, counts["bad"], counts["records"])
+            log.warning(
+                "%s: dropped %d bad of %d records; `headway data validate` lists them",
+                name,
+                counts["bad"],
+                counts["records"],
+            )
         if counts["documents"] == 0:
-            found = [f"{number} {what.replace('_', ' ')}" for what, number in counts.items() if number and not what.startswith(UNREAD)]
+            found = [
+                f"{number} {what.replace('_', ' ')}"
+                for what, number in counts.items()
+                if number and not what.startswith(UNREAD)
+            ]
             raise DataError(
                 f"{name}: no record is left ({', '.join(found) or 'the files are empty'}). "
                 "Give more data or a longer --max-length (in a recipe: data.seq_len)."

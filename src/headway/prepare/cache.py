@@ -16,7 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headway.errors import ConfigError
-from headway.runtime.storage import TEMPORARY_PREFIX, check_writable, existing_ancestor, rename_folder
+from headway.runtime.storage import (
+    TEMPORARY_PREFIX,
+    check_writable,
+    existing_ancestor,
+    rename_folder,
+)
 from headway.runtime.temporary import temporary_name
 from headway.store.checksums import Checksums
 from headway.store.file_lock import file_lock
@@ -28,7 +33,9 @@ log = logging.getLogger("headway")
 FOLDERS = ("stores", "rows", "reference", "checksums")
 
 
-def find_or_build(files: Sequence[Path], settings: str, build: Callable[[Path], object], cache_dir: Path) -> Path:
+def find_or_build(
+    files: Sequence[Path], settings: str, build: Callable[[Path], object], cache_dir: Path
+) -> Path:
     """The store of some files, built by one of all processes that need it; `build` makes it in the folder it is given.
 
     A damaged store is built again.
@@ -43,7 +50,9 @@ def find_or_build(files: Sequence[Path], settings: str, build: Callable[[Path], 
     if is_store(store) and is_whole(store, checksums):
         return store
     _check_cache(cache_dir)
-    with file_lock(folder / f"{store.name}.lock", until=lambda: is_store(store) and is_whole(store, checksums)) as builds:
+    with file_lock(
+        folder / f"{store.name}.lock", until=lambda: is_store(store) and is_whole(store, checksums)
+    ) as builds:
         if builds:
             discard_damaged(store)
             log.info("building a token store of %s in %s", ", ".join(map(str, files)), store)
@@ -74,7 +83,12 @@ def _build(build: Callable[[Path], object], store: Path) -> None:
 def make_dry_cache(cache_dir: Path) -> Path:
     """A new temporary folder on the disk of the cache, which has room for the builds of a run."""
     near = existing_ancestor(cache_dir)
-    return Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}dry-run-", dir=near if near.is_dir() and os.access(near, os.W_OK) else None))
+    return Path(
+        tempfile.mkdtemp(
+            prefix=f"{TEMPORARY_PREFIX}dry-run-",
+            dir=near if near.is_dir() and os.access(near, os.W_OK) else None,
+        )
+    )
 
 
 @contextmanager
@@ -89,7 +103,11 @@ def dry_cache(folder: Path, cache_dir: Path) -> Iterator[None]:
             (folder / name).mkdir(exist_ok=True)
             for path in (cache_dir / name).iterdir() if (cache_dir / name).is_dir() else ():
                 link = folder / name / path.name
-                if not path.name.startswith(TEMPORARY_PREFIX) and path.suffix != ".lock" and not link.is_symlink():
+                if (
+                    not path.name.startswith(TEMPORARY_PREFIX)
+                    and path.suffix != ".lock"
+                    and not link.is_symlink()
+                ):
                     link.symlink_to(path.absolute())
         yield
     finally:

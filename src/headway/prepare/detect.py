@@ -59,7 +59,11 @@ class DetectedKind:
         """`chat (messages), 1,204 records`."""
         keys = f" ({', '.join(self.keys)})" if self.keys else ""
         unit = "records" if self.keys else "files"
-        count = f"more than {SAMPLE_RECORDS:,} {unit}" if self.records is None else f"{self.records:,} {unit}"
+        count = (
+            f"more than {SAMPLE_RECORDS:,} {unit}"
+            if self.records is None
+            else f"{self.records:,} {unit}"
+        )
         return f"{self.kind}{keys}, {count if self.records != 1 else count.removesuffix('s')}"
 
 
@@ -77,7 +81,9 @@ def detect(path: str, source: SourceConfig, unpaired: bool = False) -> DetectedK
                 break
             found = _kinds(one, names, unpaired) if isinstance(one, Record) else {"text": ()}
             if isinstance(one, Record) and only == ("text",):
-                found = {"text": (source.text_key,)}  # reading it says so where a record lacks the key
+                found = {
+                    "text": (source.text_key,)
+                }  # reading it says so where a record lacks the key
             found = {kind: keys for kind, keys in found.items() if only is None or kind in only}
             if len(found) != 1:
                 raise _not_clear(path, one, list(found))
@@ -88,7 +94,9 @@ def detect(path: str, source: SourceConfig, unpaired: bool = False) -> DetectedK
             raise  # the message of the reader says what is wrong with the file
     if len(seen) > 1:
         places = "; ".join(f"{place} is {kind}" for kind, (_, place) in seen.items())
-        raise ConfigError(f"data: {path} holds records of different kinds: {places}. Put each kind into a file of its own.")
+        raise ConfigError(
+            f"data: {path} holds records of different kinds: {places}. Put each kind into a file of its own."
+        )
     ((kind, (keys, _)),) = seen.items()
     return DetectedKind(kind, keys, None if count > SAMPLE_RECORDS else count)  # pyright: ignore[reportArgumentType]
 
@@ -98,7 +106,9 @@ def _only(source: SourceConfig) -> tuple[str, ...] | None:
     given = source.raw_settings
     if any(name in given for name in FOR_TEXT):
         return ("text",)
-    return ("chat", "preference", "unpaired") if any(name in given for name in FOR_RECORDS) else None
+    return (
+        ("chat", "preference", "unpaired") if any(name in given for name in FOR_RECORDS) else None
+    )
 
 
 def _kinds(record: Record, names: Mapping[str, str], unpaired: bool) -> dict[str, tuple[str, ...]]:
@@ -106,14 +116,24 @@ def _kinds(record: Record, names: Mapping[str, str], unpaired: bool) -> dict[str
     data = record.data
 
     def first(wanted: tuple[str, ...]) -> str | None:
-        return next((name for name in wanted if name in names or not is_empty(data.get(name))), None)
+        return next(
+            (name for name in wanted if name in names or not is_empty(data.get(name))), None
+        )
 
     found: dict[str, tuple[str, ...]] = {}
     question, answer, turns = first(QUESTIONS), first(ANSWERS), first(LISTS)
     if all(first((name,)) for name in PAIR):
         found["preference"] = (*((question,) if question else ()), *PAIR)
-    elif unpaired and (label := first(LABELS)) is not None and (answer is not None or turns is not None):
-        found["unpaired"] = tuple(key for key in (turns or question, answer if turns is None else None, label) if key is not None)
+    elif (
+        unpaired
+        and (label := first(LABELS)) is not None
+        and (answer is not None or turns is not None)
+    ):
+        found["unpaired"] = tuple(
+            key
+            for key in (turns or question, answer if turns is None else None, label)
+            if key is not None
+        )
     elif turns is not None and (turns in names or isinstance(data.get(turns), list)):
         found["chat"] = (turns,)
     elif isinstance(data.get("chat"), dict) or isinstance(data.get("plain_text"), str):
@@ -127,15 +147,23 @@ def _kinds(record: Record, names: Mapping[str, str], unpaired: bool) -> dict[str
 
 def _not_clear(path: str, one: Any, kinds: list[str]) -> ConfigError:
     keys = list(map(str, one.data)) if isinstance(one, Record) else []
-    shown = ", ".join(keys[:SHOWN_KEYS]) + (f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else "") or "none"
+    shown = (
+        ", ".join(keys[:SHOWN_KEYS])
+        + (f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else "")
+        or "none"
+    )
     if kinds:
         which = " or ".join(kinds)
         return ConfigError(
             f"data: {path} could be {which}: its records have the keys {shown}. Say which, e.g. {{path: {path}, kind: {kinds[0]}}}."
         )
     if not keys:
-        return ConfigError(f"data: {path} holds text, and settings for records are given. Remove them.")
-    longest = max(keys, key=lambda key: len(value) if isinstance(value := one.data[key], str) else -1)
+        return ConfigError(
+            f"data: {path} holds text, and settings for records are given. Remove them."
+        )
+    longest = max(
+        keys, key=lambda key: len(value) if isinstance(value := one.data[key], str) else -1
+    )
     return ConfigError(
         f"data: {path}: the keys {shown} do not say what the records are. Text: name its key, e.g. {{path: {path}, text_key: {longest}}}. "
         "Conversations: kind: chat and keys; pairs: kind: preference and keys; labelled answers: kind: unpaired and keys (docs/data.md)."
@@ -159,7 +187,11 @@ def format_of(path: str) -> StoreKind:
 
 
 def with_kind(
-    source: SourceConfig, path: str, tokenizer: Tokenizer | None, say: Callable[[str], object] = log.debug, unpaired: bool = False
+    source: SourceConfig,
+    path: str,
+    tokenizer: Tokenizer | None,
+    say: Callable[[str], object] = log.debug,
+    unpaired: bool = False,
 ) -> SourceConfig:
     """A source of raw data with its kind, detected where it is `auto`, and with its chat template; `say` receives a line about it."""
     if source.kind != "auto":
@@ -180,7 +212,10 @@ def with_template(source: SourceConfig, tokenizer: Tokenizer | None) -> SourceCo
 
 
 def with_kinds(
-    config: DataConfig, tokenizer: Tokenizer | None, say: Callable[[str], object] = log.debug, unpaired: bool = False
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    say: Callable[[str], object] = log.debug,
+    unpaired: bool = False,
 ) -> DataConfig:
     """The `data` section with the kind of every source: detected for raw data, text for stores and for what cannot be found yet."""
 

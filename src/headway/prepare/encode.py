@@ -23,7 +23,14 @@ import numpy as np
 
 from headway.data.unpaired import BAD, GOOD
 from headway.errors import DataError
-from headway.prepare.parse_chat import LabelledAnswer, PreferencePair, label_of, parse_conversation, parse_preference, parse_unpaired
+from headway.prepare.parse_chat import (
+    LabelledAnswer,
+    PreferencePair,
+    label_of,
+    parse_conversation,
+    parse_preference,
+    parse_unpaired,
+)
 from headway.prepare.workers import Encoded
 from headway.runtime.seed import derive
 from headway.store.source import Flags, Ids, Longs
@@ -62,9 +69,13 @@ class TextReader:
 
     def _texts(self, files: Sequence[Path]) -> Iterator[Iterator[str]]:
         if self.clean is None:
-            found = read_blocks(files, text_key=self.text_key, template=self.template, split=self.split)
+            found = read_blocks(
+                files, text_key=self.text_key, template=self.template, split=self.split
+            )
             return (blocks for _, blocks in found)
-        documents = read_documents(files, text_key=self.text_key, template=self.template, split=self.split)
+        documents = read_documents(
+            files, text_key=self.text_key, template=self.template, split=self.split
+        )
         return (iter([document.text]) for document in clean(documents, self.clean, self.cleaned))
 
 
@@ -102,9 +113,13 @@ class TextEncoder:
                     flat.append(self.eos_id)
                 lengths.append(len(flat) - begin)
                 begin = len(flat)
-        size = sum(len(item.text) if item.text.isascii() else len(item.text.encode()) for item in items)
+        size = sum(
+            len(item.text) if item.text.isascii() else len(item.text.encode()) for item in items
+        )
         counts = {"bytes": size, "empty": empty}
-        return Encoded(np.array(flat, np.uint32), np.array(lengths, np.int64), None, counts, len(flat) - begin)
+        return Encoded(
+            np.array(flat, np.uint32), np.array(lengths, np.int64), None, counts, len(flat) - begin
+        )
 
 
 @dataclass(frozen=True)
@@ -122,14 +137,19 @@ class Split:
     @staticmethod
     def sides(files: Sequence[Path], fraction: float, seed: int) -> list[Split]:
         """Both sides: `fraction` of all records, rounded, are for validation, and neither side is empty."""
-        hashes = np.fromiter((record_hash(seed, record, number) for record, number in numbered_records(files)), np.int64)
+        hashes = np.fromiter(
+            (record_hash(seed, record, number) for record, number in numbered_records(files)),
+            np.int64,
+        )
         return Split.of_hashes(hashes, files, fraction, seed)
 
     @staticmethod
     def of_hashes(hashes: Longs, files: Sequence[Path], fraction: float, seed: int) -> list[Split]:
         """Both sides, from the hashes of all records."""
         if len(hashes) < 2:
-            raise DataError(f"{files[0]}: {len(hashes)} record cannot be split into training and validation data.")
+            raise DataError(
+                f"{files[0]}: {len(hashes)} record cannot be split into training and validation data."
+            )
         count = min(max(1, round(len(hashes) * fraction)), len(hashes) - 1)
         threshold = int(np.partition(hashes, count - 1)[count - 1])
         return [Split(seed, threshold, side) for side in SIDES]
@@ -167,7 +187,9 @@ class ChatEncoder:
     too_long: TooLong
     keys: KeyMap = KeyMap()
 
-    def segments(self, record: Record, template: ChatTemplate, counts: Counter[str]) -> list[list[Segment]]:
+    def segments(
+        self, record: Record, template: ChatTemplate, counts: Counter[str]
+    ) -> list[list[Segment]]:
         """The conversation of a record, written by the template."""
         conversation = parse_conversation(record, self.keys)
         count_unread(conversation.unread, counts)
@@ -181,7 +203,11 @@ class ChatEncoder:
                 counts["dropped"] += 1
                 return []
             counts["truncated"] += 1
-            kept = slice(self.max_length) if self.too_long == "truncate_right" else slice(-self.max_length, None)
+            kept = (
+                slice(self.max_length)
+                if self.too_long == "truncate_right"
+                else slice(-self.max_length, None)
+            )
             ids, mask = ids[kept], mask[kept]
         if not mask[1:].any():
             counts["without_targets"] += 1
@@ -201,7 +227,9 @@ class PairEncoder:
     max_prompt_length: int
     keys: KeyMap = KeyMap()
 
-    def segments(self, record: Record, template: ChatTemplate, counts: Counter[str]) -> list[list[Segment]]:
+    def segments(
+        self, record: Record, template: ChatTemplate, counts: Counter[str]
+    ) -> list[list[Segment]]:
         """The chosen and the rejected conversation of a record, written by the template."""
         pair = parse_preference(record, self.keys)
         count_unread(pair.unread, counts)
@@ -221,7 +249,9 @@ class UnpairedEncoder:
     max_prompt_length: int
     keys: KeyMap = KeyMap()
 
-    def segments(self, record: Record, template: ChatTemplate, counts: Counter[str]) -> list[list[Segment]]:
+    def segments(
+        self, record: Record, template: ChatTemplate, counts: Counter[str]
+    ) -> list[list[Segment]]:
         """The conversation of a record, written by the template."""
         found = parse_unpaired(record, self.keys)
         count_unread(found.unread, counts)
@@ -238,7 +268,10 @@ class UnpairedEncoder:
 
 
 def _fitted(
-    prompt: Ids, answers: Sequence[Rendered], limits: PairEncoder | UnpairedEncoder, counts: Counter[str]
+    prompt: Ids,
+    answers: Sequence[Rendered],
+    limits: PairEncoder | UnpairedEncoder,
+    counts: Counter[str],
 ) -> list[tuple[Ids, Flags]]:
     """The prompt with each answer, as ids and loss mask, truncated where they are too long."""
     longest = max(len(answer.ids) for answer in answers)
@@ -249,19 +282,30 @@ def _fitted(
         counts["prompts_truncated"] += start > 0
         counts["answers_truncated"] += longest > room
     no_loss = np.zeros(len(prompt) - start, np.bool_)
-    return [(np.concatenate([prompt[start:], answer.ids[:room]]), np.concatenate([no_loss, answer.mask[:room]])) for answer in answers]
+    return [
+        (
+            np.concatenate([prompt[start:], answer.ids[:room]]),
+            np.concatenate([no_loss, answer.mask[:room]]),
+        )
+        for answer in answers
+    ]
 
 
 def unpaired_segments(found: LabelledAnswer, template: ChatTemplate) -> list[list[Segment]]:
     """The conversation of a labelled answer, with loss on the answer alone."""
-    turns = [*(replace(turn, learn=False) for turn in found.prompt), *(replace(turn, learn=True) for turn in found.answer)]
+    turns = [
+        *(replace(turn, learn=False) for turn in found.prompt),
+        *(replace(turn, learn=True) for turn in found.answer),
+    ]
     return [template.segments(turns, found.tools)]
 
 
 def pair_segments(pair: PreferencePair, template: ChatTemplate) -> list[list[Segment]]:
     """The chosen and the rejected conversation, with loss on the answers alone."""
     context = [replace(turn, learn=False) for turn in pair.prompt]
-    answers = [[replace(turn, learn=True) for turn in answer] for answer in (pair.chosen, pair.rejected)]
+    answers = [
+        [replace(turn, learn=True) for turn in answer] for answer in (pair.chosen, pair.rejected)
+    ]
     return [template.segments([*context, *answer], pair.tools) for answer in answers]
 
 
@@ -269,7 +313,9 @@ def split_pair(chosen: Rendered, rejected: Rendered) -> tuple[Ids, Rendered, Ren
     """The prompt both share (with the header of the answer), and the two answers up to their last target."""
     (prompt, good), (other, bad) = split_answer(chosen), split_answer(rejected)
     if not np.array_equal(prompt, other):
-        raise DataError("the template writes the prompt differently before the two answers, so they cannot be compared.")
+        raise DataError(
+            "the template writes the prompt differently before the two answers, so they cannot be compared."
+        )
     return prompt, good, bad
 
 
@@ -316,8 +362,12 @@ class RecordEncoder:
                     types.append(self.encoder.type_of(record))
         ids = np.concatenate([np.zeros(0, np.uint32), *(ids.astype(np.uint32) for ids, _ in found)])
         mask = np.concatenate([np.zeros(0, np.bool_), *(mask for _, mask in found)])
-        counts.update(Counter(types or ()), documents=len(found), tokens=len(ids), targets=int(mask.sum()))
-        return Encoded(ids, np.array([len(ids) for ids, _ in found], np.int64), mask, counts, types=types)
+        counts.update(
+            Counter(types or ()), documents=len(found), tokens=len(ids), targets=int(mask.sum())
+        )
+        return Encoded(
+            ids, np.array([len(ids) for ids, _ in found], np.int64), mask, counts, types=types
+        )
 
     @contextmanager
     def _bad_records(self, record: Record, counts: Counter[str]) -> Iterator[None]:
@@ -326,7 +376,11 @@ class RecordEncoder:
             yield
         except DataError as error:
             if not self.drop_bad:
-                where = str(error) if str(error).startswith(record.place) else f"{record.place}: {error}"
+                where = (
+                    str(error)
+                    if str(error).startswith(record.place)
+                    else f"{record.place}: {error}"
+                )
                 raise DataError(
                     f"{where} `headway data validate` lists all such records; --drop-bad (in a recipe drop_bad: true) leaves them out."
                 ) from None
@@ -348,7 +402,11 @@ def count_unread(unread: Sequence[str], counts: Counter[str]) -> None:
 
 def describe_unread(counts: Mapping[str, int]) -> str | None:
     """One line that lists the unread keys; None if every key was read."""
-    found = sorted((name.removeprefix(UNREAD), number) for name, number in counts.items() if name.startswith(UNREAD))
+    found = sorted(
+        (name.removeprefix(UNREAD), number)
+        for name, number in counts.items()
+        if name.startswith(UNREAD)
+    )
     listed = ", ".join(f"{key} ({number} records)" for key, number in found[:SHOWN_UNREAD])
     more = f" and {len(found) - SHOWN_UNREAD} more" if len(found) > SHOWN_UNREAD else ""
     return f"unread keys: {listed}{more}" if found else None

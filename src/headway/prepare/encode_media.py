@@ -21,7 +21,14 @@ import numpy as np
 from headway.errors import DataError
 from headway.store.media_items import MediaItem
 from headway.store.source import Flags, Ids
-from headway.tokenizer.chat import ChatTemplate, Rendered, Segment, Turn, encode_segments, prompt_segments
+from headway.tokenizer.chat import (
+    ChatTemplate,
+    Rendered,
+    Segment,
+    Turn,
+    encode_segments,
+    prompt_segments,
+)
 from headway.tokenizer.chat_template import ContinuedText
 from headway.tokenizer.load import Tokenizer
 
@@ -48,9 +55,13 @@ class PlacedMedia(NamedTuple, Generic[T]):
     items: tuple[tuple[str, T | None], ...]
 
 
-def place_media(turns: Sequence[Turn], media: Sequence[tuple[str, T]], positions: MediaPositions) -> PlacedMedia[T]:
+def place_media(
+    turns: Sequence[Turn], media: Sequence[tuple[str, T]], positions: MediaPositions
+) -> PlacedMedia[T]:
     """Give every item a mark. The n-th mark of a modality is its n-th item; items beyond the marks stand before the first question."""
-    waiting = {name: [one for modality, one in media if modality == name] for name in positions.tokens}
+    waiting = {
+        name: [one for modality, one in media if modality == name] for name in positions.tokens
+    }
     unknown = next((modality for modality, _ in media if modality not in positions.tokens), None)
     if unknown is not None:
         raise DataError(f"holds {unknown}, and the model takes {', '.join(positions.tokens)} only.")
@@ -58,15 +69,21 @@ def place_media(turns: Sequence[Turn], media: Sequence[tuple[str, T]], positions
     for turn in turns:
         found = MARK.findall(turn.content)
         if found and turn.role != "user":
-            raise DataError(f"a mark <{found[0]}> stands in a turn of the {turn.role}; media stand in questions of the user.")
+            raise DataError(
+                f"a mark <{found[0]}> stands in a turn of the {turn.role}; media stand in questions of the user."
+            )
         marks.update(found)
     for name, count in marks.items():
         if count > len(waiting.get(name, ())):
-            raise DataError(f"has {count} marks <{name}> and {len(waiting.get(name, ()))} files for them.")
+            raise DataError(
+                f"has {count} marks <{name}> and {len(waiting.get(name, ()))} files for them."
+            )
     items: list[tuple[str, T | None]] = []
     for name, given in waiting.items():
         unmarked = given[marks[name] :]
-        items += [(name, one) for one in unmarked] or ([(name, None)] if positions.missing and not given else [])
+        items += [(name, one) for one in unmarked] or (
+            [(name, None)] if positions.missing and not given else []
+        )
     placed = _prepended(turns, [name for name, _ in items])
     marked = {name: iter(given[: marks[name]]) for name, given in waiting.items()}
     items += [(name, next(marked[name])) for turn in turns for name in MARK.findall(turn.content)]
@@ -80,7 +97,11 @@ def _prepended(turns: Sequence[Turn], names: Sequence[str]) -> list[Turn]:
     if at is None:
         raise DataError("no question of the user, before which media could stand.")
     marks = "".join(f"<{name}>" for name in names)
-    return [*turns[:at], replace(turns[at], content=f"{marks}\n{turns[at].content}"), *turns[at + 1 :]]
+    return [
+        *turns[:at],
+        replace(turns[at], content=f"{marks}\n{turns[at].content}"),
+        *turns[at + 1 :],
+    ]
 
 
 class MediaDocument(NamedTuple):
@@ -107,7 +128,9 @@ class MediaEncoder:
         known = (tokenizer.token_to_id(f"<{modality}>"), tokenizer.pad_id, tokenizer.eos_id, 0)
         return next(number for number in known if number is not None)
 
-    def documents(self, placed: Sequence[PlacedMedia[str]]) -> Iterator[MediaDocument | DataError | None]:
+    def documents(
+        self, placed: Sequence[PlacedMedia[str]]
+    ) -> Iterator[MediaDocument | DataError | None]:
         """One document for each conversation, in order; None: nothing to learn is left of it."""
         many = [self._pieces(self.template.segments(one.turns), one) for one in placed]
         for one, pieces in zip(placed, self._encoded(many), strict=True):
@@ -127,22 +150,52 @@ class MediaEncoder:
             raise pieces
         return self._joined(pieces, placed.items)
 
-    def _pieces(self, segments: Sequence[Segment], placed: PlacedMedia[str]) -> list[list[Segment]] | DataError:
+    def _pieces(
+        self, segments: Sequence[Segment], placed: PlacedMedia[str]
+    ) -> list[list[Segment]] | DataError:
         """The segments between marks."""
         pieces: list[list[Segment]] = [[]]
         for part, target in segments:
-            text = part if isinstance(part, str) else part.text if isinstance(part, ContinuedText) else None
+            text = (
+                part
+                if isinstance(part, str)
+                else part.text
+                if isinstance(part, ContinuedText)
+                else None
+            )
             if text is None or target:
                 pieces[-1].append(Segment(part, target))
                 continue
             first, *rest = MARK.sub("\0", text).split("\0") if MARK.search(text) else [text]
-            pieces[-1] += [Segment(part if not rest else first if isinstance(part, str) else ContinuedText(first), target)] if first else []
-            pieces += [[Segment(one if isinstance(part, str) else ContinuedText(one), target)] if one else [] for one in rest]
+            pieces[-1] += (
+                [
+                    Segment(
+                        part
+                        if not rest
+                        else first
+                        if isinstance(part, str)
+                        else ContinuedText(first),
+                        target,
+                    )
+                ]
+                if first
+                else []
+            )
+            pieces += [
+                [Segment(one if isinstance(part, str) else ContinuedText(one), target)]
+                if one
+                else []
+                for one in rest
+            ]
         if len(pieces) != len(placed.items) + 1:
-            return DataError(f"the chat template {self.template.name} writes {len(pieces) - 1} of {len(placed.items)} marks of media.")
+            return DataError(
+                f"the chat template {self.template.name} writes {len(pieces) - 1} of {len(placed.items)} marks of media."
+            )
         return pieces
 
-    def _encoded(self, many: Sequence[list[list[Segment]] | DataError]) -> list[list[Rendered] | DataError]:
+    def _encoded(
+        self, many: Sequence[list[list[Segment]] | DataError]
+    ) -> list[list[Rendered] | DataError]:
         flat = [piece for one in many if not isinstance(one, DataError) for piece in one]
         rendered = iter(encode_segments(flat, self.template.name, self.tokenizer))
         found: list[list[Rendered] | DataError] = []
@@ -152,11 +205,22 @@ class MediaEncoder:
                 continue
             pieces = [next(rendered) for _ in one]
             bad = next((piece for piece in pieces if isinstance(piece, DataError)), None)
-            found.append([piece for piece in pieces if not isinstance(piece, DataError)] if bad is None else bad)
+            found.append(
+                [piece for piece in pieces if not isinstance(piece, DataError)]
+                if bad is None
+                else bad
+            )
         return found
 
-    def _joined(self, pieces: Sequence[Rendered], items: Sequence[tuple[str, str | None]]) -> MediaDocument:
-        ids, masks, listed, length = [pieces[0].ids], [pieces[0].mask], list[MediaItem](), len(pieces[0].ids)
+    def _joined(
+        self, pieces: Sequence[Rendered], items: Sequence[tuple[str, str | None]]
+    ) -> MediaDocument:
+        ids, masks, listed, length = (
+            [pieces[0].ids],
+            [pieces[0].mask],
+            list[MediaItem](),
+            len(pieces[0].ids),
+        )
         for (modality, content_hash), piece in zip(items, pieces[1:], strict=True):
             count = self.positions.tokens[modality]
             listed.append(MediaItem(length, modality, content_hash))
@@ -177,7 +241,9 @@ class MediaEncoder:
         answer = int(np.argmax(mask)) if mask.any() else len(ids)
         last = len(mask) - int(np.argmax(mask[::-1])) if mask.any() else len(ids)
         keep = np.ones(len(ids), np.bool_)
-        keep[last:] = False  # a template may write something after the last answer, which nothing is learned from
+        keep[last:] = (
+            False  # a template may write something after the last answer, which nothing is learned from
+        )
         special = np.array([*self.tokenizer.special_tokens.values(), -1])
         text = ~np.isin(ids, special)
         text[answer:] = False
@@ -189,16 +255,28 @@ class MediaEncoder:
             if removed <= 0:
                 break
             keep[begin + KEPT_FIRST : begin + KEPT_FIRST + removed] = False
-            text[begin : begin + KEPT_FIRST] = False  # the next look finds what is left behind the cut
+            text[begin : begin + KEPT_FIRST] = (
+                False  # the next look finds what is left behind the cut
+            )
             self.counts["prompts_truncated"] += begin >= 0 and excess == removed
         moved = np.cumsum(keep) - keep
         ids, mask = ids[keep], mask[keep]
-        listed = [item._replace(offset=int(moved[item.offset])) for item in items if keep[item.offset]]
+        listed = [
+            item._replace(offset=int(moved[item.offset])) for item in items if keep[item.offset]
+        ]
         if len(ids) > limit:
             self.counts["answers_truncated"] += 1
-            cut = [item.offset for item in listed if item.offset + self.positions.tokens[item.modality] > limit]
+            cut = [
+                item.offset
+                for item in listed
+                if item.offset + self.positions.tokens[item.modality] > limit
+            ]
             end = min([limit, *cut])
-            ids, mask, listed = ids[:end], mask[:end], [item for item in listed if item.offset < end]
+            ids, mask, listed = (
+                ids[:end],
+                mask[:end],
+                [item for item in listed if item.offset < end],
+            )
         return MediaDocument(ids, mask, tuple(listed))
 
 

@@ -28,7 +28,13 @@ from headway.prepare.media_inputs import Array, Item, MediaInputSpec, content_ha
 from headway.runtime.progress import progress
 from headway.runtime.storage import read_sealed, write_sealed
 from headway.store.checksums import Checksums
-from headway.store.media_table import MediaTable, MediaTableWriter, build_table, is_table, open_table
+from headway.store.media_table import (
+    MediaTable,
+    MediaTableWriter,
+    build_table,
+    is_table,
+    open_table,
+)
 
 log = logging.getLogger("headway")
 
@@ -105,28 +111,46 @@ class SampleSet:
     def content_key(self) -> str:
         """Changes with the samples and with the encoders."""
         tables = [table.content_key for table in self.tables]
-        return hashlib.sha256(repr((self.modalities, tables, self.rows.tobytes())).encode()).hexdigest()
+        return hashlib.sha256(
+            repr((self.modalities, tables, self.rows.tobytes())).encode()
+        ).hexdigest()
 
 
-def read_samples(path: str, modalities: Sequence[str], folder: Path | None = None) -> Iterator[Sample]:
+def read_samples(
+    path: str, modalities: Sequence[str], folder: Path | None = None
+) -> Iterator[Sample]:
     """The samples of records: the caption, the first picture and the first sound of each. Conversations and videos are errors."""
     for record in read_records(path, MediaOptions(folder=folder)):
         if record.caption is None and record.is_conversation:
-            raise DataError(f"{record.place}: a conversation; alignment needs captions, e.g. {{text, image, audio}}.")
+            raise DataError(
+                f"{record.place}: a conversation; alignment needs captions, e.g. {{text, image, audio}}."
+            )
         items: dict[str, Item] = {}
         for ref in record.media:
             if ref.modality == VIDEO:
-                raise DataError(f"{record.place}: a video; alignment takes pictures and sounds. Extract frames and sound first.")
+                raise DataError(
+                    f"{record.place}: a video; alignment takes pictures and sounds. Extract frames and sound first."
+                )
             if ref.modality in items:
-                raise DataError(f"{record.place}: two of modality {ref.modality}; a sample has at most one of each.")
+                raise DataError(
+                    f"{record.place}: two of modality {ref.modality}; a sample has at most one of each."
+                )
             items[ref.modality] = ref
         if record.caption:
             items["text"] = record.caption
-        yield Sample({name: item for name, item in items.items() if name in modalities}, record.place)
+        yield Sample(
+            {name: item for name, item in items.items() if name in modalities}, record.place
+        )
 
 
 def prepare_samples(
-    name: str, samples: Iterable[Sample], makers: Sequence[RowMaker], cache_dir: Path, *, skip_bad: bool = False, limit: int | None = None
+    name: str,
+    samples: Iterable[Sample],
+    makers: Sequence[RowMaker],
+    cache_dir: Path,
+    *,
+    skip_bad: bool = False,
+    limit: int | None = None,
 ) -> SampleSet:
     """The tables of some samples, from the cache or made now."""
     listed = list(islice(samples, limit))
@@ -134,7 +158,11 @@ def prepare_samples(
     hashes, bad = _hashes(listed, makers, root, skip_bad)
     tables: list[MediaTable] = []
     for maker in makers:
-        wanted = {found: sample for sample, found in zip(listed, hashes[maker.modality], strict=True) if found is not None}
+        wanted = {
+            found: sample
+            for sample, found in zip(listed, hashes[maker.modality], strict=True)
+            if found is not None
+        }
         tables.append(_table(maker, wanted, root, checksums, bad, skip_bad))
     rows = np.full((len(listed), len(makers)), -1, np.int64)
     for column, (maker, table) in enumerate(zip(makers, tables, strict=True)):
@@ -143,14 +171,27 @@ def prepare_samples(
         if there.any():
             rows[there, column] = table.indices_of([one for one in found if one is not None])
         told = {one.place for one in bad}
-        gone = [n for n in np.flatnonzero(there & (rows[:, column] < 0)).tolist() if listed[n].place not in told]
-        bad += [BadItem(listed[n].place, f"its {maker.modality} could not be read when the table was made") for n in gone]
+        gone = [
+            n
+            for n in np.flatnonzero(there & (rows[:, column] < 0)).tolist()
+            if listed[n].place not in told
+        ]
+        bad += [
+            BadItem(
+                listed[n].place, f"its {maker.modality} could not be read when the table was made"
+            )
+            for n in gone
+        ]
     if bad:
         shown = "".join(f"\n  {one.place}: {one.reason}" for one in bad[:SHOWN_BAD])
         more = f"\n  and {len(bad) - SHOWN_BAD} more" if len(bad) > SHOWN_BAD else ""
-        log.warning("%s: %d items cannot be read and are left out:%s%s", name, len(bad), shown, more)
+        log.warning(
+            "%s: %d items cannot be read and are left out:%s%s", name, len(bad), shown, more
+        )
     places = tuple(sample.place for sample in listed)
-    return SampleSet(name, tuple(maker.modality for maker in makers), rows, tuple(tables), places, tuple(bad))
+    return SampleSet(
+        name, tuple(maker.modality for maker in makers), rows, tuple(tables), places, tuple(bad)
+    )
 
 
 def _hashes(
@@ -158,7 +199,11 @@ def _hashes(
 ) -> tuple[dict[str, list[str | None]], list[BadItem]]:
     """The content hash of every item, by modality; None where there is none. Files are read once: hashes are kept by size and time."""
     names = [maker.modality for maker in makers]
-    stamps = hashlib.sha256(json.dumps([[_stamp(sample.items.get(name)) for name in names] for sample in listed]).encode()).hexdigest()
+    stamps = hashlib.sha256(
+        json.dumps(
+            [[_stamp(sample.items.get(name)) for name in names] for sample in listed]
+        ).encode()
+    ).hexdigest()
     kept = root / f"samples-{stamps[:32]}"
     try:
         stored = read_sealed(kept)
@@ -195,17 +240,30 @@ def _stamp(item: Item | None) -> list[object] | str | None:
         status = item.path.stat()
     except (OSError, ValueError):
         return [item.modality, str(item.path), "missing"]
-    return [item.modality, str(item.path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino]
+    return [
+        item.modality,
+        str(item.path.resolve()),
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ino,
+    ]
 
 
 def _refuse(sample: Sample, problem: HeadwayError, skip_bad: bool) -> BadItem:
     if not skip_bad:
-        raise DataError(f"{sample.place}: {problem} Mend or remove it, or skip such files with drop_bad: true.") from None
+        raise DataError(
+            f"{sample.place}: {problem} Mend or remove it, or skip such files with drop_bad: true."
+        ) from None
     return BadItem(sample.place, str(problem))
 
 
 def _table(
-    maker: RowMaker, wanted: Mapping[str, Sample], root: Path, checksums: Checksums, bad: list[BadItem], skip_bad: bool
+    maker: RowMaker,
+    wanted: Mapping[str, Sample],
+    root: Path,
+    checksums: Checksums,
+    bad: list[BadItem],
+    skip_bad: bool,
 ) -> MediaTable:
     """The table of one modality: named by the encoder and the contents."""
     home = root / hashlib.sha256(f"{maker.modality} {maker.identity}".encode()).hexdigest()[:32]
@@ -213,7 +271,12 @@ def _table(
     folder = home / contents[:32]
 
     def fill(writer: MediaTableWriter) -> None:
-        _copy_known(writer, wanted, [one for one in sorted(home.iterdir()) if one != folder and is_table(one)], checksums)
+        _copy_known(
+            writer,
+            wanted,
+            [one for one in sorted(home.iterdir()) if one != folder and is_table(one)],
+            checksums,
+        )
         left = [key for key in wanted if key not in writer.known]
         with progress(f"encode {maker.modality}", total=len(left), unit="items") as advance:
             for start in range(0, len(left), BATCH_ITEMS):
@@ -231,7 +294,12 @@ def _table(
     return build_table(folder, maker.row_shape, maker.row_dtype, maker.identity, fill, checksums)
 
 
-def _copy_known(writer: MediaTableWriter, wanted: Mapping[str, Sample], others: Sequence[Path], checksums: Checksums) -> None:
+def _copy_known(
+    writer: MediaTableWriter,
+    wanted: Mapping[str, Sample],
+    others: Sequence[Path],
+    checksums: Checksums,
+) -> None:
     """Copy rows that other tables of the same encoder have."""
     for other in others:
         left = [key for key in wanted if key not in writer.known]
@@ -318,5 +386,7 @@ class EncoderRows:
         """Features; a value that is not finite is an error."""
         found = self.encoder.encode(inputs)
         if not np.isfinite(found).all():
-            raise DataError(f"{self.encoder.identity}: gave features that are not finite. The encoder's weights are damaged.")
+            raise DataError(
+                f"{self.encoder.identity}: gave features that are not finite. The encoder's weights are damaged."
+            )
         return found

@@ -75,15 +75,22 @@ class DocumentPreview(NamedTuple):
     runs: list[MaskRun]
 
 
-def inspect(path: Path | str, kind: StoreKind | None = None, tokenizer: Tokenizer | None = None) -> DataSummary:
+def inspect(
+    path: Path | str, kind: StoreKind | None = None, tokenizer: Tokenizer | None = None
+) -> DataSummary:
     """Count the data at a path. A tokenizer counts raw data in tokens, and its fingerprint is compared with that of a token store."""
     found = kind or detect_kind(path)
     if found == "raw":
         return _raw(path, tokenizer)
     source = open_source(path, found)
     if tokenizer is not None and source.fingerprint not in (None, tokenizer.fingerprint):
-        raise DataError(f"{path}: made by another tokenizer ({str(source.fingerprint)[:12]}) than the one given.")
-    lengths = [source.lengths(i, min(i + READ_DOCUMENTS, source.num_documents)) for i in range(0, source.num_documents, READ_DOCUMENTS)]
+        raise DataError(
+            f"{path}: made by another tokenizer ({str(source.fingerprint)[:12]}) than the one given."
+        )
+    lengths = [
+        source.lengths(i, min(i + READ_DOCUMENTS, source.num_documents))
+        for i in range(0, source.num_documents, READ_DOCUMENTS)
+    ]
     longest = max((int(some.max()) for some in lengths), default=0)
     types = source.count_types()
     return DataSummary(
@@ -97,12 +104,18 @@ def inspect(path: Path | str, kind: StoreKind | None = None, tokenizer: Tokenize
         longest=longest,
         masked=source.masked,
         types={name: TypeCounts(*counts) for name, counts in types.items()},
-        files=list(source.manifest.sources) if isinstance(source, Store) else [str(part.file) for part in source.parts],  # pyright: ignore[reportAttributeAccessIssue]
+        files=list(source.manifest.sources)
+        if isinstance(source, Store)
+        else [str(part.file) for part in source.parts],  # pyright: ignore[reportAttributeAccessIssue]
     )
 
 
 def preview_documents(
-    path: Path | str, tokenizer: Tokenizer, count: int = 3, max_tokens: int = 400, kind: StoreKind | None = None
+    path: Path | str,
+    tokenizer: Tokenizer,
+    count: int = 3,
+    max_tokens: int = 400,
+    kind: StoreKind | None = None,
 ) -> Iterator[DocumentPreview]:
     """Previews of some documents, spread over the store."""
     source = open_source(path, kind)
@@ -110,23 +123,33 @@ def preview_documents(
         yield preview_document(source, i, tokenizer, max_tokens)
 
 
-def preview_document(source: TokenSource, i: int, tokenizer: Tokenizer, max_tokens: int) -> DocumentPreview:
+def preview_document(
+    source: TokenSource, i: int, tokenizer: Tokenizer, max_tokens: int
+) -> DocumentPreview:
     """The beginning of one document."""
     length = int(source.lengths(i, i + 1)[0])
     shown = min(length, max_tokens)
     ids, mask = source.tokens(i, 0, shown), source.mask(i, 0, shown)
     if shown and int(ids.max()) >= tokenizer.vocab_size:
-        raise DataError(f"{source.name}: document {i} has id {int(ids.max())}; the tokenizer has {tokenizer.vocab_size} ids.")
+        raise DataError(
+            f"{source.name}: document {i} has id {int(ids.max())}; the tokenizer has {tokenizer.vocab_size} ids."
+        )
     flags = np.ones(shown, np.bool_) if mask is None else mask
     edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), shown]
-    runs = [MaskRun(tokenizer.decode(ids[a:b].tolist()), bool(flags[a])) for a, b in pairwise(edges) if b > a]
+    runs = [
+        MaskRun(tokenizer.decode(ids[a:b].tolist()), bool(flags[a]))
+        for a, b in pairwise(edges)
+        if b > a
+    ]
     return DocumentPreview(i, length, shown, runs)
 
 
 def _raw(path: Path | str, tokenizer: Tokenizer | None) -> DataSummary:
     files = expand([path])
     documents = tokens = longest = 0
-    with progress("inspect", total=sum(file.stat().st_size for file in files), unit="bytes") as advance:
+    with progress(
+        "inspect", total=sum(file.stat().st_size for file in files), unit="bytes"
+    ) as advance:
         for file in files:
             texts = _texts(file, tokenizer is not None)
             while batch := list(islice(texts, 256)):
@@ -149,13 +172,21 @@ def _raw(path: Path | str, tokenizer: Tokenizer | None) -> DataSummary:
 
 def _bytes(path: Path) -> int:
     """The size of a file, or of all files below a folder."""
-    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+    return sum(
+        file.stat().st_size
+        for file in (path.rglob("*") if path.is_dir() else [path])
+        if file.is_file()
+    )
 
 
 def _texts(file: Path, needed: bool) -> Iterator[str]:
     """The texts of a file's documents; if texts are not `needed`, records without a `text` are counted too."""
     text_of = TextOf()
-    entries: Iterator[Document | Record] = read_documents([file]) if FORMATS.get(RawFile.at(file).suffix) == "txt" else read_records([file])
+    entries: Iterator[Document | Record] = (
+        read_documents([file])
+        if FORMATS.get(RawFile.at(file).suffix) == "txt"
+        else read_records([file])
+    )
     for one in entries:
         if isinstance(one, Document):
             yield one.text

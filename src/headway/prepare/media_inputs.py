@@ -21,7 +21,14 @@ import numpy as np
 
 from headway.errors import DataError
 from headway.media import purrsight
-from headway.media.items import AudioSpec, ImageSpec, MediaRef, decode_audio, decode_image, decode_waveform
+from headway.media.items import (
+    AudioSpec,
+    ImageSpec,
+    MediaRef,
+    decode_audio,
+    decode_image,
+    decode_waveform,
+)
 
 Array = np.ndarray[Any, Any]
 Item = MediaRef | str
@@ -52,7 +59,11 @@ class MediaInputSpec(Protocol):
 
 def content_hash(item: Item) -> str:
     """The name of an item's content: equal items have equal names, wherever they come from."""
-    return item.content_hash() if isinstance(item, MediaRef) else hashlib.sha256(b"text\0" + item.encode()).hexdigest()
+    return (
+        item.content_hash()
+        if isinstance(item, MediaRef)
+        else hashlib.sha256(b"text\0" + item.encode()).hexdigest()
+    )
 
 
 def name_of(item: Item) -> str:
@@ -201,7 +212,9 @@ class TokenInput:
         """int32 [max_tokens]."""
         ids = list(self.encode(_text(item)))
         if not 0 < len(ids) <= self.max_tokens:
-            raise DataError(f"{name_of(item)}: {len(ids)} tokens; 1 to {self.max_tokens} are expected.")
+            raise DataError(
+                f"{name_of(item)}: {len(ids)} tokens; 1 to {self.max_tokens} are expected."
+            )
         return _padded(ids, self.max_tokens)
 
 

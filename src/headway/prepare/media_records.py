@@ -62,7 +62,9 @@ def parse_media(record: MediaRecord, keys: KeyMap = KeyMap()) -> MediaConversati
 def _marks(turn: Turn, place: str) -> list[str]:
     found = [mark for text in (turn.content, turn.context) for mark in MARK.findall(text)]
     if found and turn.role != "user":
-        raise DataError(f"{place}: a mark {found[0]} stands in a turn of the {turn.role}; media stand in questions of the user.")
+        raise DataError(
+            f"{place}: a mark {found[0]} stands in a turn of the {turn.role}; media stand in questions of the user."
+        )
     return found
 
 

@@ -24,7 +24,13 @@ from headway.media.records import MediaRecord, parse_media_record
 from headway.media.sources import read_sources, source_files
 from headway.prepare.build import write_counts
 from headway.prepare.cache import find_or_build
-from headway.prepare.encode_media import MediaDocument, MediaEncoder, MediaPositions, PlacedMedia, place_media
+from headway.prepare.encode_media import (
+    MediaDocument,
+    MediaEncoder,
+    MediaPositions,
+    PlacedMedia,
+    place_media,
+)
 from headway.prepare.parse_chat import parse_conversation
 from headway.runtime.machine import usable_cores
 from headway.runtime.process import worker_pool
@@ -69,7 +75,9 @@ def turns_of(found: MediaRecord, keys: KeyMap = KeyMap()) -> tuple[Turn, ...]:
     return conversation.turns
 
 
-def media_store(path: str, tokenizer: Path, build: MediaBuild, cache_dir: Path, workers: int | None = None) -> Path:
+def media_store(
+    path: str, tokenizer: Path, build: MediaBuild, cache_dir: Path, workers: int | None = None
+) -> Path:
     """The store of records in the cache, built now if it is not there yet. `workers`: processes; None: one per core for many records.
     The bytes do not depend on them."""
     files = source_files(path)
@@ -86,7 +94,12 @@ def media_store(path: str, tokenizer: Path, build: MediaBuild, cache_dir: Path, 
         processes = workers or (usable_cores() if count >= MANY_RECORDS else 1)
         _write(path, folder, MediaWork(tokenizer, build), processes, count)
 
-    return find_or_build([file for file in files if file.is_file()], key + repr([file.name for file in files]), write, cache_dir)
+    return find_or_build(
+        [file for file in files if file.is_file()],
+        key + repr([file.name for file in files]),
+        write,
+        cache_dir,
+    )
 
 
 def _stamp(ref: MediaRef) -> tuple[str, int, int]:
@@ -113,7 +126,9 @@ class MediaWork:
     def __init__(self, tokenizer: Path, build: MediaBuild) -> None:
         self.tokenizer, self.build = tokenizer, build
         loaded = load_tokenizer(tokenizer)
-        self.encoder = MediaEncoder(loaded, find_template(build.chat_template, loaded), build.positions, build.max_length)
+        self.encoder = MediaEncoder(
+            loaded, find_template(build.chat_template, loaded), build.positions, build.max_length
+        )
 
     def __reduce__(self) -> tuple[type[MediaWork], tuple[Path, MediaBuild]]:
         return MediaWork, (self.tokenizer, self.build)
@@ -122,8 +137,14 @@ class MediaWork:
         """The documents of some records, in order; the first bad record is an error, or all are counted."""
         counts: Counter[str] = Counter()
         encoder, found = replace(self.encoder, counts=counts), list[MediaDocument]()
-        placed = [(record, one) for record in records if (one := _placed(record, self.build, counts)) is not None]
-        for (record, _), document in zip(placed, encoder.documents([one for _, one in placed]), strict=True):
+        placed = [
+            (record, one)
+            for record in records
+            if (one := _placed(record, self.build, counts)) is not None
+        ]
+        for (record, _), document in zip(
+            placed, encoder.documents([one for _, one in placed]), strict=True
+        ):
             if isinstance(document, DataError):
                 _bad(record, document, self.build, counts)
             elif document is not None:
@@ -135,9 +156,17 @@ def _write(path: str, folder: Path, work: MediaWork, workers: int, num_records: 
     counts: Counter[str] = Counter()
     documents: list[tuple[MediaItem, ...]] = []
     build, tokenizer = work.build, work.encoder.tokenizer
-    sources = [f"kind=chat template={build.chat_template}", media_mark(build.positions.tokens), path]
+    sources = [
+        f"kind=chat template={build.chat_template}",
+        media_mark(build.positions.tokens),
+        path,
+    ]
     with StoreWriter(
-        folder, dtype=dtype_for(tokenizer.vocab_size), tokenizer_fingerprint=tokenizer.fingerprint, masked=True, sources=sources
+        folder,
+        dtype=dtype_for(tokenizer.vocab_size),
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        masked=True,
+        sources=sources,
     ) as writer:
         with progress(f"tokenize {path}", unit="records") as advance:
             for encoded in _encoded(path, work, workers):
@@ -147,14 +176,28 @@ def _write(path: str, folder: Path, work: MediaWork, workers: int, num_records: 
                 counts.update(encoded.counts)
                 advance(len(encoded.documents))
         if not documents:
-            said = ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in counts.items() if number) or "there are none"
-            raise DataError(f"{path}: no record is left ({said}). Give more data or a longer data.seq_len.")
+            said = (
+                ", ".join(
+                    f"{number} {what.replace('_', ' ')}"
+                    for what, number in counts.items()
+                    if number
+                )
+                or "there are none"
+            )
+            raise DataError(
+                f"{path}: no record is left ({said}). Give more data or a longer data.seq_len."
+            )
         write_items(folder, build.positions.tokens, documents)
         writer.finish()
     counts["records"] = num_records
     write_counts(folder, counts)
     if counts["bad"]:
-        log.warning("%s: dropped %d bad of %d records; `headway data validate` lists them", path, counts["bad"], num_records)
+        log.warning(
+            "%s: dropped %d bad of %d records; `headway data validate` lists them",
+            path,
+            counts["bad"],
+            num_records,
+        )
 
 
 def _encoded(path: str, work: MediaWork, workers: int) -> Iterator[EncodedRecords]:
@@ -174,7 +217,9 @@ def _encoded(path: str, work: MediaWork, workers: int) -> Iterator[EncodedRecord
             while queued:
                 yield queued.popleft().result()
     except BrokenProcessPool:
-        raise DataError(f"{path}: a worker process died, perhaps out of memory. Run `headway data prepare` with fewer --workers.") from None
+        raise DataError(
+            f"{path}: a worker process died, perhaps out of memory. Run `headway data prepare` with fewer --workers."
+        ) from None
 
 
 _work: MediaWork | None = None

@@ -27,17 +27,26 @@ def read_own_format(path: str, format_name: str, cache_dir: Path | None = None) 
     """The records of a file, a folder or a glob, read by the user's module and written to the cache."""
     module = import_user_module(format_name, "data format")
     if not callable(getattr(module, "read", None)):
-        raise ConfigError(f"data format is {format_name[:200]!r}, but that module has no function read(raw); a format needs one.")
+        raise ConfigError(
+            f"data format is {format_name[:200]!r}, but that module has no function read(raw); a format needs one."
+        )
     cache, files = cache_dir or default_cache_dir(), _files(path)
     checksums = Checksums(cache)
-    named = [(file.name, file.stat().st_size, checksum) for file, checksum in zip(files, checksums.of_all(files), strict=True)]
+    named = [
+        (file.name, file.stat().st_size, checksum)
+        for file, checksum in zip(files, checksums.of_all(files), strict=True)
+    ]
     code = None if module.__file__ is None else sha256_file(Path(module.__file__))
     key = hashlib.sha256(repr((named, format_name, code)).encode()).hexdigest()[:32]
     known = cache / FOLDER / f"{key}.name"
     if (found := _known(known)) is None:
-        with file_lock(known.with_suffix(".lock"), until=lambda: _known(known) is not None) as builds:
+        with file_lock(
+            known.with_suffix(".lock"), until=lambda: _known(known) is not None
+        ) as builds:
             if builds:
-                written = write_records(_records(files, module, format_name), cache, name=Path(path).name)
+                written = write_records(
+                    _records(files, module, format_name), cache, name=Path(path).name
+                )
                 write_atomic(known, written.name)
         found = _known(known)
     assert found is not None
@@ -76,4 +85,6 @@ def _records(files: Sequence[Path], module: ModuleType, format_name: str) -> Ite
             raise
         except Exception as error:  # a user's reader may raise anything
             after = f" after record {number}" if number else ""
-            raise DataError(f"{file}: {format_name} failed{after}: {type(error).__name__}: {first_line(error)}.") from error
+            raise DataError(
+                f"{file}: {format_name} failed{after}: {type(error).__name__}: {first_line(error)}."
+            ) from error

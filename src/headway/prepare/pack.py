@@ -73,23 +73,35 @@ class PackOptions:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            raise ConfigError(f"mode is {self.mode!r}; it must be one of {', '.join(get_args(Mode))}.")
+            raise ConfigError(
+                f"mode is {self.mode!r}; it must be one of {', '.join(get_args(Mode))}."
+            )
         for name, least in (("pack_length", 2), ("min_length", 1), ("workers", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
         for name in ("overlap", "split_by_lengths", "intact"):
             if getattr(self, name) and self.mode != "prulong":
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; only mode prulong uses it. Use --mode prulong, or leave it out.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; only mode prulong uses it. Use --mode prulong, or leave it out."
+                )
         if not 0 <= self.overlap < self.pack_length:
-            raise ConfigError(f"overlap is {self.overlap}; it must be from 0 to pack_length - 1 = {self.pack_length - 1}.")
+            raise ConfigError(
+                f"overlap is {self.overlap}; it must be from 0 to pack_length - 1 = {self.pack_length - 1}."
+            )
         if any(length < 1 for length in self.split_by_lengths):
-            raise ConfigError(f"split_by_lengths is {list(self.split_by_lengths)}; lengths must be positive.")
+            raise ConfigError(
+                f"split_by_lengths is {list(self.split_by_lengths)}; lengths must be positive."
+            )
         if self.to not in ("headway", "mds"):
             raise ConfigError(f"--to is {self.to!r}; packs are written as headway or mds.")
         if self.compression is not None and self.to != "mds":
-            raise ConfigError(f"compression is {self.compression!r}; only --to mds uses it. Leave it out.")
+            raise ConfigError(
+                f"compression is {self.compression!r}; only --to mds uses it. Leave it out."
+            )
         if self.keep_last is False and self.mode == "best_fit":
-            raise ConfigError("keep_last is false, but best_fit has no partly filled last pack. Leave it out.")
+            raise ConfigError(
+                "keep_last is false, but best_fit has no partly filled last pack. Leave it out."
+            )
 
 
 @dataclass
@@ -144,8 +156,16 @@ class PackBuffer:
             if self.filled == given.pack_length:
                 yield self.take()
                 if length:
-                    repeated = min(given.overlap, start - self._document_start(document, start)) if given.overlap else 0
-                    start, length = (start - repeated, length + repeated) if self._uses_rest(length, repeated) else (start, 0)
+                    repeated = (
+                        min(given.overlap, start - self._document_start(document, start))
+                        if given.overlap
+                        else 0
+                    )
+                    start, length = (
+                        (start - repeated, length + repeated)
+                        if self._uses_rest(length, repeated)
+                        else (start, 0)
+                    )
 
     def take(self) -> list[DocumentSlice]:
         """The current pack; a new one begins."""
@@ -197,9 +217,13 @@ def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
     return report
 
 
-def _writer(source: TokenSource, out: Path, options: PackOptions, typed: bool) -> StoreWriter | MdsTokenWriter:
+def _writer(
+    source: TokenSource, out: Path, options: PackOptions, typed: bool
+) -> StoreWriter | MdsTokenWriter:
     if options.to == "mds":
-        return MdsTokenWriter(out, masked=source.masked, spans=True, compression=options.compression)
+        return MdsTokenWriter(
+            out, masked=source.masked, spans=True, compression=options.compression
+        )
     return StoreWriter(
         out,
         dtype=dtype_for(source.max_id + 1),
@@ -215,7 +239,11 @@ def _plans(source: TokenSource, options: PackOptions, report: PackReport) -> Ite
     """Batches of packs, planned from lengths alone."""
     packs_per_plan = max(1, WRITE_TOKENS // options.pack_length)
     waiting: list[list[DocumentSlice]] = []
-    for packed in _best_fit(source, options, report) if options.mode == "best_fit" else _concat(source, options, report):
+    for packed in (
+        _best_fit(source, options, report)
+        if options.mode == "best_fit"
+        else _concat(source, options, report)
+    ):
         waiting.append(packed)
         if len(waiting) == packs_per_plan:
             yield _plan(waiting)
@@ -224,7 +252,9 @@ def _plans(source: TokenSource, options: PackOptions, report: PackReport) -> Ite
         yield _plan(waiting)
 
 
-def _concat(source: TokenSource, options: PackOptions, report: PackReport) -> Iterator[list[DocumentSlice]]:
+def _concat(
+    source: TokenSource, options: PackOptions, report: PackReport
+) -> Iterator[list[DocumentSlice]]:
     buffer = PackBuffer(source, options, report)
     for first in range(0, source.num_documents, SECTION_DOCUMENTS):
         lengths = source.lengths(first, min(first + SECTION_DOCUMENTS, source.num_documents))
@@ -247,14 +277,18 @@ def _split(length: int, options: PackOptions, report: PackReport) -> Iterator[tu
         yield 0, length
         return
     start = 0
-    while (fitting := [wanted for wanted in options.split_by_lengths if wanted <= length - start]) and start < length:
+    while (
+        fitting := [wanted for wanted in options.split_by_lengths if wanted <= length - start]
+    ) and start < length:
         yield start, max(fitting)
         start += max(fitting)
     report.short_documents += start == 0
     report.dropped_tokens += length - start
 
 
-def _best_fit(source: TokenSource, options: PackOptions, report: PackReport) -> Iterator[list[DocumentSlice]]:
+def _best_fit(
+    source: TokenSource, options: PackOptions, report: PackReport
+) -> Iterator[list[DocumentSlice]]:
     shape = RowShape(options.pack_length, options.pack_length, "best_fit")
     documents: list[Longs] = []
     sizes: list[Longs] = []
@@ -267,7 +301,10 @@ def _best_fit(source: TokenSource, options: PackOptions, report: PackReport) -> 
         documents.append(np.arange(first, first + len(lengths))[keep])
         sizes.append(lengths[keep])
         tokens += int(lengths[keep].sum())
-        if tokens >= BEST_FIT_PACKS * options.pack_length or first + BEST_FIT_DOCUMENTS >= source.num_documents:
+        if (
+            tokens >= BEST_FIT_PACKS * options.pack_length
+            or first + BEST_FIT_DOCUMENTS >= source.num_documents
+        ):
             plan = plan_rows(np.concatenate(documents), np.concatenate(sizes), shape)
             report.cut_documents += int(plan.has_next.sum())
             yield from _pieces(plan)
@@ -275,7 +312,9 @@ def _best_fit(source: TokenSource, options: PackOptions, report: PackReport) -> 
 
 
 def _pieces(plan: RowPlan) -> Iterator[list[DocumentSlice]]:
-    every = list(zip(plan.document.tolist(), plan.start.tolist(), plan.length.tolist(), strict=True))
+    every = list(
+        zip(plan.document.tolist(), plan.start.tolist(), plan.length.tolist(), strict=True)
+    )
     for row in range(plan.num_rows):
         yield every[plan.first[row] : plan.first[row + 1]]
 
@@ -283,7 +322,9 @@ def _pieces(plan: RowPlan) -> Iterator[list[DocumentSlice]]:
 def _plan(packs: Sequence[list[DocumentSlice]]) -> RowPlan:
     columns = np.array([piece for one in packs for piece in one], np.int64).reshape(-1, 3)
     first = np.cumsum([0, *(len(one) for one in packs)])
-    return RowPlan(columns[:, 0], columns[:, 1], columns[:, 2], np.zeros(len(columns), np.bool_), first)
+    return RowPlan(
+        columns[:, 0], columns[:, 1], columns[:, 2], np.zeros(len(columns), np.bool_), first
+    )
 
 
 def _read(source: TokenSource, plan: RowPlan, typed: bool) -> PackedTokens:
@@ -306,7 +347,12 @@ def _write(writer: StoreWriter | MdsTokenWriter, report: PackReport, packs: Pack
         ends = np.cumsum(lengths).tolist()
         for i, (a, b) in enumerate(pairwise([0, *ends])):
             starts = spans[(spans >= a) & (spans < b)] - a
-            writer.add(ids[a:b], None if mask is None else mask[a:b], starts, "" if types is None else types[i])
+            writer.add(
+                ids[a:b],
+                None if mask is None else mask[a:b],
+                starts,
+                "" if types is None else types[i],
+            )
     report.packs += len(lengths)
     report.tokens += len(ids)
     return len(ids)

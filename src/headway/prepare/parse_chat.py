@@ -21,19 +21,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import DataError
-from headway.prepare.parse_turns import Object, TurnReader, make_turn, moss_chat, moss_text, text_of, tools_of, transcript_of, with_system
+from headway.prepare.parse_turns import (
+    Object,
+    TurnReader,
+    make_turn,
+    moss_chat,
+    moss_text,
+    text_of,
+    tools_of,
+    transcript_of,
+    with_system,
+)
 from headway.text.document import Record
-from headway.text.record_keys import ANSWERS, LABELS, LISTS, PAIR, QUESTIONS, SYSTEMS, TOOLS, Fields, KeyMap, is_empty
+from headway.text.record_keys import (
+    ANSWERS,
+    LABELS,
+    LISTS,
+    PAIR,
+    QUESTIONS,
+    SYSTEMS,
+    TOOLS,
+    Fields,
+    KeyMap,
+    is_empty,
+)
 from headway.tokenizer.chat_template import Turn
 
 SHAPES = (
     "Alpaca (instruction, output), ShareGPT (conversations), OpenAI (messages), InternLM (conversation), MOSS (chat, plain_text), a prompt "
     "or question with a response, completion or answer; any other with --keys (in a recipe keys)"
 )
-PAIR_SHAPES = (
-    "prompt, chosen and rejected; chosen and rejected as message lists or Human/Assistant texts; conversations, chosen and rejected"
+PAIR_SHAPES = "prompt, chosen and rejected; chosen and rejected as message lists or Human/Assistant texts; conversations, chosen and rejected"
+UNPAIRED_SHAPES = (
+    "prompt, completion and label (true or false); or a whole conversation (messages) and label"
 )
-UNPAIRED_SHAPES = "prompt, completion and label (true or false); or a whole conversation (messages) and label"
 BINARY = {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -89,17 +110,24 @@ def parse_preference(record: Record, keys: KeyMap = KeyMap()) -> PreferencePair:
     place = fields.place
     missing = [key for key in PAIR if fields.peek(key) is None]
     if missing:
-        raise DataError(f"{place}: no {' and no '.join(missing)}; its keys are {fields.keys}. Expected {PAIR_SHAPES}.")
+        raise DataError(
+            f"{place}: no {' and no '.join(missing)}; its keys are {fields.keys}. Expected {PAIR_SHAPES}."
+        )
     for key in PAIR:
         if is_empty(fields.peek(key)):
             raise DataError(f"{place}: {_empty_answer(key)}")
     has_prompt = fields.first((*LISTS, *QUESTIONS)) is not None
-    answers = [_answer(fields.take(key), f"{place}: {key}", reader, may_be_transcript=not has_prompt) for key in PAIR]
+    answers = [
+        _answer(fields.take(key), f"{place}: {key}", reader, may_be_transcript=not has_prompt)
+        for key in PAIR
+    ]
     if all(turns and turns[0].role != "assistant" for turns in answers):
         shared = _shared(*answers)
         prompt, answers = answers[0][:shared], [turns[shared:] for turns in answers]
         if not prompt:
-            raise DataError(f"{place}: chosen and rejected are whole dialogues that share no first turns. Expected {PAIR_SHAPES}.")
+            raise DataError(
+                f"{place}: chosen and rejected are whole dialogues that share no first turns. Expected {PAIR_SHAPES}."
+            )
     else:
         prompt = _prompt(fields, reader)
         _no_empty(prompt, place)
@@ -113,11 +141,19 @@ def parse_preference(record: Record, keys: KeyMap = KeyMap()) -> PreferencePair:
     if answers[0] == answers[1]:
         raise DataError(f"{place}: chosen and rejected are the same.")
     if prompt[-1].role == "assistant":
-        raise DataError(f"{place}: the prompt ends with the assistant; the turn to answer must come last.")
+        raise DataError(
+            f"{place}: the prompt ends with the assistant; the turn to answer must come last."
+        )
     tools = tools_of(fields.take(fields.first(TOOLS)), place)
     everything = [*prompt, *answers[0], *answers[1]]
     _check_unicode(everything, tools, place)
-    return PreferencePair(tuple(prompt), tuple(answers[0]), tuple(answers[1]), tools, _unread(fields, reader, everything))
+    return PreferencePair(
+        tuple(prompt),
+        tuple(answers[0]),
+        tuple(answers[1]),
+        tools,
+        _unread(fields, reader, everything),
+    )
 
 
 def parse_unpaired(record: Record, keys: KeyMap = KeyMap()) -> LabelledAnswer:
@@ -133,21 +169,29 @@ def parse_unpaired(record: Record, keys: KeyMap = KeyMap()) -> LabelledAnswer:
     turns = [*prompt, *answer]
     _no_empty(turns, place)
     if prompt[-1].role == "assistant":
-        raise DataError(f"{place}: the prompt ends with the assistant; the turn to answer must come last.")
+        raise DataError(
+            f"{place}: the prompt ends with the assistant; the turn to answer must come last."
+        )
     tools = tools_of(fields.take(fields.first(TOOLS)), place)
     _check_unicode(turns, tools, place)
-    return LabelledAnswer(tuple(prompt), tuple(answer), is_good, tools, _unread(fields, reader, turns))
+    return LabelledAnswer(
+        tuple(prompt), tuple(answer), is_good, tools, _unread(fields, reader, turns)
+    )
 
 
 def label_of(fields: Fields) -> bool:
     """Whether an answer is good: KTO's label."""
     key = fields.first(LABELS)
     if key is None:
-        raise DataError(f"{fields.place}: no label; its keys are {fields.keys}. Expected {UNPAIRED_SHAPES}.")
+        raise DataError(
+            f"{fields.place}: no label; its keys are {fields.keys}. Expected {UNPAIRED_SHAPES}."
+        )
     given = fields.take(key)
     value = BINARY.get(str(given).lower())
     if value is None:
-        raise DataError(f"{fields.place}: {key} is {str(given)[:40]!r}; it must be true (a good answer) or false (a bad one).")
+        raise DataError(
+            f"{fields.place}: {key} is {str(given)[:40]!r}; it must be true (a good answer) or false (a bad one)."
+        )
     return value
 
 
@@ -159,11 +203,17 @@ def _prompt_and_answer(fields: Fields, reader: TurnReader) -> tuple[list[Turn], 
         if turns and turns[-1].role == "assistant":
             return _last_answer(turns)
         if key is None:
-            raise DataError(f"{place}: {listed} ends without an answer of the assistant. Expected {UNPAIRED_SHAPES}.")
+            raise DataError(
+                f"{place}: {listed} ends without an answer of the assistant. Expected {UNPAIRED_SHAPES}."
+            )
         return turns, _answer(fields.take(key), f"{place}: {key}", reader)
     if key is None:
-        raise DataError(f"{place}: no answer; its keys are {fields.keys}. Expected {UNPAIRED_SHAPES}.")
-    answer = _answer(fields.take(key), f"{place}: {key}", reader, may_be_transcript=question is None)
+        raise DataError(
+            f"{place}: no answer; its keys are {fields.keys}. Expected {UNPAIRED_SHAPES}."
+        )
+    answer = _answer(
+        fields.take(key), f"{place}: {key}", reader, may_be_transcript=question is None
+    )
     if question is not None:
         return _question(question, fields, reader), answer
     return _last_answer(answer)
@@ -183,13 +233,24 @@ def _conversation(fields: Fields, reader: TurnReader) -> list[Turn]:
     if fields.peek("chat") is not None:
         return moss_chat(fields.take("chat"), f"{place}: chat", reader.keys.ignored)
     if fields.peek("plain_text") is not None:
-        return with_system(moss_text(fields.take("plain_text"), f"{place}: plain_text", reader.keys.ignored), fields.take("prefix"), place)
+        return with_system(
+            moss_text(fields.take("plain_text"), f"{place}: plain_text", reader.keys.ignored),
+            fields.take("prefix"),
+            place,
+        )
     answer = fields.first(ANSWERS)
     if question is None:
-        raise DataError(f"{place}: not a conversation; its keys are {fields.keys}. Expected {SHAPES}.")
+        raise DataError(
+            f"{place}: not a conversation; its keys are {fields.keys}. Expected {SHAPES}."
+        )
     if answer is None:
-        raise DataError(f"{place}: {question} without {', '.join(ANSWERS)}; its keys are {fields.keys}. Expected {SHAPES}.")
-    return [*_question(question, fields, reader), *_answer(fields.take(answer), f"{place}: {answer}", reader)]
+        raise DataError(
+            f"{place}: {question} without {', '.join(ANSWERS)}; its keys are {fields.keys}. Expected {SHAPES}."
+        )
+    return [
+        *_question(question, fields, reader),
+        *_answer(fields.take(answer), f"{place}: {answer}", reader),
+    ]
 
 
 def _prompt(fields: Fields, reader: TurnReader) -> list[Turn]:
@@ -197,7 +258,9 @@ def _prompt(fields: Fields, reader: TurnReader) -> list[Turn]:
     if listed is not None:
         return reader.turns(fields.take(listed), f"{fields.place}: {listed}")
     if question is None:
-        raise DataError(f"{fields.place}: no prompt; its keys are {fields.keys}. Expected {PAIR_SHAPES}.")
+        raise DataError(
+            f"{fields.place}: no prompt; its keys are {fields.keys}. Expected {PAIR_SHAPES}."
+        )
     return _question(question, fields, reader)
 
 
@@ -214,12 +277,21 @@ def _question(key: str, fields: Fields, reader: TurnReader) -> list[Turn]:
     context_key = fields.first([name for name in ("input", "context") if name != key])
     context = fields.take(context_key)
     context_text = "" if is_empty(context) else text_of(context, f"{place}: {context_key}")
-    return [*turns, Turn("user", text, context_text) if text.strip() else Turn("user", context_text)]
+    return [
+        *turns,
+        Turn("user", text, context_text) if text.strip() else Turn("user", context_text),
+    ]
 
 
-def _answer(given: Any, where: str, reader: TurnReader, may_be_transcript: bool = False) -> list[Turn]:
+def _answer(
+    given: Any, where: str, reader: TurnReader, may_be_transcript: bool = False
+) -> list[Turn]:
     """The turns of an answer, or of a whole dialogue that ends with one."""
-    transcript = transcript_of(text_of(given, where)) if may_be_transcript and isinstance(given, str) else None
+    transcript = (
+        transcript_of(text_of(given, where))
+        if may_be_transcript and isinstance(given, str)
+        else None
+    )
     if transcript is not None and not transcript.is_open:
         return transcript.turns
     if transcript is not None:
@@ -280,6 +352,10 @@ def _check_unicode(turns: list[Turn], tools: tuple[Object, ...], place: str) -> 
     try:
         json.dumps([calls, list(tools)], ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise DataError(f"{place}: a tool call or definition has a lone surrogate, which is not valid Unicode.") from None
+        raise DataError(
+            f"{place}: a tool call or definition has a lone surrogate, which is not valid Unicode."
+        ) from None
     except (TypeError, RecursionError, ValueError) as error:
-        raise DataError(f"{place}: a tool call or definition cannot be written as JSON: {error}.") from None
+        raise DataError(
+            f"{place}: a tool call or definition cannot be written as JSON: {error}."
+        ) from None

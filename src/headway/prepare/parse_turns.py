@@ -42,7 +42,10 @@ def transcript_of(text: str) -> Transcript | None:
         return None
     breaks = r"(?:^|\n\n)" if "\n\nAssistant:" in begun else r"(?:^|\n)"
     parts = re.split(rf"{breaks}(Human|Assistant):", begun)[1:]
-    turns = [Turn(SPOKEN[speaker], said.strip()) for speaker, said in zip(parts[::2], parts[1::2], strict=True)]
+    turns = [
+        Turn(SPOKEN[speaker], said.strip())
+        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
+    ]
     if all(turn.role == "user" for turn in turns):
         return None
     is_open = turns[-1].role == "assistant" and not turns[-1].content
@@ -52,21 +55,34 @@ def transcript_of(text: str) -> Transcript | None:
 def moss_text(given: Any, where: str, ignored: Collection[str] = ()) -> list[Turn]:
     """The turns of MOSS's plain text; `ignored` speakers are left out."""
     if not isinstance(given, str):
-        raise DataError(f"{where} is of type {type(given).__name__}; a text with [Human]: and [MOSS]: is expected.")
+        raise DataError(
+            f"{where} is of type {type(given).__name__}; a text with [Human]: and [MOSS]: is expected."
+        )
     marks = list(MOSS_MARK.finditer(given))
     if not marks or given[: marks[0].start()].strip():
-        raise DataError(f"{where} must begin with [Human]: or <|Human|>:, as MOSS writes conversations.")
+        raise DataError(
+            f"{where} must begin with [Human]: or <|Human|>:, as MOSS writes conversations."
+        )
     stops = [mark.start() for mark in marks[1:]] + [len(given)]
-    said = [(mark[1] or mark[2], given[mark.end() : stop]) for mark, stop in zip(marks, stops, strict=True)]
+    said = [
+        (mark[1] or mark[2], given[mark.end() : stop])
+        for mark, stop in zip(marks, stops, strict=True)
+    ]
     return [turn for speaker, text in said for turn in _moss_turn(speaker, text, where, ignored)]
 
 
 def moss_chat(given: Any, where: str, ignored: Collection[str] = ()) -> list[Turn]:
     """The turns of MOSS's `chat` object: turn_1, turn_2 and so on; `ignored` speakers are left out."""
-    if not isinstance(given, dict) or not all(isinstance(one, dict) for one in cast(dict[str, Any], given).values()):
-        raise DataError(f"{where} must be an object of turns, as in {{'turn_1': {{'Human': '...', 'MOSS': '...'}}}}.")
+    if not isinstance(given, dict) or not all(
+        isinstance(one, dict) for one in cast(dict[str, Any], given).values()
+    ):
+        raise DataError(
+            f"{where} must be an object of turns, as in {{'turn_1': {{'Human': '...', 'MOSS': '...'}}}}."
+        )
     turns: list[Turn] = []
-    for name, one in sorted(cast(dict[str, Any], given).items(), key=lambda item: _number(item[0], where)):
+    for name, one in sorted(
+        cast(dict[str, Any], given).items(), key=lambda item: _number(item[0], where)
+    ):
         turns += _moss_round(one, f"{where}.{name}", ignored)
     return turns
 
@@ -82,7 +98,9 @@ def _moss_round(one: Mapping[str, Any], where: str, ignored: Collection[str]) ->
     turns: list[Turn] = []
     for speaker, text in one.items():
         if not isinstance(text, str):
-            raise DataError(f"{where}.{speaker} is of type {type(text).__name__}; a text is expected.")
+            raise DataError(
+                f"{where}.{speaker} is of type {type(text).__name__}; a text is expected."
+            )
         mark = MOSS_MARK.match(text)
         turns += _moss_turn(speaker, text[mark.end() :] if mark else text, where, ignored)
     return turns
@@ -102,7 +120,9 @@ def _moss_turn(speaker: str, text: str, where: str, ignored: Collection[str]) ->
 
 SPEAKERS: dict[str, Role] = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "bot", "chatgpt", "model", "moss", "function_call"), "assistant"),
+    **dict.fromkeys(
+        ("assistant", "gpt", "bot", "chatgpt", "model", "moss", "function_call"), "assistant"
+    ),
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "observation", "function", "function_response", "ipython"), "tool"),
 }
@@ -135,7 +155,9 @@ class TurnReader:
         turns: list[Turn] = []
         for number, one in enumerate(cast(list[Any], listed)):
             if not isinstance(one, dict):
-                raise DataError(f"{where}[{number}] must be an object, as in {{'role': 'user', 'content': '...'}}.")
+                raise DataError(
+                    f"{where}[{number}] must be an object, as in {{'role': 'user', 'content': '...'}}."
+                )
             turns += self._turn(cast(dict[str, Any], one), f"{where}[{number}]")
         return turns
 
@@ -146,23 +168,43 @@ class TurnReader:
         if isinstance(given, list) and isinstance(cast(list[Any], given)[0], dict):
             return self.turns(given, where)
         turns: list[Turn] = []
-        for number, pair in enumerate(cast(list[Any], given) if isinstance(given, list) else [given]):
+        for number, pair in enumerate(
+            cast(list[Any], given) if isinstance(given, list) else [given]
+        ):
             if not isinstance(pair, list) or len(cast(list[Any], pair)) != 2:
                 raise DataError(f"{where}[{number}] must be [question, answer].")
             question, answer = cast(list[Any], pair)
-            turns += [make_turn("user", question, f"{where}[{number}]"), make_turn("assistant", answer, f"{where}[{number}]")]
+            turns += [
+                make_turn("user", question, f"{where}[{number}]"),
+                make_turn("assistant", answer, f"{where}[{number}]"),
+            ]
         return turns
 
     def _turn(self, one: Object, where: str) -> list[Turn]:
-        found = next((pair for pair in ROUNDS if one.get(pair[0]) is not None and one.get(pair[1]) is not None), None)
+        found = next(
+            (
+                pair
+                for pair in ROUNDS
+                if one.get(pair[0]) is not None and one.get(pair[1]) is not None
+            ),
+            None,
+        )
         if found is not None and "role" not in one and "from" not in one:
-            pair = [make_turn("user", one[found[0]], f"{where}.{found[0]}"), make_turn("assistant", one[found[1]], f"{where}.{found[1]}")]
+            pair = [
+                make_turn("user", one[found[0]], f"{where}.{found[0]}"),
+                make_turn("assistant", one[found[1]], f"{where}.{found[1]}"),
+            ]
             self._check_unread(one, {*found, "system"}, where)
             return with_system(pair, one.get("system"), where)
         speaker_key, content_key = ("from", "value") if "from" in one else ("role", "content")
-        speaker_key, content_key = self.keys.turn_key("role") or speaker_key, self.keys.turn_key("content") or content_key
+        speaker_key, content_key = (
+            self.keys.turn_key("role") or speaker_key,
+            self.keys.turn_key("content") or content_key,
+        )
         if speaker_key not in one:
-            raise DataError(f"{where} has no speaker ('role' or 'from'); its keys are {_keys(one)}.")
+            raise DataError(
+                f"{where} has no speaker ('role' or 'from'); its keys are {_keys(one)}."
+            )
         speaker = str(one[speaker_key]).lower()
         if speaker not in self._speakers:
             raise DataError(
@@ -181,7 +223,9 @@ class TurnReader:
             text = "" if calls else text
         if calls and role != "assistant":
             raise DataError(f"{where}: a {role} turn calls tools; only the assistant's turns do.")
-        self._check_unread(one, {speaker_key, content_key, "tool_calls", "function_call", *WEIGHTS}, where)
+        self._check_unread(
+            one, {speaker_key, content_key, "tool_calls", "function_call", *WEIGHTS}, where
+        )
         if is_empty(one.get("tool_calls")) or is_empty(one.get("function_call")):
             return [Turn(role, text, calls=calls, learn=_carries_loss(one, role, where))]
         raise DataError(f"{where} has both tool_calls and function_call; keep one.")
@@ -192,9 +236,13 @@ class TurnReader:
             if key in read or key in self.keys.ignored or is_empty(value) or value in texts:
                 continue
             if key in THOUGHTS:
-                raise DataError(f"{where}: {key} is not a field of a turn; write it into the content, as in <think>...</think>.")
+                raise DataError(
+                    f"{where}: {key} is not a field of a turn; write it into the content, as in <think>...</think>."
+                )
             if key in TURN_CONTENT:
-                raise DataError(f"{where}: {key} carries content that is not read; ignore it with --keys {key}=.")
+                raise DataError(
+                    f"{where}: {key} carries content that is not read; ignore it with --keys {key}=."
+                )
             self.unread[f"{where.rpartition(': ')[2].partition('[')[0]}[].{key}"] = None
 
 
@@ -205,7 +253,9 @@ def _carries_loss(one: Object, role: Role, where: str) -> bool:
     if one[key] not in (0, 1):
         raise DataError(f"{where}: {key} is {one[key]!r}; it must be 0 or 1.")
     if one[key] == 1 and role != "assistant":
-        raise DataError(f"{where}: {key} is 1 for a {role} turn; only the assistant's turns carry loss.")
+        raise DataError(
+            f"{where}: {key} is 1 for a {role} turn; only the assistant's turns carry loss."
+        )
     return role != "assistant" or one[key] == 1
 
 
@@ -215,12 +265,19 @@ def _calls(given: Any, where: str) -> tuple[Call, ...]:
         return ()
     calls: list[Call] = []
     for one in cast(list[Any], found) if isinstance(found, list) else [found]:
-        function: Any = cast(dict[str, Any], one).get("function", one) if isinstance(one, dict) else None
+        function: Any = (
+            cast(dict[str, Any], one).get("function", one) if isinstance(one, dict) else None
+        )
         if not isinstance(function, dict) or "name" not in function:
             raise DataError(f"{where}: each of tool_calls must name a function.")
         named = cast(dict[str, Any], function)
         arguments = named.get("arguments", named.get("parameters", {}))
-        calls.append(Call(str(named["name"]), parse_json(arguments) if isinstance(arguments, str) else arguments))
+        calls.append(
+            Call(
+                str(named["name"]),
+                parse_json(arguments) if isinstance(arguments, str) else arguments,
+            )
+        )
     return tuple(calls)
 
 
@@ -228,7 +285,10 @@ def _calls_in(text: str) -> tuple[Call, ...]:
     """The calls in a function_call turn written as JSON; none if it is written otherwise (then it stays text)."""
     found = parse_json(text)
     listed = cast(list[Any], found) if isinstance(found, list) else [found]
-    if not listed or not all(isinstance(one, dict) and isinstance(cast(dict[str, Any], one).get("name"), str) for one in listed):
+    if not listed or not all(
+        isinstance(one, dict) and isinstance(cast(dict[str, Any], one).get("name"), str)
+        for one in listed
+    ):
         return ()
     return _calls(listed, "")
 
@@ -260,7 +320,9 @@ def with_system(turns: list[Turn], system: Any, place: str) -> list[Turn]:
     if turns and turns[0].role == "system":
         if turns[0].content.strip() == text.strip():
             return turns
-        raise DataError(f"{place}: two system prompts, one under 'system' and one as the first turn.")
+        raise DataError(
+            f"{place}: two system prompts, one under 'system' and one as the first turn."
+        )
     return [Turn("system", text), *turns]
 
 
@@ -274,10 +336,20 @@ def text_of(content: Any, where: str) -> str:
     if isinstance(content, list):
         parts: list[str] = []
         for part in cast(list[Any], content):
-            kind = cast(dict[str, Any], part).get("type", "text") if isinstance(part, dict) else type(part).__name__
-            text = cast(dict[str, Any], part).get("text", cast(dict[str, Any], part).get("value")) if isinstance(part, dict) else part
+            kind = (
+                cast(dict[str, Any], part).get("type", "text")
+                if isinstance(part, dict)
+                else type(part).__name__
+            )
+            text = (
+                cast(dict[str, Any], part).get("text", cast(dict[str, Any], part).get("value"))
+                if isinstance(part, dict)
+                else part
+            )
             if kind not in ("text", "str") or not isinstance(text, str):
-                raise DataError(f"{where}: a part of type {kind!r}; chat data holds text only. Media need kind: multimodal.")
+                raise DataError(
+                    f"{where}: a part of type {kind!r}; chat data holds text only. Media need kind: multimodal."
+                )
             parts.append(text)
         content = "".join(parts)
     if not isinstance(content, str):
@@ -286,7 +358,9 @@ def text_of(content: Any, where: str) -> str:
         try:
             content.encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"{where} has a lone surrogate at character {error.start}, which is not valid Unicode.") from None
+            raise DataError(
+                f"{where} has a lone surrogate at character {error.start}, which is not valid Unicode."
+            ) from None
     return content
 
 

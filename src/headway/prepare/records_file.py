@@ -24,7 +24,9 @@ FOLDER = "records"
 BUFFER_BYTES = 1 << 20
 
 
-def write_records(records: Iterable[Mapping[str, Any]], cache_dir: Path | None = None, *, name: str = "data") -> Path:
+def write_records(
+    records: Iterable[Mapping[str, Any]], cache_dir: Path | None = None, *, name: str = "data"
+) -> Path:
     """Write records to a file in the cache, one line of JSON each; errors call them `name`. An iterator is consumed."""
     folder = (cache_dir or default_cache_dir()) / FOLDER
     with writing(folder, error=DataError):
@@ -42,7 +44,9 @@ def write_records(records: Iterable[Mapping[str, Any]], cache_dir: Path | None =
                 with writing(partial, error=DataError):
                     file.write(line)
             if number < 0:
-                raise DataError(f"{name}: there are no records. Give at least one; an iterator can be read only once.")
+                raise DataError(
+                    f"{name}: there are no records. Give at least one; an iterator can be read only once."
+                )
             with writing(partial, error=DataError):
                 file.flush()
                 os.fsync(file.fileno())
@@ -57,11 +61,15 @@ def write_records(records: Iterable[Mapping[str, Any]], cache_dir: Path | None =
 def _iterate(records: Iterable[Any], name: str) -> Iterable[Any]:
     if isinstance(records, Mapping):
         keys = ", ".join(map(str, list(records)[:5]))
-        raise DataError(f"{name} is a mapping with the keys {keys}; give a list of records, or one split of a dataset.")
+        raise DataError(
+            f"{name} is a mapping with the keys {keys}; give a list of records, or one split of a dataset."
+        )
     try:
         return iter(records)
     except TypeError:
-        raise DataError(f"{name} is a {type(records).__name__}; give a path, a list of dicts, a dataset or an iterator of dicts.") from None
+        raise DataError(
+            f"{name} is a {type(records).__name__}; give a path, a list of dicts, a dataset or an iterator of dicts."
+        ) from None
 
 
 def _line(record: Any, place: str) -> bytes:
@@ -69,9 +77,13 @@ def _line(record: Any, place: str) -> bytes:
         hint = 'Write {"text": ...} for a text.' if isinstance(record, str) else "Give dicts."
         raise DataError(f"{place} is a {type(record).__name__}; a record is a dict. {hint}")
     try:
-        return json.dumps(record, ensure_ascii=False, default=_plain, allow_nan=False).encode() + b"\n"
+        return (
+            json.dumps(record, ensure_ascii=False, default=_plain, allow_nan=False).encode() + b"\n"
+        )
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{place}: cannot be written as JSON: {error}. Leave that key out, or convert it to text or numbers.") from None
+        raise DataError(
+            f"{place}: cannot be written as JSON: {error}. Leave that key out, or convert it to text or numbers."
+        ) from None
 
 
 def _plain(value: Any) -> Any:

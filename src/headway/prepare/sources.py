@@ -43,7 +43,15 @@ def prepare_sources(
         check_rows_of_pairs(config)
     if unpaired:
         check_rows_of_records(config)
-    find = partial(prepare_source, config=config, tokenizer=tokenizer, media=media, workers=workers, unpaired=unpaired, say=say)
+    find = partial(
+        prepare_source,
+        config=config,
+        tokenizer=tokenizer,
+        media=media,
+        workers=workers,
+        unpaired=unpaired,
+        say=say,
+    )
     return SourceStores.of(config, find)
 
 
@@ -66,37 +74,61 @@ def prepare_source(
         path = str(read_own_format(path, one.format, config.cache_dir))
     kind = "raw" if one.format is not None else format_of(path)
     if kind == "raw":
-        known = with_kind(one, path, None if tokenizer is None else load_tokenizer(tokenizer), unpaired=unpaired)
+        known = with_kind(
+            one, path, None if tokenizer is None else load_tokenizer(tokenizer), unpaired=unpaired
+        )
         options = replace(_options(path, known, config, unpaired), workers=workers)
         store = _tokenized(path, config, tokenizer, options)
         if known.kind != "text":
             say(f"{one.path}: {describe_cached(store, known, options.max_length)}")
         return SourceStore(one, store, name=one.path)
     if one.raw_settings:
-        raise ConfigError(f"data: {path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it.")
+        raise ConfigError(
+            f"data: {path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it."
+        )
     return SourceStore(one, Path(path))
 
 
-def _tokenized(path: str, config: DataConfig, tokenizer: Path | None, options: BuildOptions) -> Path:
+def _tokenized(
+    path: str, config: DataConfig, tokenizer: Path | None, options: BuildOptions
+) -> Path:
     if tokenizer is None:
-        raise ConfigError(f"data: {path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store.")
+        raise ConfigError(
+            f"data: {path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store."
+        )
     return cached_store([path], tokenizer, config.cache_dir, options)
 
 
 def _options(path: str, one: SourceConfig, config: DataConfig, unpaired: bool) -> BuildOptions:
     """How a source is tokenized; its kind is known."""
     if one.kind == "multimodal":
-        raise ConfigError(f"data: {path} has kind multimodal, and the recipe has no `multimodal` section. Set it, or another kind.")
+        raise ConfigError(
+            f"data: {path} has kind multimodal, and the recipe has no `multimodal` section. Set it, or another kind."
+        )
     if one.kind == "captions":
-        raise ConfigError(f"data: {path} has kind captions, which objective contrastive reads (model.aligner). Set another kind.")
+        raise ConfigError(
+            f"data: {path} has kind captions, which objective contrastive reads (model.aligner). Set another kind."
+        )
     assert one.kind != "auto", "the kind of raw data is known before it is tokenized"
-    options = BuildOptions(one.kind, text_key=one.text_key, text_template=one.template, split=one.split)
+    options = BuildOptions(
+        one.kind, text_key=one.text_key, text_template=one.template, split=one.split
+    )
     if one.kind != "text":
-        options = BuildOptions(one.kind, chat_template=one.chat_template, drop_bad=one.drop_bad, keys=KeyMap.of(one.keys))
+        options = BuildOptions(
+            one.kind,
+            chat_template=one.chat_template,
+            drop_bad=one.drop_bad,
+            keys=KeyMap.of(one.keys),
+        )
     if one.kind == "chat" and config.packing in ("best_fit", "pad"):
         # A conversation truncated to a row keeps its beginning; the rest would be answers to questions that are not there.
         options = replace(options, max_length=config.seq_len)
     if one.kind in ("preference", "unpaired"):
         # a row holds both answers of a pair, unless each is learned by itself
-        options = replace(options, max_length=config.seq_len if unpaired or one.kind == "unpaired" else config.seq_len // 2)
+        options = replace(
+            options,
+            max_length=config.seq_len
+            if unpaired or one.kind == "unpaired"
+            else config.seq_len // 2,
+        )
     return options

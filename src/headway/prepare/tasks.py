@@ -91,22 +91,38 @@ def encoder_fields(encoder: ChatEncoder | PairEncoder | UnpairedEncoder) -> dict
 
 
 def encode_on(
-    files: Sequence[Path], settings: EncodeSettings, placement: Placement, writer: StoreWriter, clean: CleanRules | None
+    files: Sequence[Path],
+    settings: EncodeSettings,
+    placement: Placement,
+    writer: StoreWriter,
+    clean: CleanRules | None,
 ) -> tuple[Counter[str], CleanReport | None]:
     """Fill a store with the documents of some files; returns the counts, and what cleaning dropped."""
     with work_folder(writer.folder, placement) as work:
         report = None
         if clean is not None:
-            cleaned = clean_parts(work, files, CleanTask(clean, Reading(**settings.reading), only_text=True), placement.task_bytes)
-            report, results = cleaned.report, _encode_lines(work, cleaned.results, cleaned.verdict.by_task(), settings)
+            cleaned = clean_parts(
+                work,
+                files,
+                CleanTask(clean, Reading(**settings.reading), only_text=True),
+                placement.task_bytes,
+            )
+            report, results = (
+                cleaned.report,
+                _encode_lines(work, cleaned.results, cleaned.verdict.by_task(), settings),
+            )
         else:
             results = _encode_files(work, files, settings, placement.task_bytes)
         return _append(results, writer), report
 
 
-def _encode_files(work: WorkFolder, files: Sequence[Path], settings: EncodeSettings, task_bytes: int) -> list[dict[str, Any]]:
+def _encode_files(
+    work: WorkFolder, files: Sequence[Path], settings: EncodeSettings, task_bytes: int
+) -> list[dict[str, Any]]:
     # Which records are for validation depends on their number in the file, which a range does not know.
-    cut = cut_files(files, Reading(**settings.reading).split, task_bytes, whole_files=settings.split is not None)
+    cut = cut_files(
+        files, Reading(**settings.reading).split, task_bytes, whole_files=settings.split is not None
+    )
     everything = [part for parts in cut for part in parts]
     tasks = [
         WorkTask.make(
@@ -121,7 +137,10 @@ def _encode_files(work: WorkFolder, files: Sequence[Path], settings: EncodeSetti
 
 
 def _encode_lines(
-    work: WorkFolder, cleaned: Sequence[Mapping[str, Any]], kept: Iterator[Any], settings: EncodeSettings
+    work: WorkFolder,
+    cleaned: Sequence[Mapping[str, Any]],
+    kept: Iterator[Any],
+    settings: EncodeSettings,
 ) -> list[dict[str, Any]]:
     tasks: list[WorkTask] = []
     for number, (result, rows) in enumerate(zip(cleaned, kept, strict=True)):
@@ -129,17 +148,30 @@ def _encode_lines(
         name = f"kept-{number:06d}-{hashlib.sha256(content).hexdigest()[:16]}.bin"
         if not (work.path / name).is_file():
             write_sealed(work.path / name, content, durable=False)
-        given = {"settings": asdict(settings), "cleaned": Path(result["folder"]).name, "kept": name, "rows": len(rows)}
+        given = {
+            "settings": asdict(settings),
+            "cleaned": Path(result["folder"]).name,
+            "kept": name,
+            "rows": len(rows),
+        }
         tasks.append(WorkTask.make("encode", number, encode_lines, given, result["kept_bytes"]))
     return work.run("tokenize", tasks)
 
 
-def split_on(files: Sequence[Path], fraction: float, seed: int, out: Path, placement: Placement) -> list[Split]:
+def split_on(
+    files: Sequence[Path], fraction: float, seed: int, out: Path, placement: Placement
+) -> list[Split]:
     """`Split.sides` with the records read by tasks."""
     cut = cut_files(files, "file", placement.task_bytes, whole_files=True)
     with work_folder(out / "split", placement) as work:
         tasks = [
-            WorkTask.make("split", number, hash_part, {"seed": seed, "parts": as_arguments(parts)}, sum(part.size for part in parts))
+            WorkTask.make(
+                "split",
+                number,
+                hash_part,
+                {"seed": seed, "parts": as_arguments(parts)},
+                sum(part.size for part in parts),
+            )
             for number, parts in enumerate(cut)
         ]
         found = [np.load(Path(result["folder"]) / HASHES) for result in work.run("split", tasks)]
@@ -163,8 +195,15 @@ def encode_part(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict[
 
     def encode(parts: Sequence[InputPart]) -> dict[str, Any]:
         counts: list[PartCount] = []
-        read = _texts(parts, settings, tokenizer, counts) if settings.kind == "text" else _records(parts, settings, counts)
-        return {**_write(read, encoder, folder), "counts": [[count.documents, count.lines] for count in counts]}
+        read = (
+            _texts(parts, settings, tokenizer, counts)
+            if settings.kind == "text"
+            else _records(parts, settings, counts)
+        )
+        return {
+            **_write(read, encoder, folder),
+            "counts": [[count.documents, count.lines] for count in counts],
+        }
 
     return with_lines(parts_of(arguments), encode)
 
@@ -174,11 +213,19 @@ def encode_lines(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict
     encoder, tokenizer = _encoder(json.dumps(arguments["settings"]))
     content = read_sealed(work / arguments["kept"])
     if content is None:
-        raise DataError(f"{work / arguments['kept']}: is missing; the work folder was changed. Remove it and run this again.")
+        raise DataError(
+            f"{work / arguments['kept']}: is missing; the work folder was changed. Remove it and run this again."
+        )
     kept = np.unpackbits(np.frombuffer(content, np.uint8), count=arguments["rows"]).view(np.bool_)
-    lines = (line for block in lines_of(work / "done" / arguments["cleaned"], kept) for line in block.splitlines())
+    lines = (
+        line
+        for block in lines_of(work / "done" / arguments["cleaned"], kept)
+        for line in block.splitlines()
+    )
     texts = (json.loads(line)["text"] for line in lines)
-    pieces = ((piece, len(piece.text)) for text in texts for piece in tokenizer.pieces(iter([text])))
+    pieces = (
+        (piece, len(piece.text)) for text in texts for piece in tokenizer.pieces(iter([text]))
+    )
     return _write(lambda files: pieces, encoder, folder)
 
 
@@ -188,19 +235,37 @@ def _encoder(settings: str) -> tuple[Encoder, Tokenizer]:
     given = EncodeSettings(**json.loads(settings))
     tokenizer = load_tokenizer(given.tokenizer)
     if tokenizer.fingerprint != given.fingerprint:
-        raise LaunchError(f"{socket.gethostname()}: the tokenizer {given.tokenizer} is not the one the driver has. Share one folder.")
+        raise LaunchError(
+            f"{socket.gethostname()}: the tokenizer {given.tokenizer} is not the one the driver has. Share one folder."
+        )
     if given.kind == "text":
         return TextEncoder(Path(given.tokenizer), given.bos_id, given.eos_id, False), tokenizer
-    fields = {**given.encoder, "keys": KeyMap(tuple((name, key) for name, key in given.encoder["keys"]))}
-    return RecordEncoder(Path(given.tokenizer), given.template, RECORD_ENCODERS[given.kind](**fields), given.drop_bad, False), tokenizer
+    fields = {
+        **given.encoder,
+        "keys": KeyMap(tuple((name, key) for name, key in given.encoder["keys"])),
+    }
+    return RecordEncoder(
+        Path(given.tokenizer),
+        given.template,
+        RECORD_ENCODERS[given.kind](**fields),
+        given.drop_bad,
+        False,
+    ), tokenizer
 
 
 Read = Callable[[Sequence[Path]], Iterator[tuple[Any, int]]]
 
 
-def _texts(parts: Sequence[InputPart], settings: EncodeSettings, tokenizer: Tokenizer, counts: list[PartCount]) -> Read:
+def _texts(
+    parts: Sequence[InputPart],
+    settings: EncodeSettings,
+    tokenizer: Tokenizer,
+    counts: list[PartCount],
+) -> Read:
     found = read_parts(parts, block_reader(Reading(**settings.reading)), counts)
-    return lambda files: ((piece, len(piece.text)) for _, (_, blocks) in found for piece in tokenizer.pieces(blocks))
+    return lambda files: (
+        (piece, len(piece.text)) for _, (_, blocks) in found for piece in tokenizer.pieces(blocks)
+    )
 
 
 def _records(parts: Sequence[InputPart], settings: EncodeSettings, counts: list[PartCount]) -> Read:
@@ -244,13 +309,19 @@ def _write(read: Read, encoder: Encoder, folder: Path) -> dict[str, Any]:
 
 def _append(results: Sequence[Mapping[str, Any]], writer: StoreWriter) -> Counter[str]:
     """Add the documents of all tasks to the store, from where a killed driver stopped."""
-    key = hashlib.sha256(json.dumps([Path(result["folder"]).name for result in results]).encode()).hexdigest()
+    key = hashlib.sha256(
+        json.dumps([Path(result["folder"]).name for result in results]).encode()
+    ).hexdigest()
     note = dict(writer.note) or {"key": key, "part": 0}
     if note["key"] != key:
-        raise DataError(f"{writer.folder}: holds an unfinished store made from other files or with other options. Remove the folder first.")
+        raise DataError(
+            f"{writer.folder}: holds an unfinished store made from other files or with other options. Remove the folder first."
+        )
     committed = time.monotonic()
     counts = Counter[str]()
-    with progress("write", total=sum(result["tokens"] for result in results), unit="tokens") as advance:
+    with progress(
+        "write", total=sum(result["tokens"] for result in results), unit="tokens"
+    ) as advance:
         for number, result in enumerate(results):
             counts.update(result["totals"])
             if number >= note["part"]:
@@ -289,7 +360,9 @@ def _append_part(folder: Path, masked: bool, writer: StoreWriter) -> None:
 def _exactly(file: BinaryIO, size: int, folder: Path) -> bytes:
     content = file.read(size)
     if len(content) != size:
-        raise DataError(f"{folder}: is cut short. Remove this folder and run the command again; it continues.")
+        raise DataError(
+            f"{folder}: is cut short. Remove this folder and run the command again; it continues."
+        )
     return content
 
 

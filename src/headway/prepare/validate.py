@@ -31,7 +31,14 @@ from headway.text.formats.json import parse_object
 from headway.text.raw import RawFile, decode
 from headway.text.read import Document, expand, read_documents, read_records
 from headway.text.record_keys import KeyMap
-from headway.tokenizer.chat import ChatTemplate, Segment, Turn, default_template, encode_segments, find_template
+from headway.tokenizer.chat import (
+    ChatTemplate,
+    Segment,
+    Turn,
+    default_template,
+    encode_segments,
+    find_template,
+)
 from headway.tokenizer.chat_template import BUILT_IN
 from headway.tokenizer.load import Tokenizer
 
@@ -121,7 +128,9 @@ def validate(paths: Sequence[Path | str], options: ValidateOptions) -> Validatio
     report = ValidationReport(options.kind, "characters" if options.tokenizer is None else "tokens")
     measure = _measure(options)
     files = expand(list(paths))
-    with progress("validate", total=sum(file.stat().st_size for file in files), unit="bytes") as advance:
+    with progress(
+        "validate", total=sum(file.stat().st_size for file in files), unit="bytes"
+    ) as advance:
         for file in files:
             report.files += 1
             parsed = _parsed(file, options)
@@ -173,7 +182,11 @@ def _entries(file: Path, kind: DataKind) -> Iterator[Record | Document | BadReco
         yield from read_lines(raw)
         return
     try:
-        yield from read_documents([file]) if format_name == "txt" and kind == "text" else read_records([file])
+        yield from (
+            read_documents([file])
+            if format_name == "txt" and kind == "text"
+            else read_records([file])
+        )
     except DataError as error:
         yield ended_at(str(file), error)
 
@@ -187,7 +200,11 @@ def read_lines(raw: RawFile) -> Iterator[Record | BadRecord]:
                 if not line.strip():
                     continue
                 try:
-                    yield Record(parse_object(decode(line, raw.name, number), raw.name, number), raw.name, number)
+                    yield Record(
+                        parse_object(decode(line, raw.name, number), raw.name, number),
+                        raw.name,
+                        number,
+                    )
                 except DataError as error:
                     yield BadRecord(raw.name, number, _without(str(error), f"{raw.name}:{number}"))
     except DataError as error:
@@ -205,7 +222,12 @@ def ended_at(file: str, error: DataError) -> BadRecord:
 
 
 def _bad(one: Record | Document, error: DataError) -> BadRecord:
-    return BadRecord(one.source, one.line, _without(str(error), one.place), one.number if isinstance(one, Record) else None)
+    return BadRecord(
+        one.source,
+        one.line,
+        _without(str(error), one.place),
+        one.number if isinstance(one, Record) else None,
+    )
 
 
 def _without(message: str, place: str) -> str:
@@ -218,23 +240,31 @@ def _measure(options: ValidateOptions) -> Callable[[list[ParsedRecord]], Iterato
     if options.kind == "text" or (tokenizer is None and options.template is None):
         if tokenizer is None:
             return lambda batch: (_characters(one.content) for one in batch)
-        return lambda batch: (len(ids) for ids in tokenizer.encode_batch([str(one.content) for one in batch]))
+        return lambda batch: (
+            len(ids) for ids in tokenizer.encode_batch([str(one.content) for one in batch])
+        )
     if tokenizer is not None:
         template = find_template(options.template or default_template(tokenizer), tokenizer)
         return lambda batch: _rendered(batch, template, tokenizer)
     if options.template not in BUILT_IN:
-        raise ConfigError(f"--template {options.template} needs a tokenizer with its special tokens. Give --tokenizer.")
+        raise ConfigError(
+            f"--template {options.template} needs a tokenizer with its special tokens. Give --tokenizer."
+        )
     return lambda batch: _written(batch, BUILT_IN[str(options.template)])
 
 
-def _rendered(batch: list[ParsedRecord], template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[int | BadRecord]:
+def _rendered(
+    batch: list[ParsedRecord], template: ChatTemplate, tokenizer: Tokenizer
+) -> Iterator[int | BadRecord]:
     for one in batch:
         try:
             found = encode_segments(_segments(one.content, template), template.name, tokenizer)
             for rendered in found:
                 if isinstance(rendered, DataError):
                     raise rendered
-            yield max(len(rendered.ids) for rendered in found if not isinstance(rendered, DataError))
+            yield max(
+                len(rendered.ids) for rendered in found if not isinstance(rendered, DataError)
+            )
         except DataError as error:
             yield _bad(one.place, error)
 
@@ -265,7 +295,9 @@ def _characters(content: str | RecordContent) -> int:
         return _num_characters(content.turns)
     if isinstance(content, LabelledAnswer):
         return _num_characters((*content.prompt, *content.answer))
-    return _num_characters(content.prompt) + max(_num_characters(content.chosen), _num_characters(content.rejected))
+    return _num_characters(content.prompt) + max(
+        _num_characters(content.chosen), _num_characters(content.rejected)
+    )
 
 
 def _num_characters(turns: Sequence[Turn]) -> int:

@@ -76,13 +76,18 @@ class _Parsed:
     problems: tuple[str, ...]
 
 
-def validate_media(paths: Sequence[Path | str], options: ValidateMediaOptions = ValidateMediaOptions()) -> MediaReport:
+def validate_media(
+    paths: Sequence[Path | str], options: ValidateMediaOptions = ValidateMediaOptions()
+) -> MediaReport:
     """Read and decode everything. Bad records are in the report and raise nothing."""
     report = MediaReport()
     check = _Checker(options)
     files = source_files(list(paths))
     threads = min(MOST_THREADS, usable_cores())
-    with progress("validate", total=len(files), unit="files") as advance, ThreadPoolExecutor(threads) as pool:
+    with (
+        progress("validate", total=len(files), unit="files") as advance,
+        ThreadPoolExecutor(threads) as pool,
+    ):
         for file in files:
             report.files += 1
             entries = _entries(file, options)
@@ -119,19 +124,32 @@ class _Checker:
             parsed = self._parse(entry)
         except DataError as error:
             return [str(error).removeprefix(f"{entry.place}: ")]
-        wrong = [*parsed.problems, *(found.removeprefix(f"{entry.place}: ") for ref in parsed.media if (found := self._decode(ref)))]
+        wrong = [
+            *parsed.problems,
+            *(
+                found.removeprefix(f"{entry.place}: ")
+                for ref in parsed.media
+                if (found := self._decode(ref))
+            ),
+        ]
         return wrong or parsed
 
     def _parse(self, record: Record) -> _Parsed:
         schema = self.options.schema
         has_rule = schema is not None and schema.records is not None
-        if schema is not None and not self.options.keys.names and (missing := schema.record_problems(record.data)):
+        if (
+            schema is not None
+            and not self.options.keys.names
+            and (missing := schema.record_problems(record.data))
+        ):
             return _Parsed((), False, (), tuple(missing))
         found = parse_media_record(record, self.options.media)
         if not found.is_conversation:
             caption_problems: tuple[str, ...] = ()
             if schema is not None and has_rule:
-                caption_problems = (f"a caption without a question and an answer, which {schema.name} needs.",)
+                caption_problems = (
+                    f"a caption without a question and an answer, which {schema.name} needs.",
+                )
             return _Parsed(found.media, True, (), caption_problems)
         conversation = parse_media(found, self.options.keys)
         problems: list[str] = []
@@ -171,7 +189,9 @@ def _count(report: MediaReport, entry: Record | BadRecord, found: _Parsed | list
         if isinstance(entry, BadRecord):
             report.bad.append(entry)
         else:
-            report.bad += [BadRecord(entry.source, entry.line, message, entry.number) for message in found]
+            report.bad += [
+                BadRecord(entry.source, entry.line, message, entry.number) for message in found
+            ]
         return
     report.good += 1
     report.captions += found.is_caption

@@ -110,22 +110,38 @@ def make_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[Unit
 
 def run_job(job: ChunkJob, writer: StoreWriter) -> Counter[str]:
     """Read, encode and write all chunks of this job, from where a killed attempt stopped; returns the counts."""
-    units = [Unit(0, tuple(job.files), sum(path.stat().st_size for path in job.files))] if job.in_one else make_units(job.files)
+    units = (
+        [Unit(0, tuple(job.files), sum(path.stat().st_size for path in job.files))]
+        if job.in_one
+        else make_units(job.files)
+    )
     key = _key(job)
     note = dict(writer.note) or {"key": key, "unit": 0, "chunk": 0, "counts": {}, "parts": []}
     if note["key"] != key:
-        raise DataError(f"{writer.folder}: holds an unfinished store made from other files or with other options. Remove the folder first.")
+        raise DataError(
+            f"{writer.folder}: holds an unfinished store made from other files or with other options. Remove the folder first."
+        )
     counts = Counter[str](note["counts"])
     parts: list[tuple[int, int, int]] = [(part[0], part[1], part[2]) for part in note["parts"]]
     committed = time.monotonic()
     with progress("tokenize", total=sum(unit.bytes for unit in units), unit="bytes") as advance:
         if note["unit"]:
             advance(sum(unit.bytes for unit in units[: note["unit"]]))
-        for chunk, encoded in _encoded(job, _chunks(job, units, note["unit"], note["chunk"], advance)):
-            writer.add_many(encoded.ids, encoded.lengths, encoded.mask, open_tokens=encoded.open_tokens, types=encoded.types)
+        for chunk, encoded in _encoded(
+            job, _chunks(job, units, note["unit"], note["chunk"], advance)
+        ):
+            writer.add_many(
+                encoded.ids,
+                encoded.lengths,
+                encoded.mask,
+                open_tokens=encoded.open_tokens,
+                types=encoded.types,
+            )
             counts.update(encoded.counts)
             if job.shard is not None:
-                before = parts.pop()[2] if parts and parts[-1][:2] == (chunk.unit, chunk.number) else 0
+                before = (
+                    parts.pop()[2] if parts and parts[-1][:2] == (chunk.unit, chunk.number) else 0
+                )
                 parts.append((chunk.unit, chunk.number, before + len(encoded.lengths)))
             if chunk.last and time.monotonic() - committed > COMMIT_SECONDS:
                 position = {"unit": chunk.unit, "chunk": chunk.number + 1}
@@ -137,10 +153,14 @@ def run_job(job: ChunkJob, writer: StoreWriter) -> Counter[str]:
 
 def _key(job: ChunkJob) -> str:
     files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in job.files]
-    return hashlib.sha256(repr((files, job.settings, job.shard, CHUNK_BYTES, UNIT_BYTES)).encode()).hexdigest()
+    return hashlib.sha256(
+        repr((files, job.settings, job.shard, CHUNK_BYTES, UNIT_BYTES)).encode()
+    ).hexdigest()
 
 
-def _chunks(job: ChunkJob, units: Sequence[Unit], first_unit: int, first_chunk: int, advance: Advance) -> Iterator[Chunk]:
+def _chunks(
+    job: ChunkJob, units: Sequence[Unit], first_unit: int, first_chunk: int, advance: Advance
+) -> Iterator[Chunk]:
     """The chunks this job has to encode, in order. Chunks done before are read and skipped."""
     by_unit = job.shard is not None and len(units) >= UNITS_PER_SHARD * job.shard[1]
     for unit in units[first_unit:]:
@@ -153,7 +173,11 @@ def _chunks(job: ChunkJob, units: Sequence[Unit], first_unit: int, first_chunk: 
             shown += share
             advance(share)
             done_before = unit.number == first_unit and chunk.number < first_chunk
-            of_other_shard = job.shard is not None and not by_unit and chunk.number % job.shard[1] != job.shard[0]
+            of_other_shard = (
+                job.shard is not None
+                and not by_unit
+                and chunk.number % job.shard[1] != job.shard[0]
+            )
             if not done_before and not of_other_shard:
                 yield chunk
         advance(unit.bytes - shown)
@@ -188,7 +212,9 @@ def _encoded(job: ChunkJob, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, En
     try:
         with worker_pool(job.workers, _begin_worker, (job.encoder,)) as pool:
             for chunk in chunks:
-                queued.append((replace(chunk, items=[]), pool.submit(_encode_in_worker, chunk.items)))
+                queued.append(
+                    (replace(chunk, items=[]), pool.submit(_encode_in_worker, chunk.items))
+                )
                 if len(queued) >= AHEAD * job.workers:
                     head, future = queued.popleft()
                     yield head, future.result()
@@ -196,7 +222,9 @@ def _encoded(job: ChunkJob, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, En
                 head, future = queued.popleft()
                 yield head, future.result()
     except BrokenProcessPool:
-        raise DataError("a worker process died, perhaps out of memory. Run this again with fewer --workers; it continues.") from None
+        raise DataError(
+            "a worker process died, perhaps out of memory. Run this again with fewer --workers; it continues."
+        ) from None
 
 
 _encoder: Encoder | None = None

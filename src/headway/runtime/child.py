@@ -20,7 +20,10 @@ LOOK_SECONDS = 0.5
 
 
 def run_command(
-    command: Sequence[str], environment: Mapping[str, str] | None = None, *, captures_errors: bool = False
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    captures_errors: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; raises Interrupted or Terminated if this process received a stop signal meanwhile."""
     children: list[subprocess.Popen[str]] = []
@@ -35,7 +38,11 @@ def run_command(
     if received:
         name = signal.Signals(received[0]).name
         message = f"{name}: stopped, after the process that worked for this one"
-        raise Interrupted(message) if received[0] == signal.SIGINT else Terminated(message, 128 + received[0])
+        raise (
+            Interrupted(message)
+            if received[0] == signal.SIGINT
+            else Terminated(message, 128 + received[0])
+        )
     return subprocess.CompletedProcess(list(command), child.returncode, out, errors)
 
 

@@ -29,7 +29,9 @@ RETRY_SECONDS = 1.0
 class Deferred:
     """The files of one run, or of one process that watches it. Any thread may call it; nothing it does raises an error of the disk."""
 
-    def __init__(self, limit_bytes: int = MAX_WAITING_BYTES, retry_seconds: float = RETRY_SECONDS) -> None:
+    def __init__(
+        self, limit_bytes: int = MAX_WAITING_BYTES, retry_seconds: float = RETRY_SECONDS
+    ) -> None:
         self.limit_bytes, self.retry_seconds = limit_bytes, retry_seconds
         self.report: Callable[[str], None] = lambda text: None
         """Called once when writing begins to fail."""
@@ -82,9 +84,14 @@ class Deferred:
             self._retry_at = time.monotonic() + self.retry_seconds
             lost, self.lost_lines = (self.lost_lines, 0) if recovered else (0, self.lost_lines)
         if began_to_fail:  # outside of the lock: the callee may write a line about it
-            self.report(f"{problem} Lines are kept in memory and written once the disk accepts them; training continues.")
+            self.report(
+                f"{problem} Lines are kept in memory and written once the disk accepts them; training continues."
+            )
         if recovered:
-            self.recovered("the disk can be written again; all pending lines were written" + (f" except {lost}" if lost else ""))
+            self.recovered(
+                "the disk can be written again; all pending lines were written"
+                + (f" except {lost}" if lost else "")
+            )
         return problem is None
 
     def _write_all(self) -> str | None:

@@ -34,12 +34,16 @@ def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
     import torch
 
     if device not in DEVICES:
-        raise ConfigError(f"device is {device!r}; it must be {', '.join(DEVICES[:-1])} or {DEVICES[-1]}.")
+        raise ConfigError(
+            f"device is {device!r}; it must be {', '.join(DEVICES[:-1])} or {DEVICES[-1]}."
+        )
     if device == "mps":
         return _on_apple_gpu(precision, local_rank)
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
-        raise ConfigError("device is 'cuda'; torch sees no CUDA device here. Use device=auto or device=cpu; `headway doctor` shows more.")
+        raise ConfigError(
+            "device is 'cuda'; torch sees no CUDA device here. Use device=auto or device=cpu; `headway doctor` shows more."
+        )
     if device == "auto" and not has_cuda and (chosen_gpus := os.environ.get(CHOSEN_GPUS)):
         raise LaunchError(
             f"gpus is {chosen_gpus!r}; torch {torch.__version__} finds no CUDA device. `headway doctor` shows why; "
@@ -56,15 +60,26 @@ def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
         if precision == "bf16":
             avoid_broken_amx()
     if precision == "bf16" and not bf16:
-        raise ConfigError(f"precision is 'bf16'; {name} has no bf16 arithmetic. Use precision=fp32.")
+        raise ConfigError(
+            f"precision is 'bf16'; {name} has no bf16 arithmetic. Use precision=fp32."
+        )
     if precision == "fp8" and (kind != "cuda" or torch.cuda.get_device_capability(gpu) < (8, 9)):
-        raise ConfigError(f"precision is 'fp8'; {name} has no fp8 matrix products (Ada, Hopper and newer GPUs have). Use precision=auto.")
+        raise ConfigError(
+            f"precision is 'fp8'; {name} has no fp8 matrix products (Ada, Hopper and newer GPUs have). Use precision=auto."
+        )
     chosen: Literal["fp32", "bf16", "fp16", "fp8"] = (
-        "bf16" if precision == "bf16" or (precision == "auto" and kind == "cuda" and bf16) else "fp32"
+        "bf16"
+        if precision == "bf16" or (precision == "auto" and kind == "cuda" and bf16)
+        else "fp32"
     )
     if precision in ("fp16", "fp8"):
         chosen = "fp16" if precision == "fp16" else "fp8"
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+    dtypes = {
+        "fp32": torch.float32,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp8": torch.bfloat16,
+    }
     return Compute(place, name, dtypes[chosen], chosen)
 
 
@@ -76,7 +91,10 @@ def gpu_of_rank(local_rank: int, num_visible: int, environment: Mapping[str, str
     """
     if local_rank < num_visible:
         return local_rank
-    launcher = next((one.program for one in LAUNCHERS if one.rank in environment and one.world in environment), None)
+    launcher = next(
+        (one.program for one in LAUNCHERS if one.rank in environment and one.world in environment),
+        None,
+    )
     if num_visible == 1 and launcher not in (None, "torchrun"):
         return 0
     raise LaunchError(
@@ -90,11 +108,15 @@ def _on_apple_gpu(precision: str, local_rank: int) -> Compute:
     import torch
 
     if not torch.backends.mps.is_available():
-        raise ConfigError("device is 'mps'; torch sees no Apple GPU here (macOS 14 or newer on Apple silicon has one). Use device=cpu.")
+        raise ConfigError(
+            "device is 'mps'; torch sees no Apple GPU here (macOS 14 or newer on Apple silicon has one). Use device=cpu."
+        )
     if precision not in ("auto", "fp32"):
         raise ConfigError(f"precision is {precision!r}; on mps it must be auto or fp32.")
     if local_rank > 0:
-        raise LaunchError("device is 'mps'; an Apple GPU takes one rank. Leave --nproc out, or use device=cpu.")
+        raise LaunchError(
+            "device is 'mps'; an Apple GPU takes one rank. Leave --nproc out, or use device=cpu."
+        )
     return Compute(torch.device("mps"), "mps", torch.float32, "fp32")
 
 
@@ -107,7 +129,9 @@ def backend_of(device: str) -> Literal["gloo", "nccl"]:
     """How the ranks of a recipe's `device` talk to each other."""
     import torch
 
-    return "nccl" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "gloo"
+    return (
+        "nccl" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "gloo"
+    )
 
 
 def set_arithmetic(*, tf32: bool, deterministic: bool) -> None:
@@ -120,7 +144,9 @@ def set_arithmetic(*, tf32: bool, deterministic: bool) -> None:
         # cuBLAS reads this when it starts, so it must be set before the first matrix product on the GPU
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:
-        torch.use_deterministic_algorithms(deterministic)  # loads the compiler, which takes seconds: not where it changes nothing
+        torch.use_deterministic_algorithms(
+            deterministic
+        )  # loads the compiler, which takes seconds: not where it changes nothing
 
 
 def avoid_broken_amx() -> None:

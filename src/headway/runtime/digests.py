@@ -25,7 +25,19 @@ from headway.runtime.storage import CHUNK_BYTES, parse_sealed_json, sealed_json,
 DIGESTS = "headway_digests.json"
 KIND = "headway-digests"
 VERSION = 1
-COVERED = (".bin", ".gguf", ".jinja", ".json", ".model", ".pt", ".pth", ".py", ".safetensors", ".tiktoken", ".tsv")
+COVERED = (
+    ".bin",
+    ".gguf",
+    ".jinja",
+    ".json",
+    ".model",
+    ".pt",
+    ".pth",
+    ".py",
+    ".safetensors",
+    ".tiktoken",
+    ".tsv",
+)
 """Endings of the files that a model, an adapter or a tokenizer is read from."""
 COVERED_NAMES = ("merges.txt", "vocab.txt", "Modelfile")
 WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
@@ -122,9 +134,13 @@ class _Hashing:
 
     def __enter__(self) -> _Hashing:
         if self.names:
-            self._pool = ThreadPoolExecutor(min(THREADS, len(self.names)), thread_name_prefix="headway-digests")
+            self._pool = ThreadPoolExecutor(
+                min(THREADS, len(self.names)), thread_name_prefix="headway-digests"
+            )
             for name in self.names:
-                self._problems[name] = self._pool.submit(self.digests.problem_of, name, self._is_over)
+                self._problems[name] = self._pool.submit(
+                    self.digests.problem_of, name, self._is_over
+                )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,7 +164,10 @@ def read_digests(folder: Path) -> FolderDigests | None:
         values = parse_sealed_json(read_bounded(path))
         if values["kind"] != KIND or values["version"] != VERSION:
             raise ValueError(f"kind {values['kind']!r}, version {values['version']!r}")
-        files = {str(name): FileDigest(int(file["bytes"]), str(file["sha256"])) for name, file in values["files"].items()}
+        files = {
+            str(name): FileDigest(int(file["bytes"]), str(file["sha256"]))
+            for name, file in values["files"].items()
+        }
         if any(Path(name).name != name for name in files):
             raise ValueError("it lists a file outside of the folder")
     except (FileNotFoundError, NotADirectoryError):
@@ -180,7 +199,11 @@ def record_digests(folder: Path, names: Iterable[str]) -> FolderDigests:
         known = read_digests(folder)
     except DataError:
         known = None  # damaged: what it said of other files is lost, and these files are as they were just written
-    files = {} if known is None else {name: file for name, file in known.files.items() if (folder / name).is_file()}
+    files = (
+        {}
+        if known is None
+        else {name: file for name, file in known.files.items() if (folder / name).is_file()}
+    )
     return _write(folder, files, sorted(name for name in names if (folder / name).is_file()))
 
 
@@ -200,7 +223,11 @@ def _write(folder: Path, known: Mapping[str, FileDigest], names: Iterable[str]) 
     listed = list(names)
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         files = {**known, **dict(zip(listed, pool.map(digest, listed), strict=True))}
-    values: dict[str, Any] = {"kind": KIND, "version": VERSION, "files": {name: asdict(files[name]) for name in sorted(files)}}
+    values: dict[str, Any] = {
+        "kind": KIND,
+        "version": VERSION,
+        "files": {name: asdict(files[name]) for name in sorted(files)},
+    }
     write_atomic(folder / DIGESTS, sealed_json(values))
     return FolderDigests(folder, files)
 

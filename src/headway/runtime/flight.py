@@ -16,13 +16,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 FILE = re.compile(r"flight-rank-(\d+)")
-SETTINGS = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DESYNC_DEBUG": "1"}
+SETTINGS = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_DESYNC_DEBUG": "1",
+}
 MAX_NAMED = 8
 
 
 def flight_recorder(run_dir: Path) -> dict[str, str]:
     """Variables that turn it on; its files can also be read with `python -m torch.distributed.flight_recorder.fr_trace`."""
-    return {**SETTINGS, "TORCH_FR_DUMP_TEMP_FILE": str((run_dir / "logs" / "flight-rank-").absolute())}
+    return {
+        **SETTINGS,
+        "TORCH_FR_DUMP_TEMP_FILE": str((run_dir / "logs" / "flight-rank-").absolute()),
+    }
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,11 @@ class Collective:
 
     def describe(self) -> str:
         """As one line of text."""
-        return f"{self.name} {self.number}" + (f" of {self.shape}" if self.shape else "") + (f" in {self.group}" if self.group else "")
+        return (
+            f"{self.name} {self.number}"
+            + (f" of {self.shape}" if self.shape else "")
+            + (f" in {self.group}" if self.group else "")
+        )
 
 
 class _PlainValues(pickle.Unpickler):
@@ -52,8 +63,22 @@ def read_flight(path: Path) -> list[Collective]:
     try:
         with open(path, "rb") as file:
             entries = _PlainValues(file).load()["entries"]
-        return [_collective(one) for one in sorted(entries, key=lambda one: one["record_id"]) if not one.get("is_p2p")]
-    except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError, MemoryError):
+        return [
+            _collective(one)
+            for one in sorted(entries, key=lambda one: one["record_id"])
+            if not one.get("is_p2p")
+        ]
+    except (
+        OSError,
+        pickle.UnpicklingError,
+        EOFError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        MemoryError,
+    ):
         return []
 
 
@@ -74,9 +99,17 @@ def explain_flight(logs: Path, since: float = 0.0) -> str:
     """Which ranks waited in which collective and which never joined it, from the dumps written after `since`; empty without dumps."""
     if not logs.is_dir():
         return ""
-    dumps = {int(match.group(1)): path for path in logs.iterdir() if (match := FILE.fullmatch(path.name)) and path.stat().st_mtime >= since}
+    dumps = {
+        int(match.group(1)): path
+        for path in logs.iterdir()
+        if (match := FILE.fullmatch(path.name)) and path.stat().st_mtime >= since
+    }
     seen = {rank: found for rank, path in sorted(dumps.items()) if (found := read_flight(path))}
-    waiting = {rank: next(one for one in found if not one.is_done) for rank, found in seen.items() if not all(one.is_done for one in found)}
+    waiting = {
+        rank: next(one for one in found if not one.is_done)
+        for rank, found in seen.items()
+        if not all(one.is_done for one in found)
+    }
     if not waiting:
         return ""
     first = min(waiting.values(), key=lambda one: one.number)
@@ -84,5 +117,8 @@ def explain_flight(logs: Path, since: float = 0.0) -> str:
     for rank, found in seen.items():
         last = max((one.number for one in found if one.group == first.group), default=None)
         if last is None or last < first.number:
-            lines.append(f"rank {rank} never came to {first.name} {first.number}" + (f", its last was {last}" if last is not None else ""))
+            lines.append(
+                f"rank {rank} never came to {first.name} {first.number}"
+                + (f", its last was {last}" if last is not None else "")
+            )
     return f"NCCL: {'; '.join(lines)}. (logs/flight-rank-*)"

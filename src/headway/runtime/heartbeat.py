@@ -35,7 +35,16 @@ log = logging.getLogger("headway")
 STANDARD_ERROR = 2
 STACK_SIGNAL = signal.SIGUSR2
 KEPT_COLLECTIVES = 64
-LOST = ("timed out", "timeout", "connection closed", "connection reset", "connection refused", "broken pipe", "gloo", "nccl")
+LOST = (
+    "timed out",
+    "timeout",
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "gloo",
+    "nccl",
+)
 """What torch says when another rank is gone or late."""
 
 
@@ -109,13 +118,24 @@ class Heartbeat:
         """What this rank can say about an exchange that failed."""
         what, since = self._current or ("an exchange", self.progress_at)
         where = f"(exchange {self.number}, {self.phase} after step {self.step})"
-        return CommunicationError(f"rank {self.rank} waited {time.time() - since:.0f} s in {what} {where}: {first_line(problem)}")
+        return CommunicationError(
+            f"rank {self.rank} waited {time.time() - since:.0f} s in {what} {where}: {first_line(problem)}"
+        )
 
     def snapshot(self) -> Beat:
         """What the file says now."""
         name, since = self._current or (None, None)
         return Beat(
-            self.rank, os.getpid(), socket.gethostname(), self.step, self.phase, self.progress_at, time.time(), name, self.number, since
+            self.rank,
+            os.getpid(),
+            socket.gethostname(),
+            self.step,
+            self.phase,
+            self.progress_at,
+            time.time(),
+            name,
+            self.number,
+            since,
         )
 
     def write_to(self, run_dir: Path) -> None:
@@ -140,7 +160,12 @@ class Heartbeat:
         except OSError as problem:
             log.warning("%s: %s; stacks will go to standard error", path, problem.strerror)
         # without a handler the signal would end the process
-        faulthandler.register(STACK_SIGNAL, self._stacks if self._stacks is not None else STANDARD_ERROR, all_threads=True, chain=False)
+        faulthandler.register(
+            STACK_SIGNAL,
+            self._stacks if self._stacks is not None else STANDARD_ERROR,
+            all_threads=True,
+            chain=False,
+        )
 
     def _work(self) -> None:
         while not self._over.wait(WRITE_SECONDS):
@@ -244,7 +269,11 @@ def suspects(beats: Sequence[Beat], now: float) -> str:
         return ""
     idle = [beat for beat in beats if beat.collective is None]
     fewest = min(beat.number for beat in beats)
-    behind = idle if idle and len(idle) < len(beats) else [beat for beat in beats if beat.number == fewest]
+    behind = (
+        idle
+        if idle and len(idle) < len(beats)
+        else [beat for beat in beats if beat.number == fewest]
+    )
     if len(behind) == len(beats):
         return ""
     return "The others wait for " + "; ".join(beat.describe(now) for beat in behind) + "."

@@ -24,7 +24,9 @@ def read_bounded(path: Path, largest: int = LARGEST_BYTES) -> bytes:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "is a device or a pipe; a file is expected", str(path))
         if found.st_size > largest:
-            raise OSError(errno.EFBIG, f"has {found.st_size} bytes; at most {largest} are expected", str(path))
+            raise OSError(
+                errno.EFBIG, f"has {found.st_size} bytes; at most {largest} are expected", str(path)
+            )
         return file.read(found.st_size + 1)
 
 

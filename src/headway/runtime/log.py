@@ -15,7 +15,12 @@ LOG_WAITING_BYTES = 4 << 20
 FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 FILE_ONLY, SCREEN_ONLY = {"place": "file"}, {"place": "screen"}
 """`extra` of a line that a terminal shows in another form, and of that form."""
-COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m", logging.DEBUG: "\x1b[2m"}
+COLOURS = {
+    logging.WARNING: "\x1b[33m",
+    logging.ERROR: "\x1b[31m",
+    logging.CRITICAL: "\x1b[31m",
+    logging.DEBUG: "\x1b[2m",
+}
 
 
 class ConsoleHandler(logging.Handler):
@@ -41,7 +46,12 @@ class ConsoleHandler(logging.Handler):
 class Logging:
     """Log handlers in place; `close` takes them out, closes the file and brings back what they replaced."""
 
-    def __init__(self, handlers: list[logging.Handler], replaced: list[logging.Handler], levels: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        handlers: list[logging.Handler],
+        replaced: list[logging.Handler],
+        levels: tuple[int, int],
+    ) -> None:
         self._handlers = handlers
         self._replaced = replaced
         self._levels = levels
@@ -60,11 +70,22 @@ class Logging:
     def __enter__(self) -> "Logging":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
-def start_logging(run_dir: Path | None = None, level: int | str | None = None, rank: int = 0, *, also: Path | None = None) -> Logging:
+def start_logging(
+    run_dir: Path | None = None,
+    level: int | str | None = None,
+    rank: int = 0,
+    *,
+    also: Path | None = None,
+) -> Logging:
     """Send log lines to standard error and to the run folder: rank 0 to train.log, others to logs/ and, from warnings up, to the console.
 
     `level` is that of headway's lines; None keeps the level set before. Existing console handlers are removed until the end.
@@ -73,7 +94,9 @@ def start_logging(run_dir: Path | None = None, level: int | str | None = None, r
     root, headway = logging.getLogger(), logging.getLogger("headway")
     levels = root.level, headway.level
     ours = (ConsoleHandler, _RunFile)
-    old: list[logging.Handler] = [one for one in root.handlers if type(one) is logging.StreamHandler or isinstance(one, ours)]
+    old: list[logging.Handler] = [
+        one for one in root.handlers if type(one) is logging.StreamHandler or isinstance(one, ours)
+    ]
     if level is not None:
         headway.setLevel(_level(level))
     elif headway.level == logging.NOTSET:
@@ -82,7 +105,9 @@ def start_logging(run_dir: Path | None = None, level: int | str | None = None, r
     for handler in old:
         root.removeHandler(handler)
     console = ConsoleHandler(logging.NOTSET if rank == 0 else logging.WARNING)
-    console.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    console.setFormatter(
+        logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
+    )
     handlers: list[logging.Handler] = [console]
     for folder in (run_dir, also):
         if folder is None:
@@ -109,7 +134,9 @@ class _RunFile(logging.Handler):
         """Append one record."""
         if getattr(record, "place", None) == "screen":
             return
-        self._writes.append(self._path, f"{self.format(record)}\n".encode(errors="backslashreplace"))
+        self._writes.append(
+            self._path, f"{self.format(record)}\n".encode(errors="backslashreplace")
+        )
 
     def close(self) -> None:
         """Try once more to write what waits."""

@@ -112,7 +112,9 @@ def _nvml_handle(index: int) -> Any:
     try:
         pynvml.nvmlInit()
         # By UUID, because CUDA_VISIBLE_DEVICES renumbers devices for torch but not for the driver.
-        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+        return pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        )
     except pynvml.NVMLError:
         return None
 
@@ -150,13 +152,21 @@ def _group_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for controller, base, names in (
         ("", root, ("memory.max", "memory.current", "inactive_file")),
-        ("memory", root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+        (
+            "memory",
+            root / "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
     ):
         inside = Path(paths.get(controller, "/").lstrip("/"))
         for group in (inside, *inside.parents):
             try:
-                limit, used = (int((base / group / name).read_text()) for name in names[:2])  # "max" is not a number
-                kinds = dict(line.split() for line in (base / group / "memory.stat").read_text().splitlines())
+                limit, used = (
+                    int((base / group / name).read_text()) for name in names[:2]
+                )  # "max" is not a number
+                kinds = dict(
+                    line.split() for line in (base / group / "memory.stat").read_text().splitlines()
+                )
             except (OSError, ValueError):
                 continue
             found.append((limit, used - int(kinds.get(names[2], 0))))
@@ -166,7 +176,9 @@ def _group_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
 def cpu_name() -> str:
     """The processor's model name, or its architecture where the system does not say."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
     except OSError:
         found = None
     return found.group(1).strip() if found else platform.processor() or platform.machine()
@@ -195,7 +207,11 @@ def describe() -> dict[str, Any]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         gpus.append(
-            {"name": properties.name, "memory_bytes": properties.total_memory, "capability": f"{properties.major}.{properties.minor}"}
+            {
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "capability": f"{properties.major}.{properties.minor}",
+            }
         )
     return {
         "python": platform.python_version(),
@@ -236,12 +252,28 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
     A repository of unknown origin may name programs in its config (a file-system monitor, hooks, filters): none of them runs.
     """
-    safe = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "-C", str(folder)]
+    safe = [
+        "git",
+        "--no-optional-locks",
+        "-c",
+        "core.fsmonitor=false",
+        "-c",
+        f"core.hooksPath={os.devnull}",
+        "-C",
+        str(folder),
+    ]
 
     def git(*arguments: str, filters: Sequence[str] = ()) -> str | None:
         off = [text for key in filters for text in ("-c", f"{key}=")]
         try:
-            done = subprocess.run([*safe, *off, *arguments], capture_output=True, text=True, errors="replace", timeout=10, check=False)
+            done = subprocess.run(
+                [*safe, *off, *arguments],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=10,
+                check=False,
+            )
         except (OSError, ValueError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -249,8 +281,17 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     commit = git("rev-parse", "HEAD")
     if commit is None:
         return None
-    named = git("config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process|required)$") or ""
-    changed = git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all", filters=named.splitlines())
+    named = (
+        git("config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process|required)$")
+        or ""
+    )
+    changed = git(
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--ignore-submodules=all",
+        filters=named.splitlines(),
+    )
     return {"commit": commit, "changed": bool(changed)}
 
 

@@ -109,7 +109,9 @@ def _requirement(extra: str, origin: dict[str, Any]) -> str:
         return f'"headway[{extra}]"'
     if isinstance(origin.get("vcs_info"), dict):
         repository = origin["vcs_info"]
-        return shlex.quote(f"headway[{extra}] @ {repository.get('vcs')}+{url}@{repository.get('commit_id')}")
+        return shlex.quote(
+            f"headway[{extra}] @ {repository.get('vcs')}+{url}@{repository.get('commit_id')}"
+        )
     if url.startswith("file:"):
         return shlex.quote(f"{unquote(urlsplit(url).path)}[{extra}]")
     return shlex.quote(f"headway[{extra}] @ {url}")
@@ -128,4 +130,6 @@ def _installer(installed: Distribution | None) -> str:
 def need(package: str, what: str) -> None:
     """Refuse `what` in one line if the package that it needs is not installed."""
     if (command := how_to_get(package)) is not None:
-        raise ConfigError(f"{what} needs {NAMES.get(package, package)}, which is not installed. Run {command}.")
+        raise ConfigError(
+            f"{what} needs {NAMES.get(package, package)}, which is not installed. Run {command}."
+        )

@@ -112,7 +112,9 @@ class Results(Lossy):
         if isinstance(problem, BrokenPipeError):
             raise ReaderGone("the reader of standard output has closed it") from problem
         why = problem.strerror or str(problem)
-        raise OutputError(f"standard output cannot be written: {why}. Free some space or choose another disk.") from problem
+        raise OutputError(
+            f"standard output cannot be written: {why}. Free some space or choose another disk."
+        ) from problem
 
 
 @contextmanager
@@ -142,7 +144,9 @@ def flush_streams() -> None:
 def say(text: str) -> None:
     """One line to standard error past Python's streams, for signal handlers; dropped where it cannot be written."""
     try:
-        begin = "\r\x1b[K" if os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb" else ""  # over a line that stays there
+        begin = (
+            "\r\x1b[K" if os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb" else ""
+        )  # over a line that stays there
         os.write(2, f"{begin}{text}\n".encode())
     except OSError:
         return

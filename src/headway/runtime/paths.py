@@ -60,7 +60,13 @@ def parse_path(text: str | AnyPath) -> AnyPath:
     if match is None:
         if given.startswith(BOTO3) or plain.startswith("s3:"):
             raise ConfigError(f"{given}: not an S3 path. Write s3://bucket/prefix.")
-        return Path(plain) if isinstance(text, str) else Path(plain) if given.startswith(LOCAL) else text
+        return (
+            Path(plain)
+            if isinstance(text, str)
+            else Path(plain)
+            if given.startswith(LOCAL)
+            else text
+        )
     bucket, endpoint = match.group(1), None
     if given.startswith(BOTO3) and "." in bucket:
         bucket, _, host = bucket.partition(".")

@@ -92,9 +92,16 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         local_world="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    LauncherVariables("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_world="MPI_LOCALNRANKS"),
     LauncherVariables(
-        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", node="SLURM_NODEID", num_nodes="SLURM_STEP_NUM_NODES"
+        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_world="MPI_LOCALNRANKS"
+    ),
+    LauncherVariables(
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        node="SLURM_NODEID",
+        num_nodes="SLURM_STEP_NUM_NODES",
     ),
 )
 
@@ -103,10 +110,14 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Process:
     """This process as torchrun, OpenMPI, MPICH / Intel MPI or SLURM describe it."""
     given = os.environ if environment is None else environment
     for launcher in LAUNCHERS:
-        needed = [launcher.rank, launcher.world] + ([launcher.local_rank] if launcher.needs_local_rank else [])
+        needed = [launcher.rank, launcher.world] + (
+            [launcher.local_rank] if launcher.needs_local_rank else []
+        )
         if all(name in given for name in needed):
             return _read(launcher, given)
-    if given.get("SLURM_PROCID", "0") != "0":  # 0 in a batch script or an allocation's shell, where no other tasks were started
+    if (
+        given.get("SLURM_PROCID", "0") != "0"
+    ):  # 0 in a batch script or an allocation's shell, where no other tasks were started
         raise LaunchError(
             f"SLURM_PROCID is {given['SLURM_PROCID']} and SLURM_STEP_NUM_TASKS is not set, so it would start a second run next to "
             "task 0. Start the ranks with srun or torchrun and pass their environment on, or unset SLURM_PROCID."
@@ -119,12 +130,16 @@ def _read(launcher: LauncherVariables, given: Mapping[str, str]) -> Process:
         if name is None or name not in given:
             return default
         if not given[name].isdecimal():
-            raise LaunchError(f"environment variable {name} is {given[name]!r}; it must be a whole number. Unset it or use torchrun.")
+            raise LaunchError(
+                f"environment variable {name} is {given[name]!r}; it must be a whole number. Unset it or use torchrun."
+            )
         return int(given[name])
 
     rank, world = number(launcher.rank, 0), number(launcher.world, 1)
     if rank >= world:
-        raise LaunchError(f"{launcher.rank} is {rank}; it must be below {launcher.world}={world}. Unset both or use torchrun.")
+        raise LaunchError(
+            f"{launcher.rank} is {rank}; it must be below {launcher.world}={world}. Unset both or use torchrun."
+        )
     local_rank = number(launcher.local_rank, 0)
     local_world = max(1, number(launcher.local_world, 1))
     node = number(launcher.node, rank // local_world)
@@ -138,14 +153,22 @@ def headway_command(arguments: Sequence[str]) -> list[str]:
 
 
 def start_module(
-    module: str, variables: Mapping[str, str], errors: IO[bytes] | None, *, keeps_secrets: bool = True
+    module: str,
+    variables: Mapping[str, str],
+    errors: IO[bytes] | None,
+    *,
+    keeps_secrets: bool = True,
 ) -> subprocess.Popen[bytes]:
     """Run a module of headway in a process of its own session, talking over pipes: a Ctrl-C meant for this process does not reach it.
 
     `errors`: where its stderr goes; None: to this process's. A process that reads hostile bytes gets no variable that is named like a
     secret (`keeps_secrets=False`).
     """
-    environment = {name: value for name, value in os.environ.items() if keeps_secrets or not SECRET_NAME.search(name)}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if keeps_secrets or not SECRET_NAME.search(name)
+    }
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
@@ -163,7 +186,9 @@ def safe_environment(command: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 @contextmanager
-def worker_pool(workers: int, begin: Callable[..., None] | None = None, given: tuple[Any, ...] = ()) -> Iterator[ProcessPoolExecutor]:
+def worker_pool(
+    workers: int, begin: Callable[..., None] | None = None, given: tuple[Any, ...] = ()
+) -> Iterator[ProcessPoolExecutor]:
     """Worker processes for pure computing; `begin(*given)` runs first in each. Like `headway_command`, they import nothing from the working
     directory. Spawned, not forked: this process may hold threads (tokenizers, torch) that a fork would break. However this process ends,
     they end too."""
@@ -172,7 +197,12 @@ def worker_pool(workers: int, begin: Callable[..., None] | None = None, given: t
 
     with _safe_path(), _without_script():
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(os.getpid(), begin, given))
+        pool = ProcessPoolExecutor(
+            workers,
+            mp_context=context,
+            initializer=_begin_worker,
+            initargs=(os.getpid(), begin, given),
+        )
         try:
             yield pool
         finally:
@@ -216,7 +246,9 @@ def run_in_child(work: Callable[..., Any], given: tuple[Any, ...], timeout_secon
             answer, problem = receiver.recv()
         except EOFError:
             child.join(5)
-            raise ChildFailureError(f"it ended without an answer (exit code {child.exitcode})") from None
+            raise ChildFailureError(
+                f"it ended without an answer (exit code {child.exitcode})"
+            ) from None
     finally:
         if child.is_alive():
             child.kill()
@@ -228,7 +260,9 @@ def run_in_child(work: Callable[..., Any], given: tuple[Any, ...], timeout_secon
     return answer
 
 
-def _answer(sender: Any, parent: int, files: UserFiles, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _answer(
+    sender: Any, parent: int, files: UserFiles, work: Callable[..., Any], given: tuple[Any, ...]
+) -> None:
     _end_with(parent)
     try:
         sender.send((work(*given), None))
@@ -259,7 +293,9 @@ def _without_script() -> Iterator[None]:
     """
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
-    if main is None or file is None or getattr(main, "__spec__", None) is not None:  # a notebook, or `python -m headway`
+    if (
+        main is None or file is None or getattr(main, "__spec__", None) is not None
+    ):  # a notebook, or `python -m headway`
         yield
         return
     del main.__file__  # where spawned processes look for the script
@@ -304,7 +340,10 @@ def supervisor() -> str | None:
 def restarted_job() -> tuple[str | None, bool]:
     """The name of this job with its supervisor, headway or torchrun; and whether this start is a restart."""
     name = os.environ.get(SUPERVISOR) or os.environ.get("TORCHELASTIC_RUN_ID")
-    return name, any(int(os.environ.get(count, "0") or 0) > 0 for count in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+    return name, any(
+        int(os.environ.get(count, "0") or 0) > 0
+        for count in (RESTARTS, "TORCHELASTIC_RESTART_COUNT")
+    )
 
 
 def end_with_supervisor() -> None:
@@ -355,7 +394,12 @@ def boot_id() -> str:
 def process_start(pid: int) -> str | None:
     """When a process began; None if it has ended, or where the system does not say."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except OSError:
         return None
     return None if fields[0] in "ZXx" else fields[19]

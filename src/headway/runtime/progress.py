@@ -36,7 +36,12 @@ def _bar(what: str, total: float | None, unit: str) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(),
+    )
     started = time.monotonic()
     done = 0.0
     with Progress(*columns, console=Console(file=cast(IO[str], Lossy(sys.stderr)))) as shown:
@@ -45,7 +50,9 @@ def _bar(what: str, total: float | None, unit: str) -> Iterator[Advance]:
         def advance(amount: float = 1) -> None:
             nonlocal done
             done += amount
-            shown.update(task, advance=amount, state=_state(done, total, unit, time.monotonic() - started))
+            shown.update(
+                task, advance=amount, state=_state(done, total, unit, time.monotonic() - started)
+            )
 
         yield advance
 
@@ -65,7 +72,9 @@ def _lines(what: str, total: float | None, unit: str) -> Iterator[Advance]:
             if now - said < LINE_EVERY_SECONDS:
                 return
             said = now
-        left = f", {duration((total - done) * (now - started) / done)} left" if total and done else ""
+        left = (
+            f", {duration((total - done) * (now - started) / done)} left" if total and done else ""
+        )
         log.info("%s: %s%s", what, _state(done, total, unit, now - started), left)
 
     yield advance
@@ -77,7 +86,9 @@ def _lines(what: str, total: float | None, unit: str) -> Iterator[Advance]:
 def _state(done: float, total: float | None, unit: str, seconds: float) -> str:
     """`3/8 prompts (38%), 1.5 prompts/s`."""
     share = (
-        f"{quantity(done, unit if unit == 'bytes' else '')}/{quantity(total, unit)} ({done / total:.0%})" if total else quantity(done, unit)
+        f"{quantity(done, unit if unit == 'bytes' else '')}/{quantity(total, unit)} ({done / total:.0%})"
+        if total
+        else quantity(done, unit)
     )
     rate = f", {quantity(done / seconds, unit)}/s" if seconds > 0 and done else ""
     return share + rate
@@ -89,7 +100,11 @@ def quantity(value: float, unit: str = "") -> str:
     scaled, index = float(value), 0
     while abs(scaled) >= 999.5 and index < len(steps) - 1:
         scaled, index = scaled / 1000, index + 1
-    number = f"{scaled:.0f}" if abs(scaled) >= 100 or (index == 0 and scaled == int(scaled)) else f"{scaled:.1f}"
+    number = (
+        f"{scaled:.0f}"
+        if abs(scaled) >= 100 or (index == 0 and scaled == int(scaled))
+        else f"{scaled:.1f}"
+    )
     if unit == "bytes":
         return f"{number} {steps[index]}B"
     return f"{number}{steps[index]} {unit}".rstrip()

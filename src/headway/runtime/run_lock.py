@@ -72,13 +72,17 @@ class Holder:
 def this_process() -> Holder:
     """This process as a holder."""
     pid = os.getpid()
-    return Holder(uuid.uuid4().hex, socket.gethostname(), boot_id(), pid, process_start(pid), time.time())
+    return Holder(
+        uuid.uuid4().hex, socket.gethostname(), boot_id(), pid, process_start(pid), time.time()
+    )
 
 
 def read_holder(path: Path) -> tuple[Holder | None, int] | None:
     """Who holds a lock (None: its file is damaged) and when the file last changed; None where there is no lock."""
     try:
-        with open(path, "rb") as file:  # opened again each time, so that a network file system queries its server
+        with open(
+            path, "rb"
+        ) as file:  # opened again each time, so that a network file system queries its server
             content, changed = file.read(1 << 16), os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None
@@ -103,7 +107,9 @@ def refuse_live(folder: Path) -> None:
 
 def _in_use(folder: Path, holder: Holder | None) -> ConfigError:
     who = "another process" if holder is None else holder.describe()
-    return ConfigError(f"{folder} is in use by {who}. Stop that one first (headway stop {folder}), or choose another run.name.")
+    return ConfigError(
+        f"{folder} is in use by {who}. Stop that one first (headway stop {folder}), or choose another run.name."
+    )
 
 
 @contextmanager
@@ -155,7 +161,11 @@ class RunLock:
                     if alive is None:
                         self._say_waiting(holder)
                 if alive is False or time.monotonic() - seen[2] >= self.takeover_seconds:
-                    log.info("took over %s: its holder (%s) is dead", self.path, "unknown" if holder is None else holder.describe())
+                    log.info(
+                        "took over %s: its holder (%s) is dead",
+                        self.path,
+                        "unknown" if holder is None else holder.describe(),
+                    )
                     if self._take_over(token):
                         break
                     seen = None
@@ -236,7 +246,9 @@ class RunLock:
             if not self._plant():
                 return False
         if not is_alone:
-            time.sleep(SETTLE_SECONDS)  # one that judged the dead holder as we did may have moved our lock for a moment
+            time.sleep(
+                SETTLE_SECONDS
+            )  # one that judged the dead holder as we did may have moved our lock for a moment
         found = read_holder(self.path)
         return found is not None and found[0] is not None and found[0].token == self.holder.token
 
@@ -265,10 +277,17 @@ class RunLock:
                 found = read_holder(self.path)
                 if found is None and not said:
                     said = True
-                    log.warning("%s is missing: the run folder was removed or renamed during the run; training continues", self.path)
+                    log.warning(
+                        "%s is missing: the run folder was removed or renamed during the run; training continues",
+                        self.path,
+                    )
                 if found is None and self.folder.is_dir():
                     self._plant()
-                elif found is not None and found[0] is not None and found[0].token != self.holder.token:
+                elif (
+                    found is not None
+                    and found[0] is not None
+                    and found[0].token != self.holder.token
+                ):
                     self.lost = found[0]
                     return
                 elif found is not None:

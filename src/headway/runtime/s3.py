@@ -34,7 +34,15 @@ THREADS = 4
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
 HURRY_SECONDS = 2.0
 """How long a call is retried once a caller waits for it."""
-PASSING = {"InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout", "RequestTimeTooSkewed", "Throttling", "ThrottlingException"}
+PASSING = {
+    "InternalError",
+    "SlowDown",
+    "ServiceUnavailable",
+    "RequestTimeout",
+    "RequestTimeTooSkewed",
+    "Throttling",
+    "ThrottlingException",
+}
 
 
 class S3:
@@ -65,7 +73,11 @@ class S3:
     @property
     def client(self) -> Any:
         """boto3's client; it may be used from many threads."""
-        return _client(self.endpoint, READ_SECONDS, tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_"))))
+        return _client(
+            self.endpoint,
+            READ_SECONDS,
+            tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_"))),
+        )
 
     def call(self, location: S3Path, name: str, **arguments: Any) -> Any:
         """One request about an object, made again while that can help."""
@@ -79,7 +91,10 @@ class S3:
                 self._troubled = False
                 return answer
             except ClientError as problem:
-                error, status = problem.response.get("Error", {}), problem.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+                error, status = (
+                    problem.response.get("Error", {}),
+                    problem.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0),
+                )
                 code = str(error.get("Code", status))
                 reason = f"{code}: {error.get('Message', '')}".rstrip(": ")
                 passing = status >= 500 or status == 429 or code in PASSING
@@ -88,14 +103,23 @@ class S3:
             except BotoCoreError as problem:
                 reason = hide_credentials(str(problem))
                 if "credentials" in reason.lower():
-                    raise ConfigError(f"{location}: no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.") from None
+                    raise ConfigError(
+                        f"{location}: no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+                    ) from None
             if self._hurry.is_set():
-                end, pause = min(end, time.monotonic() + HURRY_SECONDS), min(pause, FIRST_PAUSE_SECONDS)
+                end, pause = (
+                    min(end, time.monotonic() + HURRY_SECONDS),
+                    min(pause, FIRST_PAUSE_SECONDS),
+                )
             if time.monotonic() + pause > end:
-                raise StoreDown(f"{location}: the store does not answer: {reason}. Tried for {time.monotonic() - begun:.0f} s.")
+                raise StoreDown(
+                    f"{location}: the store does not answer: {reason}. Tried for {time.monotonic() - begun:.0f} s."
+                )
             if not self._troubled:
                 self._troubled = True
-                self.on_retry(f"{location}: {reason}; trying again for up to {self.retry_seconds:.0f} s")
+                self.on_retry(
+                    f"{location}: {reason}; trying again for up to {self.retry_seconds:.0f} s"
+                )
             self._hurry.wait(pause) if not self._hurry.is_set() else time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -112,7 +136,9 @@ class S3:
         """Bytes `start` to `start + size` of an object."""
         content = self._body(location, Range=f"bytes={start}-{start + size - 1}") if size else b""
         if len(content) != size:
-            raise CheckpointError(f"{location}: gave {len(content)} bytes where {size} were requested. Use another checkpoint.")
+            raise CheckpointError(
+                f"{location}: gave {len(content)} bytes where {size} were requested. Use another checkpoint."
+            )
         return content
 
     def _body(self, location: S3Path, **arguments: Any) -> bytes:
@@ -131,7 +157,9 @@ class S3:
 
     def write(self, location: S3Path, content: bytes) -> None:
         """A small object, whole."""
-        self.call(location, "put_object", Key=location.key, Body=content, ContentMD5=_md5(content)[1])
+        self.call(
+            location, "put_object", Key=location.key, Body=content, ContentMD5=_md5(content)[1]
+        )
 
     def upload(self, location: S3Path, path: Path) -> None:
         """A file; parts that an interrupted upload of the same bytes has left there are not sent again."""
@@ -152,15 +180,29 @@ class S3:
             if there.get(number) == (checksum, len(content)):
                 return {"PartNumber": number, "ETag": f'"{checksum}"'}
             answer = self.call(
-                location, "upload_part", Key=location.key, UploadId=upload, PartNumber=number, Body=content, ContentMD5=encoded
+                location,
+                "upload_part",
+                Key=location.key,
+                UploadId=upload,
+                PartNumber=number,
+                Body=content,
+                ContentMD5=encoded,
             )
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         with ThreadPoolExecutor(THREADS) as pool:
             parts = list(pool.map(send, range(1, -(-size // step) + 1)))
-        self.call(location, "complete_multipart_upload", Key=location.key, UploadId=upload, MultipartUpload={"Parts": parts})
+        self.call(
+            location,
+            "complete_multipart_upload",
+            Key=location.key,
+            UploadId=upload,
+            MultipartUpload={"Parts": parts},
+        )
         if (found := self.size(location)) != size:
-            raise CheckpointError(f"{location}: has {found} bytes after {size} were sent. Check the store.")
+            raise CheckpointError(
+                f"{location}: has {found} bytes after {size} were sent. Check the store."
+            )
 
     def _unfinished(self, location: S3Path) -> tuple[str | None, dict[int, tuple[str, int]]]:
         """The newest unfinished upload of an object and its parts: number -> (MD5, size)."""
@@ -171,8 +213,17 @@ class S3:
         parts: dict[int, tuple[str, int]] = {}
         after = 0
         while True:
-            page = self.call(location, "list_parts", Key=location.key, UploadId=newest["UploadId"], PartNumberMarker=after)
-            parts |= {part["PartNumber"]: (part["ETag"].strip('"'), part["Size"]) for part in page.get("Parts", [])}
+            page = self.call(
+                location,
+                "list_parts",
+                Key=location.key,
+                UploadId=newest["UploadId"],
+                PartNumberMarker=after,
+            )
+            parts |= {
+                part["PartNumber"]: (part["ETag"].strip('"'), part["Size"])
+                for part in page.get("Parts", [])
+            }
             if not page.get("IsTruncated"):
                 return newest["UploadId"], parts
             after = page["NextPartNumberMarker"]
@@ -185,7 +236,10 @@ class S3:
             found += page.get("Uploads", [])
             if not page.get("IsTruncated"):
                 return found
-            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            more = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
 
     def abort_uploads(self, location: S3Path) -> int:
         """Drop all unfinished uploads below a location; returns how many there were."""
@@ -206,13 +260,22 @@ class S3:
     def sizes(self, location: S3Path) -> dict[str, int]:
         """Every object below a location, by its name from there on."""
         prefix = _below(location)
-        return {entry["Key"].removeprefix(prefix): int(entry["Size"]) for entry in self._entries(location, prefix)}
+        return {
+            entry["Key"].removeprefix(prefix): int(entry["Size"])
+            for entry in self._entries(location, prefix)
+        }
 
     def objects(self, location: S3Path) -> dict[str, tuple[int, float]]:
         """Every object below a location: its size, and when it changed in seconds since 1970."""
         prefix = _below(location)
         found = self._entries(location, prefix)
-        return {entry["Key"].removeprefix(prefix): (int(entry["Size"]), entry["LastModified"].timestamp()) for entry in found}
+        return {
+            entry["Key"].removeprefix(prefix): (
+                int(entry["Size"]),
+                entry["LastModified"].timestamp(),
+            )
+            for entry in found
+        }
 
     def _entries(self, location: S3Path, prefix: str) -> Iterator[dict[str, Any]]:
         more: dict[str, Any] = {}
@@ -230,17 +293,25 @@ class S3:
 
 
 @cache
-def _client(endpoint: str | None, read_seconds: float, environment: tuple[tuple[str, str], ...]) -> Any:
+def _client(
+    endpoint: str | None, read_seconds: float, environment: tuple[tuple[str, str], ...]
+) -> Any:
     """One client for all who say the same; making one takes half a second."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
-    custom_endpoint = endpoint or dict(environment).get("AWS_ENDPOINT_URL_S3") or dict(environment).get("AWS_ENDPOINT_URL")
+    custom_endpoint = (
+        endpoint
+        or dict(environment).get("AWS_ENDPOINT_URL_S3")
+        or dict(environment).get("AWS_ENDPOINT_URL")
+    )
     settings = Config(
         connect_timeout=CONNECT_SECONDS,
         read_timeout=read_seconds,
-        retries={"total_max_attempts": 1},  # retried here, where it can be reported and the pause can be long
+        retries={
+            "total_max_attempts": 1
+        },  # retried here, where it can be reported and the pause can be long
         max_pool_connections=2 * THREADS,
         request_checksum_calculation="when_required",  # stores other than Amazon's do not all know the newer ones
         response_checksum_validation="when_required",
@@ -260,7 +331,9 @@ class S3Refusal(CheckpointError):
     """The store rejected the request."""
 
     def __init__(self, location: S3Path, code: str, reason: str) -> None:
-        super().__init__(f"{location}: the store refuses: {reason}. Check the bucket, the keys and their permissions.")
+        super().__init__(
+            f"{location}: the store refuses: {reason}. Check the bucket, the keys and their permissions."
+        )
         self.is_missing = code in ("404", "NoSuchKey", "NotFound")
 
 

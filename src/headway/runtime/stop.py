@@ -20,7 +20,11 @@ from typing import Any
 from headway.errors import Interrupted, Terminated
 from headway.runtime.output import say
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+    if hasattr(signal, name)
+)
 NOTHING_TO_SAVE_SECONDS = 3.0
 """How long a process that has nothing to save may take to leave by itself."""
 AT_ONCE_SECONDS = 1.0
@@ -41,7 +45,11 @@ def raise_for_signal(name: str | None, message: str, summary: Mapping[str, Any])
         return
     number = signal.Signals[name]
     handler = signal.getsignal(number)
-    if callable(handler) and handler is not signal.default_int_handler and threading.current_thread() is threading.main_thread():
+    if (
+        callable(handler)
+        and handler is not signal.default_int_handler
+        and threading.current_thread() is threading.main_thread()
+    ):
         signal.raise_signal(number)
     elif number == signal.SIGINT:
         raise Interrupted(message, summary)
@@ -88,7 +96,9 @@ class StopSignal:
                 os.set_blocking(end, False)
             self._before_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             self._before = {number: signal.signal(number, self._receive) for number in wanted}
-            self._thread = threading.Thread(target=self._watch, args=(self._pipe[0],), name="headway-stop", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch, args=(self._pipe[0],), name="headway-stop", daemon=True
+            )
             self._thread.start()
         return self
 

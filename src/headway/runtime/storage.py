@@ -50,10 +50,15 @@ def refuse_device(path: Path) -> None:
     """Refuse to put a file in the place of a device or a pipe (/dev/null, say), which a rename would do."""
     try:
         mode = path.stat().st_mode
-    except (OSError, ValueError):  # nothing there, or no name for a file: writing says what is wrong
+    except (
+        OSError,
+        ValueError,
+    ):  # nothing there, or no name for a file: writing says what is wrong
         return
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ConfigError(f"{path}: is a device or a pipe, which a file would replace. Give the name of a file.")
+        raise ConfigError(
+            f"{path}: is a device or a pipe, which a file would replace. Give the name of a file."
+        )
 
 
 def sha256_file(path: Path) -> str:
@@ -148,7 +153,9 @@ def check_writable(folder: Path) -> None:
     place = existing_ancestor(folder)
     if not place.is_dir():
         which = "" if place == Path(folder).absolute() else f"{place} "
-        raise ConfigError(f"{folder}: {which}is a file, so no folder can be made there. Choose another folder.")
+        raise ConfigError(
+            f"{folder}: {which}is a file, so no folder can be made there. Choose another folder."
+        )
     try:
         with tempfile.TemporaryFile(dir=place) as probe:
             probe.write(b"0")
@@ -158,7 +165,9 @@ def check_writable(folder: Path) -> None:
 
 
 @contextmanager
-def writing(path: object, needed_bytes: int | None = None, error: type[HeadwayError] = TrainingError) -> Iterator[None]:
+def writing(
+    path: object, needed_bytes: int | None = None, error: type[HeadwayError] = TrainingError
+) -> Iterator[None]:
     """Turn any failure of the file system inside the block into one line of type `error` that names the path."""
     try:
         yield
@@ -177,12 +186,18 @@ def explain(problem: OSError, path: Path, needed_bytes: int | None = None) -> st
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         why = "the disk is full" if problem.errno == errno.ENOSPC else "the disk quota is used up"
         needed = f"{needed_bytes} bytes needed, " if needed_bytes is not None else ""
-        return f"{why}: {needed}{free_bytes(path)} bytes free. Free some space or choose another disk."
+        return (
+            f"{why}: {needed}{free_bytes(path)} bytes free. Free some space or choose another disk."
+        )
     if problem.errno in (errno.EACCES, errno.EPERM):
         return "no permission to write here. Change the permissions or choose another folder."
     if problem.errno == errno.EROFS:
         return "the file system is read-only. Choose another folder."
-    other = f" ({problem.filename})" if problem.filename is not None and str(problem.filename) != str(path) else ""
+    other = (
+        f" ({problem.filename})"
+        if problem.filename is not None and str(problem.filename) != str(path)
+        else ""
+    )
     return f"cannot be written: {problem.strerror or problem}{other}."
 
 

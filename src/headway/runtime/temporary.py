@@ -44,7 +44,9 @@ def writer() -> str:
 
 def clear_leftovers(target: Path) -> None:
     """Remove what dead processes left on their way to `target`."""
-    known = re.compile(re.escape(f"{TEMPORARY_PREFIX}{target.name[:LONGEST_NAME]}") + rf"-(?:{WRITER}|\d+)")
+    known = re.compile(
+        re.escape(f"{TEMPORARY_PREFIX}{target.name[:LONGEST_NAME]}") + rf"-(?:{WRITER}|\d+)"
+    )
     for path in _entries(target.absolute().parent):
         if (match := known.fullmatch(path.name)) and _is_left(path, match):
             remove(path)
@@ -114,7 +116,11 @@ def _is_left(path: Path, match: re.Match[str]) -> bool:
 def _newest(path: Path) -> float:
     """When a file or folder, or an entry directly in it, last changed."""
     try:
-        inside = [entry.stat().st_mtime for entry in path.iterdir()] if path.is_dir() and not path.is_symlink() else []
+        inside = (
+            [entry.stat().st_mtime for entry in path.iterdir()]
+            if path.is_dir() and not path.is_symlink()
+            else []
+        )
         return max([path.lstat().st_mtime, *inside])
     except OSError:
         return 0.0

@@ -14,14 +14,22 @@ def address_from_environment(variable: str, key: str) -> str:
     """The http(s) address in an environment variable that the setting `key` names; never shown, since it may hold a secret."""
     value = os.environ.get(variable, "").strip()
     if not value:
-        raise ConfigError(f"{key} is {variable!r}, and no such environment variable is set. Set it to the address, or name another.")
+        raise ConfigError(
+            f"{key} is {variable!r}, and no such environment variable is set. Set it to the address, or name another."
+        )
     try:
         parts = urllib.parse.urlsplit(value)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        is_address = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and (parts.port is None or parts.port > 0)
+        )
     except ValueError:
         is_address = False
     if not is_address or not value.isascii() or not value.isprintable() or " " in value:
-        raise ConfigError(f"{key} is {variable!r}, and that environment variable holds no http or https address. Set it to one.")
+        raise ConfigError(
+            f"{key} is {variable!r}, and that environment variable holds no http or https address. Set it to one."
+        )
     return value
 
 
@@ -38,7 +46,9 @@ def has_secret(variable: str, host: str | None = None) -> bool:
 def without_password(address: str, key: str) -> str:
     """An address from a recipe; one that carries a user name or password is refused, since recipes are kept and shared."""
     if "@" in urllib.parse.urlsplit(address).netloc:
-        raise ConfigError(f"{key} holds a user name or password. Remove it from the address and set it in the environment.")
+        raise ConfigError(
+            f"{key} holds a user name or password. Remove it from the address and set it in the environment."
+        )
     return address
 
 
@@ -60,6 +70,12 @@ def direct_opener() -> urllib.request.OpenerDirector:
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage, newurl: str
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+        newurl: str,
     ) -> None:
         return

@@ -22,7 +22,14 @@ from urllib.parse import urlsplit
 from headway.errors import ConfigError
 
 SHORTEST_TOKEN = 16
-SINGLE_HEADERS = ("host", "origin", "authorization", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")
+SINGLE_HEADERS = (
+    "host",
+    "origin",
+    "authorization",
+    "sec-fetch-site",
+    "sec-fetch-mode",
+    "sec-fetch-dest",
+)
 """Headers that decide who may ask. With two values, a proxy in front may have checked the other one."""
 
 
@@ -56,7 +63,15 @@ def check_token(given: str, where: str) -> str:
 class Access:
     """The rules of one server. `what` is its name in refusals, `verb` the verb that started it."""
 
-    def __init__(self, host: str, token: str | None, names: Sequence[str] = (), *, what: str = "board", verb: str = "board") -> None:
+    def __init__(
+        self,
+        host: str,
+        token: str | None,
+        names: Sequence[str] = (),
+        *,
+        what: str = "board",
+        verb: str = "board",
+    ) -> None:
         self.host, self.token, self.what, self.verb = host, token, what, verb
         self.cookie = f"headway-{verb}"
         """Carries the token of a browser."""
@@ -65,7 +80,13 @@ class Access:
         if not self.is_loopback:
             self.names |= {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
 
-    def check(self, pairs: Iterable[tuple[str, str]], given_token: str | None = None, *, is_page: bool = False) -> Refusal | None:
+    def check(
+        self,
+        pairs: Iterable[tuple[str, str]],
+        given_token: str | None = None,
+        *,
+        is_page: bool = False,
+    ) -> Refusal | None:
         """None if the request may be answered. `pairs`: names and values of its headers. `is_page`: a person may follow a link from
         elsewhere to it."""
         headers, repeated = read_headers(pairs)
@@ -73,16 +94,26 @@ class Access:
             return Refusal(400, f"The header {repeated} is given twice.")
         host = headers.get("host", "")
         if not self._is_our_host(host):
-            return Refusal(403, f"The Host header does not name this {self.what}. Open it by its address, or pass --allow-host NAME.")
+            return Refusal(
+                403,
+                f"The Host header does not name this {self.what}. Open it by its address, or pass --allow-host NAME.",
+            )
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             return Refusal(403, "Requests from other sites are refused.")
         site = headers.get("sec-fetch-site", "same-origin")
-        is_navigation = is_page and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+        is_navigation = (
+            is_page
+            and headers.get("sec-fetch-mode") == "navigate"
+            and headers.get("sec-fetch-dest") == "document"
+        )
         if site not in ("same-origin", "none") and not is_navigation:
             return Refusal(403, "Requests from other sites are refused.")
         if self.token is not None and not self._has_token(headers, given_token):
-            return Refusal(401, f"This {self.what} needs its token: open the address that `headway {self.verb}` printed, with ?token=.")
+            return Refusal(
+                401,
+                f"This {self.what} needs its token: open the address that `headway {self.verb}` printed, with ?token=.",
+            )
         return None
 
     def _is_our_host(self, host: str) -> bool:
@@ -103,7 +134,11 @@ class Access:
 
     def _has_token(self, headers: Mapping[str, str], given: str | None) -> bool:
         kind, _, bearer = headers.get("authorization", "").partition(" ")
-        found = [given or "", bearer.strip() if kind.lower() == "bearer" else "", self._cookie(headers.get("cookie", ""))]
+        found = [
+            given or "",
+            bearer.strip() if kind.lower() == "bearer" else "",
+            self._cookie(headers.get("cookie", "")),
+        ]
         return any(is_same(one, self.token or "") for one in found)
 
     def _cookie(self, text: str) -> str:
@@ -207,4 +242,6 @@ class ConnectionTable:
 
 def is_same(one: str, other: str) -> bool:
     """Compared in constant time; an empty one is never the same."""
-    return bool(one) and hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
+    return bool(one) and hmac.compare_digest(
+        one.encode(errors="replace"), other.encode(errors="replace")
+    )

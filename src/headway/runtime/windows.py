@@ -4,9 +4,7 @@ import sys
 from pathlib import PureWindowsPath
 from typing import NoReturn
 
-WHERE = (
-    "headway runs on Linux and macOS. On Windows use it inside WSL: run `wsl --install`, then install headway in the Linux it gives you."
-)
+WHERE = "headway runs on Linux and macOS. On Windows use it inside WSL: run `wsl --install`, then install headway in the Linux it gives you."
 
 
 def refuse_windows() -> NoReturn:

@@ -19,19 +19,32 @@ class ApiError(HeadwayError):
     exit_code = 2
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_seconds: float | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_seconds: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.retry_seconds = status, param, code, retry_seconds
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        kind = TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
     def headers(self) -> dict[str, str]:
         """Headers of the answer."""
-        return {} if self.retry_seconds is None else {"Retry-After": str(max(1, round(self.retry_seconds)))}
+        return (
+            {}
+            if self.retry_seconds is None
+            else {"Retry-After": str(max(1, round(self.retry_seconds)))}
+        )
 
 
 def bad_field(param: str, problem: str) -> ApiError:

@@ -37,7 +37,17 @@ from headway.serve.served_request import ClientGone
 from headway.serve.text_request import EmbeddingCall, TextCall
 from headway.serve.worker_process import read_body
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics", "/api/info", "/api/live", "/")
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/models",
+    "/health",
+    "/metrics",
+    "/api/info",
+    "/api/live",
+    "/",
+)
 OPEN_PATHS = ("/health",)
 """Answered without a token: a load balancer asks for it."""
 MAX_TARGET = 8192
@@ -47,7 +57,11 @@ BODY_READ_SECONDS = 20.0
 MOST_READ_BYTES = 1 << 30
 DISCARDED_BYTES = 16 << 20
 """Of a body that is too large, so many more are read and dropped: a client that still sends would not see its answer."""
-HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin"}
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 log = logging.getLogger("headway")
 Scope = dict[str, Any]
@@ -78,7 +92,12 @@ class Gate:
     def __init__(self, inner: Router, state: ServeState) -> None:
         self.inner, self.state = inner, state
 
-    async def __call__(self, scope: Scope, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Callable[[], Awaitable[Any]],
+        send: Callable[[Any], Awaitable[None]],
+    ) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             return
@@ -111,7 +130,9 @@ class Gate:
 
     def _check(self, scope: Scope) -> Response | None:
         """None: the request may go in; else an answer at once. Raises what refuses it."""
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+        ]
         path, is_page = scope["path"], scope["path"] == "/" or scope["path"].startswith("/static/")
         if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_TARGET:
             raise ApiError(414, "The address is too long.")
@@ -119,15 +140,28 @@ class Gate:
         access = self.state.access
         refusal = access.check(headers, given, is_page=path == "/")
         # The page holds no secret; it asks for the token itself. The other rules hold for it too.
-        if refusal is not None and not (refusal.status == 401 and (is_page or path in OPEN_PATHS) and given is None):
-            raise ApiError(refusal.status, refusal.text, code="invalid_api_key" if refusal.status == 401 else None)
+        if refusal is not None and not (
+            refusal.status == 401 and (is_page or path in OPEN_PATHS) and given is None
+        ):
+            raise ApiError(
+                refusal.status,
+                refusal.text,
+                code="invalid_api_key" if refusal.status == 401 else None,
+            )
         if given is not None and access.token is not None:
             answer = RedirectResponse("/", 303, HEADERS)
-            answer.headers["Set-Cookie"] = f"{access.cookie}={given}; HttpOnly; SameSite=Strict; Path=/"
+            answer.headers["Set-Cookie"] = (
+                f"{access.cookie}={given}; HttpOnly; SameSite=Strict; Path=/"
+            )
             return answer
         if scope["method"] == "POST":
             if self.state.is_draining:
-                raise ApiError(503, "The server is stopping and takes no new requests.", code="stopping", retry_seconds=10)
+                raise ApiError(
+                    503,
+                    "The server is stopping and takes no new requests.",
+                    code="stopping",
+                    retry_seconds=10,
+                )
             client = scope.get("client")
             self.state.rate.take(client[0] if client else "")
         return None
@@ -142,13 +176,22 @@ def _token_of(query: bytes) -> str | None:
 def _error_response(problem: Exception, path: str) -> Response:
     if isinstance(problem, HTTPException):
         found: Any = problem
-        problem = ApiError(found.status_code, "There is no such path." if found.status_code == 404 else f"{found.detail}.")
+        problem = ApiError(
+            found.status_code,
+            "There is no such path." if found.status_code == 404 else f"{found.detail}.",
+        )
     if isinstance(problem, HeadwayError) and not isinstance(problem, ApiError):
         problem = ApiError(400, str(problem))
     if not isinstance(problem, ApiError):
         log.error("serve: %s failed", path[:200], exc_info=problem)
-        problem = ApiError(500, "The server failed on this request; its log says why.", code="internal_error")
-    headers = {**HEADERS, **problem.headers(), **({"WWW-Authenticate": "Bearer"} if problem.status == 401 else {})}
+        problem = ApiError(
+            500, "The server failed on this request; its log says why.", code="internal_error"
+        )
+    headers = {
+        **HEADERS,
+        **problem.headers(),
+        **({"WWW-Authenticate": "Bearer"} if problem.status == 401 else {}),
+    }
     if problem.status in (408, 413):
         headers["Connection"] = "close"  # the rest of the body is never read
     return JSONResponse(problem.body(), problem.status, headers)
@@ -176,7 +219,9 @@ class Api:
         model = self._model(call.model)
         prompt = await model.chat(call)
         form = ChatForm(model, call.fields.include_usage, call.fields.logprobs is not None)
-        return await self._answer(request, model, [prompt], call.fields, form, bool(call.tools), not call.parallel_calls)
+        return await self._answer(
+            request, model, [prompt], call.fields, form, bool(call.tools), not call.parallel_calls
+        )
 
     async def text(self, request: Request) -> Response:
         """Continuations of prompts."""
@@ -201,8 +246,17 @@ class Api:
         served.abort = request.scope.get("state", {}).get("abort", served.abort)
         try:
             served.watch(request.receive)
-            prompts = [await served.decoded(prompt, self.state.decoders, self.state.limits) for prompt in prompts]
-            served.submit(prompts, fields.stops, stream=fields.stream, reads_calls=reads_calls, one_call=one_call and reads_calls)
+            prompts = [
+                await served.decoded(prompt, self.state.decoders, self.state.limits)
+                for prompt in prompts
+            ]
+            served.submit(
+                prompts,
+                fields.stops,
+                stream=fields.stream,
+                reads_calls=reads_calls,
+                one_call=one_call and reads_calls,
+            )
             await served.accepted()
             if not fields.stream:
                 with served:
@@ -229,17 +283,32 @@ class Api:
         if any(len(one) != model.facts.hidden_size for one in vectors):
             raise ApiError(500, "The engine gave no vector.", code="engine_error")
         if not all(math.isfinite(sum(one)) for one in vectors):
-            raise ApiError(500, "The model gave a vector with values that are not finite.", code="engine_error")
+            raise ApiError(
+                500, "The model gave a vector with values that are not finite.", code="engine_error"
+            )
         packed: list[Any] = [list(one) for one in vectors]
         if call.encoding == "base64":
-            packed = [base64.b64encode(struct.pack(f"<{len(one)}f", *one)).decode() for one in vectors]
-        data = [{"object": "embedding", "index": number, "embedding": one} for number, one in enumerate(packed)]
-        body = {"object": "list", "data": data, "model": model.name, "usage": {"prompt_tokens": used, "total_tokens": used}}
+            packed = [
+                base64.b64encode(struct.pack(f"<{len(one)}f", *one)).decode() for one in vectors
+            ]
+        data = [
+            {"object": "embedding", "index": number, "embedding": one}
+            for number, one in enumerate(packed)
+        ]
+        body = {
+            "object": "list",
+            "data": data,
+            "model": model.name,
+            "usage": {"prompt_tokens": used, "total_tokens": used},
+        }
         return JSONResponse(body, headers=HEADERS)
 
     async def models(self, request: Request) -> Response:
         """Every model and adapter."""
-        return JSONResponse({"object": "list", "data": [self._listed(one) for one in self.state.models.values()]}, headers=HEADERS)
+        return JSONResponse(
+            {"object": "list", "data": [self._listed(one) for one in self.state.models.values()]},
+            headers=HEADERS,
+        )
 
     async def model(self, request: Request) -> Response:
         """One of them."""
@@ -255,7 +324,9 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         """Counters for Prometheus."""
-        return PlainTextResponse(self.state.metrics_text(), media_type="text/plain; version=0.0.4", headers=HEADERS)
+        return PlainTextResponse(
+            self.state.metrics_text(), media_type="text/plain; version=0.0.4", headers=HEADERS
+        )
 
     async def info(self, request: Request) -> Response:
         """What the page shows of each model."""
@@ -277,11 +348,21 @@ class Api:
         found = self.state.models.get(name)
         if found is None:
             known = ", ".join(self.state.models)
-            raise ApiError(404, f"model is {name[:100]!r}; this server has {known}.", "model", "model_not_found")
+            raise ApiError(
+                404,
+                f"model is {name[:100]!r}; this server has {known}.",
+                "model",
+                "model_not_found",
+            )
         return found
 
     def _listed(self, model: ServedModel) -> dict[str, Any]:
-        found = {"id": model.name, "object": "model", "created": self.state.created, "owned_by": "headway"}
+        found = {
+            "id": model.name,
+            "object": "model",
+            "created": self.state.created,
+            "owned_by": "headway",
+        }
         found |= {"root": model.facts.name, "parent": model.facts.name if model.adapter else None}
         return {**found, "max_model_len": model.facts.context}
 
@@ -292,7 +373,9 @@ class Api:
             return read_body(kind, body, self.state.limits.max_n)
         job = ("body", kind, body, self.state.limits.max_n)
         # Nothing but json has read these bytes in the other process, so its answer may be unpickled.
-        return pickle.loads(await self.state.body_readers.run(job, BODY_READ_SECONDS, MOST_READ_BYTES))
+        return pickle.loads(
+            await self.state.body_readers.run(job, BODY_READ_SECONDS, MOST_READ_BYTES)
+        )
 
     async def _body(self, request: Request) -> bytes:
         """The body of a request, within its limits of bytes and seconds."""
@@ -310,9 +393,17 @@ class Api:
                     if not is_large:
                         body += part
         except TimeoutError:
-            raise ApiError(408, f"The body did not arrive within {self.state.limits.body_seconds:g} s.", code="timeout") from None
+            raise ApiError(
+                408,
+                f"The body did not arrive within {self.state.limits.body_seconds:g} s.",
+                code="timeout",
+            ) from None
         if is_large:
-            raise ApiError(413, f"The body has more than {most} bytes, which is this server's limit.", code="request_too_large")
+            raise ApiError(
+                413,
+                f"The body has more than {most} bytes, which is this server's limit.",
+                code="request_too_large",
+            )
         if not body:
             raise bad_field("body", "is empty; it must be a JSON object.")
         if request.headers.get("content-encoding", "identity") != "identity":

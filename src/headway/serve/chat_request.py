@@ -16,7 +16,13 @@ from headway.serve.fields import HARMLESS, BodyFields, read_json
 from headway.serve.generation_fields import MAX_TOP_LOGPROBS, GenerationFields, read_generation
 from headway.tokenizer.chat_template import Call, Role, Turn
 
-ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 512
 
@@ -51,19 +57,33 @@ def read_chat(body: bytes, max_n: int) -> ChatCall:
     top = fields.whole("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None and not wants:
         raise bad_field("top_logprobs", "is only allowed with logprobs: true.")
-    generation = read_generation(fields, max_n=max_n, default_max_tokens=None, logprobs=(top or 0) if wants else None)
+    generation = read_generation(
+        fields, max_n=max_n, default_max_tokens=None, logprobs=(top or 0) if wants else None
+    )
     tools, choice = _tools(fields)
     parallel = fields.flag("parallel_tool_calls", True)
     schema = _schema(fields)
     if schema is not None and choice not in ("auto", "none"):
-        raise bad_field("tool_choice", "and response_format both constrain the answer. Give one of them.")
+        raise bad_field(
+            "tool_choice", "and response_format both constrain the answer. Give one of them."
+        )
     modalities = fields.get("modalities")
     if modalities not in (None, ["text"]):
         raise bad_field("modalities", 'must be ["text"]; this server answers in text.')
     if fields.get("functions") or fields.get("function_call"):
         raise bad_field("functions", "is not supported by this server. Use tools and tool_choice.")
     fields.finish(HARMLESS)
-    return ChatCall(model, turns, generation, tuple(media), () if choice == "none" else tools, choice, parallel, schema, continues)
+    return ChatCall(
+        model,
+        turns,
+        generation,
+        tuple(media),
+        () if choice == "none" else tools,
+        choice,
+        parallel,
+        schema,
+        continues,
+    )
 
 
 def _continues(fields: BodyFields) -> bool:
@@ -71,22 +91,36 @@ def _continues(fields: BodyFields) -> bool:
     continues = fields.flag("continue_final_message")
     adds_prompt = fields.flag("add_generation_prompt", not continues)
     if continues and adds_prompt:
-        raise bad_field("add_generation_prompt", "must be false with continue_final_message: true: the answer has begun already.")
+        raise bad_field(
+            "add_generation_prompt",
+            "must be false with continue_final_message: true: the answer has begun already.",
+        )
     if not continues and not adds_prompt:
-        raise bad_field("add_generation_prompt", "may be false only with continue_final_message: true. Leave it out.")
+        raise bad_field(
+            "add_generation_prompt",
+            "may be false only with continue_final_message: true. Leave it out.",
+        )
     return continues
 
 
 def _turns(fields: BodyFields, media: list[MediaRef], continues: bool) -> tuple[Turn, ...]:
     listed = fields.objects("messages")
     if not listed:
-        raise bad_field("messages", 'must be a list of messages, such as [{"role": "user", "content": "Hello"}].')
+        raise bad_field(
+            "messages",
+            'must be a list of messages, such as [{"role": "user", "content": "Hello"}].',
+        )
     if len(listed) > MAX_MESSAGES:
         raise bad_field("messages", f"has {len(listed)} messages; at most {MAX_MESSAGES} are read.")
-    turns = tuple(_turn(BodyFields(one, f"messages[{number}]"), media) for number, one in enumerate(listed))
+    turns = tuple(
+        _turn(BodyFields(one, f"messages[{number}]"), media) for number, one in enumerate(listed)
+    )
     last = turns[-1]
     if continues and (last.role != "assistant" or last.calls):
-        raise bad_field("messages", "must end with a text of the assistant, because continue_final_message is true.")
+        raise bad_field(
+            "messages",
+            "must end with a text of the assistant, because continue_final_message is true.",
+        )
     if last.role == "assistant" and not continues:
         raise bad_field(
             "messages",
@@ -94,7 +128,10 @@ def _turns(fields: BodyFields, media: list[MediaRef], continues: bool) -> tuple[
             "continue_final_message: true and add_generation_prompt: false.",
         )
     if media and any(MARK.search(turn.content) and turn.role != "user" for turn in turns):
-        raise bad_field("messages", "must have pictures, sounds, and their marks <image> and <audio>, only in messages of the user.")
+        raise bad_field(
+            "messages",
+            "must have pictures, sounds, and their marks <image> and <audio>, only in messages of the user.",
+        )
     return turns
 
 
@@ -102,7 +139,10 @@ def _turn(one: BodyFields, media: list[MediaRef]) -> Turn:
     role = ROLES.get(one.needed_text("role"))
     if role is None:
         raise one.wrong("role", f"one of {', '.join(ROLES)}")
-    calls = tuple(_call(BodyFields(each, f"{one.name('tool_calls')}[{at}]")) for at, each in enumerate(one.objects("tool_calls")))
+    calls = tuple(
+        _call(BodyFields(each, f"{one.name('tool_calls')}[{at}]"))
+        for at, each in enumerate(one.objects("tool_calls"))
+    )
     if calls and role != "assistant":
         raise bad_field(one.name("tool_calls"), "is only allowed in messages of the assistant.")
     given = one.get("content")
@@ -166,7 +206,9 @@ def _tool_choice(fields: BodyFields, names: list[str]) -> str:
     function: Any = cast(dict[str, Any], given).get("function") if isinstance(given, dict) else None
     name: Any = cast(dict[str, Any], function).get("name") if isinstance(function, dict) else None
     if name not in names:
-        raise fields.wrong("tool_choice", "none, auto, required or an object that names one of the tools")
+        raise fields.wrong(
+            "tool_choice", "none, auto, required or an object that names one of the tools"
+        )
     return f"={name}"
 
 
@@ -186,7 +228,10 @@ def _schema(fields: BodyFields) -> Any:
     inner = form.inner("json_schema")
     form.finish()
     if inner is None:
-        raise bad_field("response_format.json_schema", 'is missing; it must be {"name": "...", "schema": {...}}.')
+        raise bad_field(
+            "response_format.json_schema",
+            'is missing; it must be {"name": "...", "schema": {...}}.',
+        )
     name = inner.text("name")
     inner.text("description")
     is_strict = inner.flag("strict")
@@ -197,7 +242,9 @@ def _schema(fields: BodyFields) -> Any:
     if isinstance(schema, dict) and is_strict:
         return closed_schema(schema)
     if not isinstance(schema, dict):
-        raise bad_field("response_format.json_schema.schema", "must be a JSON schema, which is an object.")
+        raise bad_field(
+            "response_format.json_schema.schema", "must be a JSON schema, which is an object."
+        )
     return cast(dict[str, Any], schema)
 
 

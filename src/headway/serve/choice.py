@@ -16,7 +16,13 @@ from headway.serve.tool_calls import ToolCall, ToolCallReader
 from headway.tokenizer.load import Tokenizer
 
 LEAST_LOGPROB = -9999.0
-REASONS = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length", "context": "length"}
+REASONS = {
+    "eos": "stop",
+    "stop": "stop",
+    "grammar": "stop",
+    "length": "length",
+    "context": "length",
+}
 
 
 class ChoicePiece(NamedTuple):
@@ -81,9 +87,15 @@ class Choice:
             self.finish, self.was_cut = "stop", stream.finished is None
         elif stream.finished is not None:
             text += self._text.finish()
-            self.finish = REASONS.get(stream.finished, stream.finished) if not self._text.stopped else "stop"
+            self.finish = (
+                REASONS.get(stream.finished, stream.finished) if not self._text.stopped else "stop"
+            )
             # A grammar ends an answer after a token of its text; an end token is no part of it.
-            if stream.finished in ("eos", "stop") and logprobs and logprobs[-1][0] in self._special_ids:
+            if (
+                stream.finished in ("eos", "stop")
+                and logprobs
+                and logprobs[-1][0] in self._special_ids
+            ):
                 logprobs = logprobs[:-1]
         return self._with_calls(text, logprobs)
 
@@ -140,15 +152,24 @@ def chat_logprobs(tokenizer: Tokenizer, found: Sequence[Any]) -> dict[str, Any]:
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         spelled = tokenizer.decode_bytes([token])
-        return {"token": spelled.decode("utf-8", "replace"), "logprob": _json_logprob(logprob), "bytes": list(spelled)}
+        return {
+            "token": spelled.decode("utf-8", "replace"),
+            "logprob": _json_logprob(logprob),
+            "bytes": list(spelled),
+        }
 
     return {
-        "content": [{**one(token, value), "top_logprobs": [one(*each) for each in top]} for token, value, top in found],
+        "content": [
+            {**one(token, value), "top_logprobs": [one(*each) for each in top]}
+            for token, value, top in found
+        ],
         "refusal": None,
     }
 
 
-def text_logprobs(tokenizer: Tokenizer, found: Sequence[Any], offsets: TokenOffsets) -> dict[str, Any]:
+def text_logprobs(
+    tokenizer: Tokenizer, found: Sequence[Any], offsets: TokenOffsets
+) -> dict[str, Any]:
     """Log-probabilities as text completions have them; the first token of a prompt has none."""
     tokens: list[str] = []
     starts: list[int] = []
@@ -162,5 +183,7 @@ def text_logprobs(tokenizer: Tokenizer, found: Sequence[Any], offsets: TokenOffs
             tops.append(None)
         else:
             values.append(_json_logprob(value))
-            tops.append({_spelled(tokenizer, likely): _json_logprob(logprob) for likely, logprob in top})
+            tops.append(
+                {_spelled(tokenizer, likely): _json_logprob(logprob) for likely, logprob in top}
+            )
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": starts}

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 HEAD_SECONDS = 20.0
 OTHER_FILES = 128
 """Files that a server has open besides connections: pipes to its processes, libraries, logs."""
-REFUSAL = json.dumps(ApiError(503, "Too many connections. Try again later.", code="too_many_connections").body()).encode()
+REFUSAL = json.dumps(
+    ApiError(503, "Too many connections. Try again later.", code="too_many_connections").body()
+).encode()
 TOO_MANY = (
     f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     f"content-length: {len(REFUSAL)}\r\n\r\n"

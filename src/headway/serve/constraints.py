@@ -42,14 +42,20 @@ MASK_SECONDS_PER_TOKEN = 0.005
 def schema_grammar(schema: Any) -> str:
     """The grammar of the JSON texts that follow a schema; `GrammarChecker` says whether it can be used."""
     if len(_json_text(schema, "response_format")) > MAX_GRAMMAR:
-        raise bad_field("response_format", f"has a schema of more than {MAX_GRAMMAR >> 10} Ki characters.")
+        raise bad_field(
+            "response_format", f"has a schema of more than {MAX_GRAMMAR >> 10} Ki characters."
+        )
     _need("response_format")
     from llguidance import LLMatcher
 
     try:
-        return LLMatcher.grammar_from_json_schema(without_conditions(schema), overrides={"whitespace_flexible": False})
+        return LLMatcher.grammar_from_json_schema(
+            without_conditions(schema), overrides={"whitespace_flexible": False}
+        )
     except (ValueError, RecursionError, ConfigError) as error:
-        raise bad_field("response_format", f"has a schema that cannot be used: {_line(error)}.") from None
+        raise bad_field(
+            "response_format", f"has a schema that cannot be used: {_line(error)}."
+        ) from None
 
 
 def _json_text(value: Any, field: str) -> str:
@@ -64,12 +70,17 @@ def call_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], name: str
     _need("tool_choice")
     from llguidance import LLMatcher
 
-    functions = [tool["function"] for tool in tools if name is None or tool["function"]["name"] == name]
+    functions = [
+        tool["function"] for tool in tools if name is None or tool["function"]["name"] == name
+    ]
     key = "arguments" if form == "tags" else "parameters"
     schemas = [
         {
             "type": "object",
-            "properties": {"name": {"const": one["name"]}, key: one.get("parameters") or {"type": "object"}},
+            "properties": {
+                "name": {"const": one["name"]},
+                key: one.get("parameters") or {"type": "object"},
+            },
             "required": ["name", key],
             "additionalProperties": False,
         }
@@ -78,14 +89,21 @@ def call_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], name: str
     joined = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     schema = _json_text({**joined, "x-guidance": {"whitespace_flexible": False}}, "tools")
     if len(schema) > MAX_GRAMMAR:
-        raise bad_field("tools", f"have schemas of more than {MAX_GRAMMAR >> 10} Ki characters, too many for tool_choice.")
+        raise bad_field(
+            "tools",
+            f"have schemas of more than {MAX_GRAMMAR >> 10} Ki characters, too many for tool_choice.",
+        )
     around = (f'"{OPEN}\\n" ', f' "\\n{CLOSE}"') if form == "tags" else ("", "")
     return LLMatcher.grammar_from_lark(f"start: {around[0]}call{around[1]}\ncall: %json {schema}\n")
 
 
 def _need(field: str) -> None:
     if not is_installed("llguidance"):
-        raise ApiError(400, f"{field} needs llguidance, which this server does not have. Install headway[serve] there.", field)
+        raise ApiError(
+            400,
+            f"{field} needs llguidance, which this server does not have. Install headway[serve] there.",
+            field,
+        )
 
 
 def _line(error: BaseException) -> str:
@@ -103,7 +121,9 @@ class GrammarFault(ConfigError):
 class GrammarFactory:
     """Makes the constraints of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: frozenset[int], *, is_timed: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab: int, end_ids: frozenset[int], *, is_timed: bool = True
+    ) -> None:
         """`is_timed`: an answer whose masks take too long fails. Ranks that share the layers must agree, and their clocks do not."""
         self.tokenizer = tokenizer
         self.vocab = vocab
@@ -117,7 +137,9 @@ class GrammarFactory:
 
     def __call__(self, grammar: str) -> GrammarConstraint:
         """A fresh constraint."""
-        return GrammarConstraint(self.guidance_tokenizer, grammar, self.end_ids, is_timed=self.is_timed)
+        return GrammarConstraint(
+            self.guidance_tokenizer, grammar, self.end_ids, is_timed=self.is_timed
+        )
 
     def warm_up(self) -> None:
         """Do now what the first request would wait for."""
@@ -135,7 +157,9 @@ class GrammarFactory:
                 # Faults often stand behind the text with which every answer begins, as that of a tool call.
                 constraint.accept_forced_text(self.guidance_tokenizer)
             else:
-                allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+                allowed = np.flatnonzero(
+                    np.unpackbits(mask.view(np.uint8), bitorder="little")
+                ).tolist()
                 texts = [token for token in allowed if token not in self.end_ids]
                 if texts:
                     constraint.accept(texts[-1])
@@ -148,7 +172,9 @@ def can_constrain(tokenizer: Tokenizer | None, end_ids: frozenset[int]) -> bool:
     return tokenizer is not None and bool(end_ids) and is_installed("llguidance")
 
 
-def constraint_factory(tokenizer: Tokenizer | None, vocab: int, end_ids: frozenset[int], *, is_timed: bool = True) -> GrammarFactory | None:
+def constraint_factory(
+    tokenizer: Tokenizer | None, vocab: int, end_ids: frozenset[int], *, is_timed: bool = True
+) -> GrammarFactory | None:
     """Makes constraints for a model; None where it cannot have any."""
     if tokenizer is None or not can_constrain(tokenizer, end_ids):
         return None
@@ -157,7 +183,9 @@ def constraint_factory(tokenizer: Tokenizer | None, vocab: int, end_ids: frozens
 
 def constraints_of(loaded: LoadedModel) -> GrammarFactory | None:
     """Of a loaded model, ready for the first grammar; every rank that shares its layers makes its own."""
-    factory = constraint_factory(loaded.tokenizer, loaded.config.vocab, loaded.end_ids, is_timed=loaded.part is None)
+    factory = constraint_factory(
+        loaded.tokenizer, loaded.config.vocab, loaded.end_ids, is_timed=loaded.part is None
+    )
     if factory is not None:
         factory.warm_up()
     return factory
@@ -171,14 +199,19 @@ class _Vocabulary:
         special = set(tokenizer.special_tokens.values())
         self.special_token_ids = sorted(special)
         self.tokens = [
-            b"" if number >= tokenizer.vocab_size or number in special else _bytes_of(tokenizer, number) for number in range(vocab)
+            b""
+            if number >= tokenizer.vocab_size or number in special
+            else _bytes_of(tokenizer, number)
+            for number in range(vocab)
         ]
         for spelled, number in tokenizer.special_tokens.items():
             self.tokens[number] = spelled.encode()
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+        return self._tokenizer.encode(
+            text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        )
 
 
 def _bytes_of(tokenizer: Tokenizer, number: int) -> bytes:
@@ -198,7 +231,14 @@ def _guidance_tokenizer(tokenizer: Tokenizer, vocab: int, end_ids: frozenset[int
 class GrammarConstraint:
     """Which tokens may follow in one answer."""
 
-    def __init__(self, tokenizer: LLTokenizer, grammar: str, end_ids: frozenset[int], *, is_timed: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: LLTokenizer,
+        grammar: str,
+        end_ids: frozenset[int],
+        *,
+        is_timed: bool = True,
+    ) -> None:
         from llguidance import LLMatcher
 
         self._matcher: LLMatcher = LLMatcher(tokenizer, grammar, log_level=0)
@@ -215,7 +255,9 @@ class GrammarConstraint:
         if self._allowance is not None:
             self._allowance += MASK_SECONDS_PER_TOKEN - (time.thread_time() - began)
             if self._allowance < 0:
-                raise GrammarFault("its masks take too long; simplify its patterns, or leave some out")
+                raise GrammarFault(
+                    "its masks take too long; simplify its patterns, or leave some out"
+                )
 
     def accept(self, token: int) -> None:
         """The next token of the answer."""
@@ -228,7 +270,9 @@ class GrammarConstraint:
         """Go to the end of what must follow, unless that is much."""
         forced = self._matcher.compute_ff_bytes()
         if len(forced) <= MAX_FORCED_BYTES:
-            self._matcher.consume_tokens(tokenizer.greedy_tokenize(forced.decode("utf-8", "ignore")))
+            self._matcher.consume_tokens(
+                tokenizer.greedy_tokenize(forced.decode("utf-8", "ignore"))
+            )
         self._check()
 
     @property
@@ -240,7 +284,9 @@ class GrammarConstraint:
         if not self._matcher.is_error():
             return
         # The first part says what happened; a dump of the parser's state follows.
-        problem = " ".join(self._matcher.get_error().split("<state>")[0].split())[:300].rstrip(" .;")
+        problem = " ".join(self._matcher.get_error().split("<state>")[0].split())[:300].rstrip(
+            " .;"
+        )
         if problem.startswith("NoExtension"):
             problem = "it describes no text that ends"
         raise GrammarFault(problem)

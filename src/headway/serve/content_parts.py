@@ -50,34 +50,57 @@ def read_content(given: Any, where: str, media: list[MediaRef]) -> str:
             texts.append("<audio>")
             has_media = True
         else:
-            raise bad_field(f"{place}.type", f"is {kind[:40]!r}; it must be text, image_url or input_audio.")
+            raise bad_field(
+                f"{place}.type", f"is {kind[:40]!r}; it must be text, image_url or input_audio."
+            )
         part.finish(("cache_control",))
         if len(media) > MAX_ITEMS:
-            raise bad_field(where, f"and the other messages hold more than {MAX_ITEMS} pictures and sounds.")
+            raise bad_field(
+                where, f"and the other messages hold more than {MAX_ITEMS} pictures and sounds."
+            )
     if not has_media:
         return "".join(texts)
-    if any(MARK.search(text) for text, kind in zip(texts, cast(list[Any], given), strict=True) if kind["type"] == "text"):
-        raise bad_field(where, "has a text with <image>, <audio> or <video>, which stands for a part. Leave it out.")
+    if any(
+        MARK.search(text)
+        for text, kind in zip(texts, cast(list[Any], given), strict=True)
+        if kind["type"] == "text"
+    ):
+        raise bad_field(
+            where,
+            "has a text with <image>, <audio> or <video>, which stands for a part. Leave it out.",
+        )
     return "".join(texts)
 
 
 def _image(part: BodyFields) -> MediaRef:
     inner = part.inner("image_url")
     if inner is None:
-        raise bad_field(part.name("image_url"), 'is missing; it must be {"url": "data:image/png;base64,..."}.')
+        raise bad_field(
+            part.name("image_url"), 'is missing; it must be {"url": "data:image/png;base64,..."}.'
+        )
     url = inner.needed_text("url")
-    inner.get("detail")  # how much of a picture another service looks at; here an encoder has one size
+    inner.get(
+        "detail"
+    )  # how much of a picture another service looks at; here an encoder has one size
     inner.finish()
     found = DATA_URI.match(url[:100])
     if found is None:
-        raise bad_field(inner.name("url"), "must be a data: URI with base64 (data:image/png;base64,...); addresses are never fetched.")
-    return MediaRef("image", data=_decoded(url[found.end() :], inner.name("url")), name=inner.name("url"))
+        raise bad_field(
+            inner.name("url"),
+            "must be a data: URI with base64 (data:image/png;base64,...); addresses are never fetched.",
+        )
+    return MediaRef(
+        "image", data=_decoded(url[found.end() :], inner.name("url")), name=inner.name("url")
+    )
 
 
 def _audio(part: BodyFields) -> MediaRef:
     inner = part.inner("input_audio")
     if inner is None:
-        raise bad_field(part.name("input_audio"), 'is missing; it must be {"data": "<base64>", "format": "wav"}.')
+        raise bad_field(
+            part.name("input_audio"),
+            'is missing; it must be {"data": "<base64>", "format": "wav"}.',
+        )
     kind = inner.text("format", "wav")
     if kind not in AUDIO_FORMATS:
         raise inner.wrong("format", f"one of {', '.join(AUDIO_FORMATS)}")

@@ -89,7 +89,12 @@ class RequestStream:
     )  # fmt: skip
 
     def __init__(self, number: int, mailbox: Mailbox, prompt_tokens: int, is_lazy: bool) -> None:
-        self.number, self.mailbox, self.prompt_tokens, self.is_lazy = number, mailbox, prompt_tokens, is_lazy
+        self.number, self.mailbox, self.prompt_tokens, self.is_lazy = (
+            number,
+            mailbox,
+            prompt_tokens,
+            is_lazy,
+        )
         """is_lazy: only the end wakes the reader."""
         self.tokens: list[int] = []
         self.logprobs: list[Any] = []
@@ -190,7 +195,9 @@ class EngineClient:
         try:
             facts = await self._ready
             if self.facts is not None and not facts.is_same_model(self.facts):
-                raise HeadwayError(f"{self.setup.path}: holds another model now. Start the server again to serve it.")
+                raise HeadwayError(
+                    f"{self.setup.path}: holds another model now. Start the server again to serve it."
+                )
         except HeadwayError:
             await self.close()
             raise
@@ -210,7 +217,12 @@ class EngineClient:
             )
 
     def submit(
-        self, request: EngineRequest, mailbox: Mailbox, media: Mapping[str, DecodedMedia] | None = None, *, is_lazy: bool = False
+        self,
+        request: EngineRequest,
+        mailbox: Mailbox,
+        media: Mapping[str, DecodedMedia] | None = None,
+        *,
+        is_lazy: bool = False,
     ) -> RequestStream:
         """Send a request."""
         self.check_alive()
@@ -326,14 +338,23 @@ class EngineClient:
                 stream.mailbox.wake()
         elif kind == "refused":
             if (stream := self._streams.pop(message[1], None)) is not None:
-                stream.fail(ApiError(message[2], message[3], code=message[4], retry_seconds=1 if message[2] == 429 else None))
+                stream.fail(
+                    ApiError(
+                        message[2],
+                        message[3],
+                        code=message[4],
+                        retry_seconds=1 if message[2] == 429 else None,
+                    )
+                )
         elif kind == "ended":
             self._last_words = message[1]
         elif self._ready is not None and not self._ready.done():
             if kind == "ready":
                 self._ready.set_result(message[1])
             else:
-                self._ready.set_exception(ConfigError(message[2]) if message[1] == 2 else HeadwayError(message[2]))
+                self._ready.set_exception(
+                    ConfigError(message[2]) if message[1] == 2 else HeadwayError(message[2])
+                )
 
     def _events(self, events: Sequence[tuple[Any, ...]]) -> None:
         streams = self._streams
@@ -365,13 +386,19 @@ class EngineClient:
         stream.embedding = more.get("embedding")
         stream.prompt_logprobs = more.get("prompt_logprobs", stream.prompt_logprobs)
         if more.get("error") is not None:
-            stream.error = ApiError(500, f"The engine could not answer: {more['error']}", code="engine_error")
+            stream.error = ApiError(
+                500, f"The engine could not answer: {more['error']}", code="engine_error"
+            )
 
     def _flush(self) -> None:
         """Wake the readers of what arrived, now or when it is their time."""
         if not self._late or self._timer is not None:
             return
-        wait = self._flushed_at + min(LONGEST_WAIT_SECONDS, len(self._streams) / EVENTS_PER_SECOND) - time.monotonic()
+        wait = (
+            self._flushed_at
+            + min(LONGEST_WAIT_SECONDS, len(self._streams) / EVENTS_PER_SECOND)
+            - time.monotonic()
+        )
         if wait <= 0:
             self._wake()
         else:
@@ -405,9 +432,15 @@ class EngineClient:
         self._streams = {}
         self._late.clear()
         for stream in streams:
-            message = f"The engine of model {self.setup.name!r} {how} while it computed this answer."
+            message = (
+                f"The engine of model {self.setup.name!r} {how} while it computed this answer."
+            )
             stream.fail(ApiError(503, message, code="engine_died", retry_seconds=LOADING_SECONDS))
         if was_alive:
             self.on_lost(how)
         elif self._ready is not None and not self._ready.done():
-            self._ready.set_exception(HeadwayError(f"{self.setup.path}: the engine process {how} while it loaded the model."))
+            self._ready.set_exception(
+                HeadwayError(
+                    f"{self.setup.path}: the engine process {how} while it loaded the model."
+                )
+            )

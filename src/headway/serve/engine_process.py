@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from headway.errors import ConfigError, HeadwayError, first_line
-from headway.infer.engine.request import EngineEvent, EngineRequest, EngineStats, PromptMedia, QueueFull, RequestTooLarge, TokenLogprobs
+from headway.infer.engine.request import (
+    EngineEvent,
+    EngineRequest,
+    EngineStats,
+    PromptMedia,
+    QueueFull,
+    RequestTooLarge,
+    TokenLogprobs,
+)
 from headway.runtime.stop import SIGNALS
 from headway.serve.engine_setup import DecodedMedia, EngineFacts, EngineSetup
 from headway.serve.frames import FrameReader, pack, widen_pipe
@@ -80,7 +88,9 @@ def main(opening: Callable[[EngineSetup], OpenedEngine] | None = None) -> int:
         return 0
     except Exception as problem:
         log.exception("%s: the model cannot be loaded", found.name)
-        channel.send([("failed", 1, f"{found.path}: {type(problem).__name__}: {first_line(problem)}.")])
+        channel.send(
+            [("failed", 1, f"{found.path}: {type(problem).__name__}: {first_line(problem)}.")]
+        )
         return 0
     channel.send([("ready", facts)])
     try:
@@ -105,12 +115,22 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
     loaded = load_on_ranks(setup.path, setup.tensor, setup.device, setup.precision)
     if setup.masks is not None:
         loaded = loaded.with_mask_choice(setup.masks)
-    engine = build_engine(loaded, setup.options, {name: Path(path) for name, path in setup.adapters.items()}, constraints_of)
+    engine = build_engine(
+        loaded,
+        setup.options,
+        {name: Path(path) for name, path in setup.adapters.items()},
+        constraints_of,
+    )
     engine.warm_up()
     # a request that leaves its length open may fill the context, but never more than the cache
     room = min(engine.context, engine.cache.pool.num_pages * setup.options.page_tokens)
     if room < engine.context:
-        log.warning("%s: the cache has room for %d tokens of the context of %d. Raise --cache-gib.", setup.name, room, engine.context)
+        log.warning(
+            "%s: the cache has room for %d tokens of the context of %d. Raise --cache-gib.",
+            setup.name,
+            room,
+            engine.context,
+        )
     media = loaded.config.media
     encoding = MediaEncoding(loaded)
     facts = EngineFacts(
@@ -124,7 +144,9 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
         dtype=str(loaded.model.head_weight.dtype).removeprefix("torch."),
         parameters=num_parameters(loaded.config),
         adapters=tuple(setup.adapters),
-        masks=None if (masks := loaded.describe_masks()) is None else {**masks, "from": Path(str(masks["from"])).name},
+        masks=None
+        if (masks := loaded.describe_masks()) is None
+        else {**masks, "from": Path(str(masks["from"])).name},
         media={one.modality: one.tokens for one in media.inputs} if media is not None else {},
         media_missing=media.missing if media is not None else False,
         constraints=can_constrain(loaded.tokenizer, loaded.end_ids),
@@ -161,7 +183,9 @@ class MediaEncoding:
         """How each encoder reads an item."""
         return {modality: encoder.input for modality, encoder in self.encoders.items()}
 
-    def __call__(self, request: EngineRequest, media: Mapping[str, DecodedMedia]) -> EngineRequest | None:
+    def __call__(
+        self, request: EngineRequest, media: Mapping[str, DecodedMedia]
+    ) -> EngineRequest | None:
         """The request with its features; None where another call is needed."""
         missing = [name for name in media if name not in self._features]
         for modality, encoder in self.encoders.items():
@@ -172,7 +196,9 @@ class MediaEncoding:
                 break
         else:
             if missing:
-                raise ConfigError(self.problem or f"the model takes {', '.join(self.encoders)} only.")
+                raise ConfigError(
+                    self.problem or f"the model takes {', '.join(self.encoders)} only."
+                )
         if any(name not in self._features for name in media):
             return None
         assert request.media is not None
@@ -259,7 +285,9 @@ class EngineLoop:
             number, (request, media) = next(iter(self._encoding.items()))
             messages += self._submit(number, request, media)
         if self.engine.busy:
-            events = [packed for event in self.engine.step() if (packed := self._event(event)) is not None]
+            events = [
+                packed for event in self.engine.step() if (packed := self._event(event)) is not None
+            ]
             if events:
                 messages.append(("events", events))
         now = time.monotonic()
@@ -268,7 +296,9 @@ class EngineLoop:
             self._next_stats = now + STATS_SECONDS
         return messages
 
-    def _submit(self, number: int, request: EngineRequest, media: Mapping[str, DecodedMedia]) -> list[tuple[Any, ...]]:
+    def _submit(
+        self, number: int, request: EngineRequest, media: Mapping[str, DecodedMedia]
+    ) -> list[tuple[Any, ...]]:
         """Give a request to the engine: what the HTTP process must know of it. Whatever it raises is the error of this request alone."""
         if request.media is not None and number not in self._encoding and self._encoding:
             self._encoding[number] = request, media  # its turn comes
@@ -304,10 +334,16 @@ class EngineLoop:
         more: dict[str, Any] | None = None
         if event.finished is not None:
             del self._clients_number[event.request], self._engines_number[number]
-        if event.embedding is not None or event.prompt_logprobs is not None or event.error is not None:
+        if (
+            event.embedding is not None
+            or event.prompt_logprobs is not None
+            or event.error is not None
+        ):
             more = {"embedding": event.embedding, "error": event.error}
             if event.prompt_logprobs is not None:
-                more["prompt_logprobs"] = [None if one is None else _plain(one) for one in event.prompt_logprobs]
+                more["prompt_logprobs"] = [
+                    None if one is None else _plain(one) for one in event.prompt_logprobs
+                ]
         logprobs = None if event.logprobs is None else [_plain(one) for one in event.logprobs]
         return number, event.tokens, logprobs, event.finished, event.cached_tokens, more
 

@@ -75,5 +75,15 @@ class EngineFacts:
         return all(getattr(self, name) == getattr(other, name) for name in IDENTITY)
 
 
-IDENTITY = ("fingerprint", "vocab", "hidden_size", "end_ids", "parameters", "adapters", "media", "media_missing", "constraints")
+IDENTITY = (
+    "fingerprint",
+    "vocab",
+    "hidden_size",
+    "end_ids",
+    "parameters",
+    "adapters",
+    "media",
+    "media_missing",
+    "constraints",
+)
 """Fields of EngineFacts that an engine must have again when it is started again."""

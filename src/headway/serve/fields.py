@@ -13,7 +13,16 @@ from typing import Any, cast
 from headway.serve.api_errors import ApiError, bad_field
 
 HARMLESS = frozenset(
-    ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction")
+    (
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+    )
 )
 """Fields that change no answer: names of the user, storage and prices of another service, hints for its speed."""
 MAX_DEPTH = 64
@@ -25,7 +34,9 @@ def read_json(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"The body is not JSON: {' '.join(str(error).split())[:200]}.") from None
+        raise ApiError(
+            400, f"The body is not JSON: {' '.join(str(error).split())[:200]}."
+        ) from None
     if not isinstance(found, dict):
         raise ApiError(400, "The body must be a JSON object.")
     check_tree(found)
@@ -50,9 +61,15 @@ def check_tree(found: Any) -> None:
         if isinstance(one, str):
             check_text(one)
         elif isinstance(one, dict):
-            waiting += [(part, depth + 1) for pair in cast(dict[str, Any], one).items() for part in pair]
+            waiting += [
+                (part, depth + 1) for pair in cast(dict[str, Any], one).items() for part in pair
+            ]
         elif isinstance(one, list):
-            waiting += [(part, depth + 1) for part in cast(list[Any], one) if not isinstance(part, (int, float))]
+            waiting += [
+                (part, depth + 1)
+                for part in cast(list[Any], one)
+                if not isinstance(part, (int, float))
+            ]
 
 
 def check_text(text: str) -> None:
@@ -61,7 +78,10 @@ def check_text(text: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ApiError(400, f"A text of the body is not valid Unicode: a lone surrogate at character {error.start}.") from None
+            raise ApiError(
+                400,
+                f"A text of the body is not valid Unicode: a lone surrogate at character {error.start}.",
+            ) from None
 
 
 class BodyFields:
@@ -121,7 +141,12 @@ class BodyFields:
         found = self.get(field)
         if found is None:
             return default
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not low <= found <= high or not math.isfinite(found):
+        if (
+            isinstance(found, bool)
+            or not isinstance(found, (int, float))
+            or not low <= found <= high
+            or not math.isfinite(found)
+        ):
             raise self.wrong(field, f"a number from {low:g} to {high:g}")
         return float(found)
 
@@ -130,7 +155,9 @@ class BodyFields:
         found = self.get(field)
         if found is None:
             return []
-        if not isinstance(found, list) or not all(isinstance(one, dict) for one in cast(list[Any], found)):
+        if not isinstance(found, list) or not all(
+            isinstance(one, dict) for one in cast(list[Any], found)
+        ):
             raise self.wrong(field, "a list of objects")
         return cast(list[Mapping[str, Any]], found)
 
@@ -146,10 +173,17 @@ class BodyFields:
     def wrong(self, field: str, expected: str) -> ApiError:
         """The error of a value that is not what is expected."""
         shown = json.dumps(self.data.get(field), ensure_ascii=False, default=str)
-        return bad_field(self.name(field), f"is {shown[:80]}{'...' if len(shown) > 80 else ''}; it must be {expected}.")
+        return bad_field(
+            self.name(field),
+            f"is {shown[:80]}{'...' if len(shown) > 80 else ''}; it must be {expected}.",
+        )
 
     def finish(self, harmless: Collection[str] = ()) -> None:
         """Refuse the fields that nothing has read."""
         for field, value in self.data.items():
             if field not in self.read and field not in harmless and value not in (None, [], {}):
-                raise ApiError(400, f"{self.name(field)[:100]} is not supported by this server. Leave it out.", self.name(field)[:100])
+                raise ApiError(
+                    400,
+                    f"{self.name(field)[:100]} is not supported by this server. Leave it out.",
+                    self.name(field)[:100],
+                )

@@ -86,18 +86,38 @@ class ChatForm(AnswerForm):
     def events(self, choice: Choice, piece: ChoicePiece) -> bytes:
         """Text, calls and the reason of the end."""
         reason = "null" if choice.finish is None else f'"{choice.finish}"'
-        found = ENCODE(chat_logprobs(self.model.tokenizer, piece.logprobs)) if self.wants_logprobs and piece.logprobs else "null"
+        found = (
+            ENCODE(chat_logprobs(self.model.tokenizer, piece.logprobs))
+            if self.wants_logprobs and piece.logprobs
+            else "null"
+        )
         if not piece.calls:
             if choice.finish is None:
-                return self._event(choice, f'{{"content":{ENCODE(piece.text)}}}', found, "null") if piece.text or found != "null" else b""
+                return (
+                    self._event(choice, f'{{"content":{ENCODE(piece.text)}}}', found, "null")
+                    if piece.text or found != "null"
+                    else b""
+                )
             # clients expect the reason in an event of its own, with nothing in its delta
-            said = self._event(choice, f'{{"content":{ENCODE(piece.text)}}}', found, "null") if piece.text or found != "null" else b""
+            said = (
+                self._event(choice, f'{{"content":{ENCODE(piece.text)}}}', found, "null")
+                if piece.text or found != "null"
+                else b""
+            )
             return said + self._event(choice, "{}", "null", reason)
         first = choice.call_number - len(piece.calls)
-        said = self._event(choice, f'{{"content":{ENCODE(piece.text)}}}', found, "null") if piece.text else b""
+        said = (
+            self._event(choice, f'{{"content":{ENCODE(piece.text)}}}', found, "null")
+            if piece.text
+            else b""
+        )
         calls = ENCODE([call.as_json(first + at) for at, call in enumerate(piece.calls)])
         called = self._event(choice, f'{{"tool_calls":{calls}}}', "null", "null")
-        return said + called + (self._event(choice, "{}", "null", reason) if choice.finish is not None else b"")
+        return (
+            said
+            + called
+            + (self._event(choice, "{}", "null", reason) if choice.finish is not None else b"")
+        )
 
     def _event(self, choice: Choice, delta: str, logprobs: str, reason: str) -> bytes:
         return (
@@ -109,13 +129,19 @@ class ChatForm(AnswerForm):
         text = "".join(piece.text for piece in pieces)
         calls: list[ToolCall] = [call for piece in pieces for call in piece.calls]
         logprobs = [one for piece in pieces for one in piece.logprobs]
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text if text or not calls else None,
+            "refusal": None,
+        }
         if calls:
             message["tool_calls"] = [call.as_json() for call in calls]
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": chat_logprobs(self.model.tokenizer, logprobs) if self.wants_logprobs else None,
+            "logprobs": chat_logprobs(self.model.tokenizer, logprobs)
+            if self.wants_logprobs
+            else None,
             "finish_reason": choice.finish,
         }
 
@@ -150,7 +176,10 @@ class TextForm(AnswerForm):
         if choice.stream.prompt_logprobs is not None:
             given, choice.stream.prompt_logprobs = choice.stream.prompt_logprobs, None
             # nothing precedes the first token, so it has no probability
-            found = [(token, None, ()) if one is None else one for token, one in zip(choice.prompt, given, strict=True)] + found
+            found = [
+                (token, None, ()) if one is None else one
+                for token, one in zip(choice.prompt, given, strict=True)
+            ] + found
         if not found:
             return None
         assert choice.offsets is not None
@@ -160,4 +189,9 @@ class TextForm(AnswerForm):
         """The text of an answer."""
         text = choice.echo + "".join(piece.text for piece in pieces)
         joined = ChoicePiece(text, [], [one for piece in pieces for one in piece.logprobs])
-        return {"index": choice.index, "text": text, "logprobs": self._logprobs(choice, joined), "finish_reason": choice.finish}
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._logprobs(choice, joined),
+            "finish_reason": choice.finish,
+        }

@@ -36,13 +36,20 @@ class GenerationFields:
 
 
 def read_generation(
-    body: BodyFields, *, max_n: int, default_max_tokens: int | None, logprobs: int | None, least_tokens: int = 1
+    body: BodyFields,
+    *,
+    max_n: int,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+    least_tokens: int = 1,
 ) -> GenerationFields:
     """Read the fields that both kinds of completion have."""
     asked = body.whole("max_tokens", least_tokens, MAX_TOKENS)
     newer = body.whole("max_completion_tokens", 1, MAX_TOKENS)
     if asked is not None and newer is not None and asked != newer:
-        raise bad_field("max_tokens", f"is {asked} and max_completion_tokens {newer}. Give one of them.")
+        raise bad_field(
+            "max_tokens", f"is {asked} and max_completion_tokens {newer}. Give one of them."
+        )
     stream = body.flag("stream")
     options = body.inner("stream_options")
     include_usage = False
@@ -53,7 +60,11 @@ def read_generation(
         options.finish(("include_obfuscation",))
     return GenerationFields(
         sampling=_sampling(body),
-        max_tokens=newer if newer is not None else asked if asked is not None else default_max_tokens,
+        max_tokens=newer
+        if newer is not None
+        else asked
+        if asked is not None
+        else default_max_tokens,
         n=body.whole("n", 1, max_n, 1) or 1,
         stops=_stops(body),
         stop_ids=_stop_ids(body),
@@ -101,7 +112,11 @@ def _biases(body: BodyFields) -> tuple[tuple[int, float], ...]:
         raise body.wrong("logit_bias", f"an object of at most {MAX_BIASES} token ids and numbers")
     biases: list[tuple[int, float]] = []
     for token, bias in cast(Mapping[str, Any], found).items():
-        if not (token.isascii() and token.isdecimal() and len(token) < 10) or isinstance(bias, bool) or not isinstance(bias, (int, float)):
+        if (
+            not (token.isascii() and token.isdecimal() and len(token) < 10)
+            or isinstance(bias, bool)
+            or not isinstance(bias, (int, float))
+        ):
             raise body.wrong("logit_bias", "an object of token ids and numbers from -100 to 100")
         if not -100 <= bias <= 100:
             raise bad_field(f"logit_bias.{token}", "must be a number from -100 to 100.")
@@ -114,8 +129,13 @@ def _stops(body: BodyFields) -> tuple[str, ...]:
     if found is None:
         return ()
     listed = cast(list[Any], found) if isinstance(found, list) else [found]
-    if len(listed) > MAX_STOPS or not all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARACTERS for one in listed):
-        raise body.wrong("stop", f"a text or a list of at most {MAX_STOPS} texts, each with 1 to {MAX_STOP_CHARACTERS} characters")
+    if len(listed) > MAX_STOPS or not all(
+        isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARACTERS for one in listed
+    ):
+        raise body.wrong(
+            "stop",
+            f"a text or a list of at most {MAX_STOPS} texts, each with 1 to {MAX_STOP_CHARACTERS} characters",
+        )
     return tuple(dict.fromkeys(cast(list[str], listed)))
 
 
@@ -124,6 +144,8 @@ def _stop_ids(body: BodyFields) -> frozenset[int]:
     if found is None:
         return frozenset()
     listed = cast(list[Any], found) if isinstance(found, list) else [None]
-    if len(listed) > MAX_STOPS or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in listed):
+    if len(listed) > MAX_STOPS or not all(
+        isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in listed
+    ):
         raise body.wrong("stop_token_ids", f"a list of at most {MAX_STOPS} token ids")
     return frozenset(cast(list[int], listed))

@@ -68,7 +68,9 @@ class GrammarChecker:
                 raise ApiError(429, message, field, "queue_full", retry_seconds=1)
             self._pending += 1
             try:
-                problem = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, grammar)
+                problem = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._ask, grammar
+                )
             finally:
                 self._pending -= 1
             self._verdicts[grammar] = problem
@@ -93,11 +95,20 @@ class GrammarChecker:
         except OSError as problem:
             self.close()
             log.warning("the process that checks grammars is gone: %s", first_line(problem))
-            raise ApiError(503, "The grammar cannot be checked now. Try again later.", code="engine_unavailable", retry_seconds=5) from None
+            raise ApiError(
+                503,
+                "The grammar cannot be checked now. Try again later.",
+                code="engine_unavailable",
+                retry_seconds=5,
+            ) from None
 
     def _start(self) -> subprocess.Popen[bytes]:
         # One thread: the process forks.
-        variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        variables = {
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         with os.fdopen(os.dup(2), "wb") as errors:
             process = self._process = start_module(MODULE, variables, errors)
         assert process.stdin is not None
@@ -170,7 +181,10 @@ def try_grammar(factory: GrammarFactory, grammar: str) -> str:
         os.waitpid(child, 0)
     if message == USED:
         return ""
-    return message.decode("utf-8", "replace") or f"it takes more than {CPU_SECONDS} s to compile, or too much memory. Simplify it."
+    return (
+        message.decode("utf-8", "replace")
+        or f"it takes more than {CPU_SECONDS} s to compile, or too much memory. Simplify it."
+    )
 
 
 def _try_in_fork(factory: GrammarFactory, grammar: str, writing: int) -> None:

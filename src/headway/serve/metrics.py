@@ -60,7 +60,11 @@ class ServeMetrics:
         self.seconds = {name: Histogram(SECONDS_BOUNDS) for name in models}
 
     def text(
-        self, engines: Mapping[str, Mapping[str, Any]], rates: Mapping[str, float], connections: int, alive: Mapping[str, bool]
+        self,
+        engines: Mapping[str, Mapping[str, Any]],
+        rates: Mapping[str, float],
+        connections: int,
+        alive: Mapping[str, bool],
     ) -> str:
         """All counters. `engines`: the newest counters of each model's engine; `rates`: its tokens per second; `alive`: whether it runs."""
         lines: list[str] = []
@@ -71,29 +75,61 @@ class ServeMetrics:
             return full
 
         name = begin("http_requests_total", "counter", "Requests by path and status.")
-        lines += [f'{name}{{path="{path}",status="{status}"}} {count}' for (path, status), count in sorted(self.requests.items())]
+        lines += [
+            f'{name}{{path="{path}",status="{status}"}} {count}'
+            for (path, status), count in sorted(self.requests.items())
+        ]
         name = begin("answers_total", "counter", "Answers by the reason of their end.")
-        lines += [f'{name}{{model="{_safe(model)}",reason="{why}"}} {count}' for (model, why), count in sorted(self.ends.items())]
+        lines += [
+            f'{name}{{model="{_safe(model)}",reason="{why}"}} {count}'
+            for (model, why), count in sorted(self.ends.items())
+        ]
         for key, meaning in GAUGES.items():
             name = begin(key, "gauge", meaning)
-            lines += [f'{name}{{model="{_safe(model)}"}} {stats.get(key, 0)}' for model, stats in engines.items()]
+            lines += [
+                f'{name}{{model="{_safe(model)}"}} {stats.get(key, 0)}'
+                for model, stats in engines.items()
+            ]
         for key, meaning in TOTALS.items():
             name = begin(f"{key}_total", "counter", meaning)
-            lines += [f'{name}{{model="{_safe(model)}"}} {stats.get(key, 0)}' for model, stats in engines.items()]
-        name = begin("tokens_per_second", "gauge", "Tokens generated per second over the last seconds.")
+            lines += [
+                f'{name}{{model="{_safe(model)}"}} {stats.get(key, 0)}'
+                for model, stats in engines.items()
+            ]
+        name = begin(
+            "tokens_per_second", "gauge", "Tokens generated per second over the last seconds."
+        )
         lines += [f'{name}{{model="{_safe(model)}"}} {rate:.1f}' for model, rate in rates.items()]
         name = begin("engine_up", "gauge", "1 if the engine of a model runs.")
-        lines += [f'{name}{{model="{_safe(model)}"}} {int(is_alive)}' for model, is_alive in alive.items()]
-        name = begin("engine_restarts_total", "counter", "Engine processes that ended and were started again.")
+        lines += [
+            f'{name}{{model="{_safe(model)}"}} {int(is_alive)}' for model, is_alive in alive.items()
+        ]
+        name = begin(
+            "engine_restarts_total",
+            "counter",
+            "Engine processes that ended and were started again.",
+        )
         lines += [f'{name}{{model="{_safe(model)}"}} {self.restarts[model]}' for model in engines]
         name = begin("http_connections", "gauge", "Open connections.")
         lines.append(f"{name} {connections}")
-        name = begin("slow_readers_cut_total", "counter", "Connections that were cut because their client took no bytes.")
+        name = begin(
+            "slow_readers_cut_total",
+            "counter",
+            "Connections that were cut because their client took no bytes.",
+        )
         lines.append(f"{name} {self.cut}")
-        name = begin("time_to_first_token_seconds", "histogram", "From the arrival of a request to its first token.")
+        name = begin(
+            "time_to_first_token_seconds",
+            "histogram",
+            "From the arrival of a request to its first token.",
+        )
         for model, found in self.first_token.items():
             lines += found.lines(name, f'model="{_safe(model)}"')
-        name = begin("request_seconds", "histogram", "From the arrival of a request to the end of its answer.")
+        name = begin(
+            "request_seconds",
+            "histogram",
+            "From the arrival of a request to the end of its answer.",
+        )
         for model, found in self.seconds.items():
             lines += found.lines(name, f'model="{_safe(model)}"')
         return "\n".join(lines) + "\n"

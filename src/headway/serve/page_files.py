@@ -30,4 +30,8 @@ def page_files() -> dict[str, tuple[bytes, str]]:
     if not folder.is_dir():
         return {}
     suffixes = {file.name: file.name[file.name.rfind(".") :] for file in folder.iterdir()}
-    return {name: (folder.joinpath(name).read_bytes(), TYPES[suffix]) for name, suffix in suffixes.items() if suffix in TYPES}
+    return {
+        name: (folder.joinpath(name).read_bytes(), TYPES[suffix])
+        for name, suffix in suffixes.items()
+        if suffix in TYPES
+    }

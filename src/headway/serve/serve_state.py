@@ -43,7 +43,9 @@ class ServeState:
 
     def begin(self, model: ServedModel) -> ServedRequest:
         """A request to be answered; it counts as active until it ends."""
-        request = ServedRequest(model, self.metrics, self.limits.request_seconds, self.active.discard)
+        request = ServedRequest(
+            model, self.metrics, self.limits.request_seconds, self.active.discard
+        )
         self.active.add(request)
         return request
 
@@ -63,7 +65,10 @@ class ServeState:
             while len(seen) > 2 and now - seen[0][0] > RATE_SECONDS:
                 seen.popleft()
         for request in list(self.active):
-            if request.sending_since is not None and now - request.sending_since > self.limits.stalled_seconds:
+            if (
+                request.sending_since is not None
+                and now - request.sending_since > self.limits.stalled_seconds
+            ):
                 self.metrics.cut += 1
                 request.sending_since = None
                 request.abort()
@@ -93,7 +98,9 @@ class ServeState:
             status = "failed"
         elif down:
             status = "degraded"
-        models = {model.name: "engine not running" if model.name in down else "ok" for model in self.bases}
+        models = {
+            model.name: "engine not running" if model.name in down else "ok" for model in self.bases
+        }
         found: dict[str, Any] = {"status": status, "models": models}
         if down:
             found["down"] = down
@@ -138,7 +145,10 @@ class ServeState:
     def metrics_text(self) -> str:
         """Counters for Prometheus."""
         # counted here: the engine's own counter is up to half a second old, and begins anew with its process
-        stats = {one.name: {**one.client.stats, "generated_tokens": one.client.generated_tokens} for one in self.bases}
+        stats = {
+            one.name: {**one.client.stats, "generated_tokens": one.client.generated_tokens}
+            for one in self.bases
+        }
         rates = {one.name: self.tokens_per_second(one.name) for one in self.bases}
         alive = {one.name: one.client.is_alive for one in self.bases}
         return self.metrics.text(stats, rates, len(self.connections), alive)

@@ -29,7 +29,13 @@ from headway.serve.grammar_check import GrammarChecker
 from headway.serve.limits import ServeLimits
 from headway.serve.text_request import EmbeddingCall, PromptInput, TextCall
 from headway.serve.tool_calls import ToolFormat, tool_format
-from headway.tokenizer.chat import TOKENIZER_TEMPLATE, answer_end, bos_ids, find_template, render_prompt
+from headway.tokenizer.chat import (
+    TOKENIZER_TEMPLATE,
+    answer_end,
+    bos_ids,
+    find_template,
+    render_prompt,
+)
 from headway.tokenizer.load import Tokenizer
 
 if TYPE_CHECKING:
@@ -68,9 +74,13 @@ class PreparedPrompt:
 class ServedModel:
     """One model, or one of its adapters."""
 
-    def __init__(self, client: EngineClient, facts: EngineFacts, template: str | None, limits: ServeLimits) -> None:
+    def __init__(
+        self, client: EngineClient, facts: EngineFacts, template: str | None, limits: ServeLimits
+    ) -> None:
         if facts.tokenizer is None:
-            raise ConfigError(f"{client.setup.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
+            raise ConfigError(
+                f"{client.setup.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there."
+            )
         self.client, self.facts, self.limits = client, facts, limits
         self.name = facts.name
         self.adapter: str | None = None
@@ -78,10 +88,14 @@ class ServedModel:
         self.special_ids = frozenset(self.tokenizer.special_tokens.values())
         has_own = self.tokenizer.chat_template is not None
         named = template or (TOKENIZER_TEMPLATE if has_own else "chatml" if facts.media else None)
-        self.template: ChatTemplate | None = None if named is None else find_template(named, self.tokenizer)
+        self.template: ChatTemplate | None = (
+            None if named is None else find_template(named, self.tokenizer)
+        )
         source = "" if self.template is None else self.template.export(self.tokenizer) or ""
         self.tool_format: ToolFormat | None = tool_format(source)
-        self.answer_ends = frozenset(() if self.template is None else answer_end(self.template, self.tokenizer))
+        self.answer_ends = frozenset(
+            () if self.template is None else answer_end(self.template, self.tokenizer)
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"prompts-{self.name}")
         self._checker = GrammarChecker(self.tokenizer, facts.vocab, facts.end_ids)
 
@@ -123,7 +137,9 @@ class ServedModel:
             raise ApiError(400, str(problem)) from None
         except Exception as problem:
             log.error("serve: a prompt for model %r could not be made", self.name, exc_info=problem)
-            message = f"The prompt could not be made: {type(problem).__name__}: {first_line(problem)}"
+            message = (
+                f"The prompt could not be made: {type(problem).__name__}: {first_line(problem)}"
+            )
             raise ApiError(500, message, code="internal_error") from None
 
     def _chat(self, call: ChatCall, grammar: str | None = None) -> PreparedPrompt:
@@ -131,8 +147,12 @@ class ServedModel:
         if self.facts.media:
             return self._media_chat(call, grammar)
         if call.media:
-            raise bad_field("messages", f"hold pictures or sounds; model {self.name!r} takes text alone.")
-        ids = render_prompt(call.turns, self.template, self.tokenizer, call.tools, continues=call.continues)
+            raise bad_field(
+                "messages", f"hold pictures or sounds; model {self.name!r} takes text alone."
+            )
+        ids = render_prompt(
+            call.turns, self.template, self.tokenizer, call.tools, continues=call.continues
+        )
         return self._prepared(ids, call.fields, "messages", grammar, is_chat=True)
 
     def _media_chat(self, call: ChatCall, grammar: str | None) -> PreparedPrompt:
@@ -140,15 +160,25 @@ class ServedModel:
 
         assert self.template is not None
         if call.media and self.facts.media_problem:
-            raise bad_field("messages", f"hold pictures or sounds, which model {self.name!r} cannot take: {self.facts.media_problem}")
+            raise bad_field(
+                "messages",
+                f"hold pictures or sounds, which model {self.name!r} cannot take: {self.facts.media_problem}",
+            )
         if call.tools:
-            raise bad_field("tools", f"cannot be used with model {self.name!r}, which takes pictures and sounds. Leave it out.")
+            raise bad_field(
+                "tools",
+                f"cannot be used with model {self.name!r}, which takes pictures and sounds. Leave it out.",
+            )
         positions = MediaPositions(self.facts.media, self.facts.media_missing)
         names = [ref.content_hash() for ref in call.media]
         hashed = [(str(ref.modality), name) for ref, name in zip(call.media, names, strict=True)]
         placed = place_media(call.turns, hashed, positions)
-        document = MediaEncoder(self.tokenizer, self.template, positions).prompt(placed, continues=call.continues)
-        found = self._prepared(document.ids.tolist(), call.fields, "messages", grammar, is_chat=True)
+        document = MediaEncoder(self.tokenizer, self.template, positions).prompt(
+            placed, continues=call.continues
+        )
+        found = self._prepared(
+            document.ids.tolist(), call.fields, "messages", grammar, is_chat=True
+        )
         media = PromptMedia(document.items, {})
         requests = tuple(replace(request, media=media) for request in found.requests)
         return replace(found, requests=requests, media=dict(zip(names, call.media, strict=True)))
@@ -158,13 +188,21 @@ class ServedModel:
             return None
         if not self.facts.constraints:
             raise bad_field(
-                _grammar_field(call), f"cannot be followed by model {self.name!r}: llguidance, or an id that ends a text, is missing."
+                _grammar_field(call),
+                f"cannot be followed by model {self.name!r}: llguidance, or an id that ends a text, is missing.",
             )
         if call.schema is not None:
             return schema_grammar(call.schema)
         if self.tool_format is None:
-            raise bad_field("tool_choice", f"must be auto or none: how the chat template of {self.name!r} writes calls is not known.")
-        return call_grammar(self.tool_format, call.tools, call.tool_choice[1:] if call.tool_choice.startswith("=") else None)
+            raise bad_field(
+                "tool_choice",
+                f"must be auto or none: how the chat template of {self.name!r} writes calls is not known.",
+            )
+        return call_grammar(
+            self.tool_format,
+            call.tools,
+            call.tool_choice[1:] if call.tool_choice.startswith("=") else None,
+        )
 
     def _text(self, call: TextCall) -> list[PreparedPrompt]:
         found: list[PreparedPrompt] = []
@@ -175,16 +213,27 @@ class ServedModel:
                 wants = call.fields.logprobs is not None
                 is_alone = call.fields.max_tokens == 0
                 if is_alone and not wants:
-                    raise bad_field("max_tokens", "is 0, and no log-probabilities of the prompt are asked for. Give logprobs or 1 or more.")
+                    raise bad_field(
+                        "max_tokens",
+                        "is 0, and no log-probabilities of the prompt are asked for. Give logprobs or 1 or more.",
+                    )
                 most = 0 if is_alone else prepared.requests[0].max_new_tokens
-                requests = tuple(replace(each, prompt_logprobs=wants, max_new_tokens=most) for each in prepared.requests)
-                prepared = replace(prepared, requests=requests, echo=self.tokenizer.decode(ids, skip_special=True))
+                requests = tuple(
+                    replace(each, prompt_logprobs=wants, max_new_tokens=most)
+                    for each in prepared.requests
+                )
+                prepared = replace(
+                    prepared, requests=requests, echo=self.tokenizer.decode(ids, skip_special=True)
+                )
             found.append(prepared)
         return found
 
     def _embeddings(self, call: EmbeddingCall) -> list[EngineRequest]:
         if call.dimensions not in (None, self.facts.hidden_size):
-            raise bad_field("dimensions", f"is {call.dimensions}; model {self.name!r} gives vectors of {self.facts.hidden_size}.")
+            raise bad_field(
+                "dimensions",
+                f"is {call.dimensions}; model {self.name!r} gives vectors of {self.facts.hidden_size}.",
+            )
         found: list[EngineRequest] = []
         for one in call.inputs:
             ids = self._ids(one, "input")
@@ -197,11 +246,18 @@ class ServedModel:
             # A model may have more embeddings than its tokenizer has ids; they stand for no text.
             vocab = min(self.facts.vocab, self.tokenizer.vocab_size)
             if max(given) >= vocab:
-                raise bad_field(field, f"has the id {max(given)}; the vocabulary of {self.name!r} has {vocab} ids.")
+                raise bad_field(
+                    field,
+                    f"has the id {max(given)}; the vocabulary of {self.name!r} has {vocab} ids.",
+                )
             return list(given)
         ids = [*bos_ids(self.tokenizer), *self.tokenizer.encode(given)]
         if not ids:
-            start = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
+            start = (
+                self.tokenizer.bos_id
+                if self.tokenizer.bos_id is not None
+                else self.tokenizer.eos_id
+            )
             if start is None or field == "input":
                 raise bad_field(field, "is empty. Give some text.")
             ids = [start]
@@ -216,25 +272,41 @@ class ServedModel:
             )  # fmt: skip
         return room
 
-    def _prepared(self, ids: Sequence[int], fields: GenerationFields, field: str, grammar: str | None, *, is_chat: bool) -> PreparedPrompt:
+    def _prepared(
+        self,
+        ids: Sequence[int],
+        fields: GenerationFields,
+        field: str,
+        grammar: str | None,
+        *,
+        is_chat: bool,
+    ) -> PreparedPrompt:
         room, most = self._check_room(len(ids), field), self.limits.max_tokens
         if fields.max_tokens is not None and most is not None and fields.max_tokens > most:
-            raise bad_field("max_tokens", f"is {fields.max_tokens}; this server makes at most {most}.")
+            raise bad_field(
+                "max_tokens", f"is {fields.max_tokens}; this server makes at most {most}."
+            )
         biased = max((token for token, _ in fields.sampling.logit_bias), default=0)
         if biased >= self.facts.vocab:
-            raise bad_field("logit_bias", f"has the id {biased}; the vocabulary of {self.name!r} has {self.facts.vocab} ids.")
+            raise bad_field(
+                "logit_bias",
+                f"has the id {biased}; the vocabulary of {self.name!r} has {self.facts.vocab} ids.",
+            )
         wanted = fields.max_tokens if fields.max_tokens is not None else most
         request = EngineRequest(
             prompt=tuple(ids),
             max_new_tokens=room if wanted is None else min(wanted, room) if wanted else 1,
             sampling=fields.sampling,
-            stop_ids=fields.stop_ids | (self.answer_ends if is_chat and not fields.ignore_eos else frozenset()),
+            stop_ids=fields.stop_ids
+            | (self.answer_ends if is_chat and not fields.ignore_eos else frozenset()),
             ignore_eos=fields.ignore_eos,
             adapter=self.adapter,
             logprobs=fields.logprobs,
             constraint=grammar,
         )
-        return PreparedPrompt(tuple(replace(request, key=str(number)) for number in range(fields.n)))
+        return PreparedPrompt(
+            tuple(replace(request, key=str(number)) for number in range(fields.n))
+        )
 
 
 def _grammar_field(call: ChatCall) -> str:

@@ -46,7 +46,13 @@ class ClientGone(Exception):
 class ServedRequest:
     """A request while it is answered. A context: at its end nothing is left in the engine."""
 
-    def __init__(self, model: ServedModel, metrics: ServeMetrics, seconds: float, ended: Callable[[ServedRequest], object]) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        metrics: ServeMetrics,
+        seconds: float,
+        ended: Callable[[ServedRequest], object],
+    ) -> None:
         self.model, self.metrics, self._ended = model, metrics, ended
         self.started = time.monotonic()
         self.mailbox = Mailbox()
@@ -78,7 +84,10 @@ class ServedRequest:
                 self.model.client.cancel(stream)
         self.metrics.seconds[self.model.facts.name].add(time.monotonic() - self.started)
         for choice in self.choices:
-            self.metrics.ends[self.model.facts.name, choice.finish or ("cancelled" if self.mailbox.is_gone else "error")] += 1
+            self.metrics.ends[
+                self.model.facts.name,
+                choice.finish or ("cancelled" if self.mailbox.is_gone else "error"),
+            ] += 1
         self._ended(self)
 
     def watch(self, receive: Receive) -> None:
@@ -91,7 +100,9 @@ class ServedRequest:
 
         self._watch = asyncio.create_task(wait())
 
-    async def decoded(self, prompt: PreparedPrompt, decoders: WorkerPool, limits: ServeLimits) -> PreparedPrompt:
+    async def decoded(
+        self, prompt: PreparedPrompt, decoders: WorkerPool, limits: ServeLimits
+    ) -> PreparedPrompt:
         """A prompt with its media as arrays; another process decodes them. Ends early where nobody waits or the time is over."""
         if not prompt.media:
             return prompt
@@ -112,7 +123,9 @@ class ServedRequest:
         arrays: dict[str, DecodedMedia] = {}
         offset = 0
         for name, (ref, source), size in zip(prompt.media, items, sizes, strict=True):
-            array = np.frombuffer(data, source.dtype, math.prod(source.shape), offset).reshape(source.shape)
+            array = np.frombuffer(data, source.dtype, math.prod(source.shape), offset).reshape(
+                source.shape
+            )
             arrays[name] = DecodedMedia(ref.modality, array)
             offset += size
         return replace(prompt, media={}, decoded=arrays)
@@ -123,7 +136,13 @@ class ServedRequest:
         self.mailbox.wake()
 
     def submit(
-        self, prompts: Sequence[PreparedPrompt], stops: Sequence[str], *, stream: bool, reads_calls: bool = False, one_call: bool = False
+        self,
+        prompts: Sequence[PreparedPrompt],
+        stops: Sequence[str],
+        *,
+        stream: bool,
+        reads_calls: bool = False,
+        one_call: bool = False,
     ) -> None:
         """Send all prompts and samples to the engine."""
         form = self.model.tool_format if reads_calls else None
@@ -131,7 +150,9 @@ class ServedRequest:
             self.prompt_tokens += prompt.num_tokens
             for sample, request in enumerate(prompt.requests):
                 is_lazy = not stream and not stops and not one_call
-                found = self.model.client.submit(request, self.mailbox, prompt.decoded, is_lazy=is_lazy)
+                found = self.model.client.submit(
+                    request, self.mailbox, prompt.decoded, is_lazy=is_lazy
+                )
                 self.streams.append(found)
                 text = RequestText(self.model.tokenizer, prompt.tail, stops)
                 reader = None if form is None else ToolCallReader(form)
@@ -169,7 +190,11 @@ class ServedRequest:
         if problem is not None:
             raise problem
         if self.mailbox.is_expired:
-            raise ApiError(504, f"The answer took longer than {self._seconds:g} s, which is this server's limit.", code="timeout")
+            raise ApiError(
+                504,
+                f"The answer took longer than {self._seconds:g} s, which is this server's limit.",
+                code="timeout",
+            )
         if any(stream.finished == "cancelled" for stream in self.streams):
             raise ApiError(500, "The engine cancelled the answer.", code="engine_error")
         if self._first_counted < len(self.streams):
@@ -205,12 +230,19 @@ class ServedRequest:
         while not self.is_complete:
             for choice, piece in await self.pieces():
                 pieces[choice.index].append(piece)
-        made = [form.collect(choice, found) for choice, found in zip(self.choices, pieces, strict=True)]
+        made = [
+            form.collect(choice, found) for choice, found in zip(self.choices, pieces, strict=True)
+        ]
         return form.whole(made, usage(self.choices, self.prompt_tokens))
 
-    async def stream(self, form: AnswerForm, send: Send, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    async def stream(
+        self, form: AnswerForm, send: Send, headers: Sequence[tuple[bytes, bytes]]
+    ) -> None:
         """The answer as server-sent events. An error after the first byte is an event too, and the last one."""
-        await self._send(send, {"type": "http.response.start", "status": 200, "headers": [*EVENT_HEADERS, *headers]})
+        await self._send(
+            send,
+            {"type": "http.response.start", "status": 200, "headers": [*EVENT_HEADERS, *headers]},
+        )
         try:
             while not self.is_complete:
                 said: list[bytes] = []
@@ -220,11 +252,17 @@ class ServedRequest:
                         said.append(form.begin(choice))
                     said.append(form.events(choice, piece))
                 if data := b"".join(said):
-                    await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
+                    await self._send(
+                        send, {"type": "http.response.body", "body": data, "more_body": True}
+                    )
         except ApiError as problem:
             last = f"data: {ENCODE(problem.body())}\n\n".encode()
         else:
-            last = (form.usage_event(usage(self.choices, self.prompt_tokens)) if form.include_usage else b"") + DONE
+            last = (
+                form.usage_event(usage(self.choices, self.prompt_tokens))
+                if form.include_usage
+                else b""
+            ) + DONE
         await self._send(send, {"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
@@ -236,7 +274,10 @@ class ServedRequest:
         """The mean hidden states of some texts, a part of them at a time."""
         found: list[Sequence[float]] = []
         for first in range(0, len(requests), EMBEDDINGS_AT_ONCE):
-            some = [self.model.client.submit(one, self.mailbox, is_lazy=True) for one in requests[first : first + EMBEDDINGS_AT_ONCE]]
+            some = [
+                self.model.client.submit(one, self.mailbox, is_lazy=True)
+                for one in requests[first : first + EMBEDDINGS_AT_ONCE]
+            ]
             self.streams = some
             while not all(stream.is_done for stream in some):
                 await self.mailbox.wait()

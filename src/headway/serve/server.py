@@ -75,14 +75,18 @@ def _bind(host: str, port: int) -> socket.socket:
     """Take the port before models are loaded, so that a port in use is found at once."""
     name = host.strip("[]")
     # asyncio sends small packets at once (TCP_NODELAY) only where the protocol is named; else every answer waits 40 ms
-    found = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    found = socket.socket(
+        socket.AF_INET6 if ":" in name else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
     try:
         found.bind((name, port))
     except OSError as problem:
         found.close()
-        raise LaunchError(f"cannot listen on {host}:{port}: {problem.strerror}. Choose another --port (0: any free one).") from None
+        raise LaunchError(
+            f"cannot listen on {host}:{port}: {problem.strerror}. Choose another --port (0: any free one)."
+        ) from None
     return found
 
 
@@ -104,9 +108,17 @@ def _http_server(config: uvicorn.Config) -> uvicorn.Server:
 class ModelServer:
     """The parts of a running server."""
 
-    def __init__(self, options: ServeOptions, listening: socket.socket, started: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        options: ServeOptions,
+        listening: socket.socket,
+        started: Callable[[dict[str, Any]], None],
+    ) -> None:
         self.options, self.listening, self.started = options, listening, started
-        self.clients = [EngineClient(setup, partial(self._engine_lost, number)) for number, setup in enumerate(options.models)]
+        self.clients = [
+            EngineClient(setup, partial(self._engine_lost, number))
+            for number, setup in enumerate(options.models)
+        ]
         self.state: ServeState | None = None
         self.http: uvicorn.Server | None = None
         self._waits = [RestartWaits() for _ in self.clients]
@@ -121,7 +133,9 @@ class ModelServer:
         """Load, serve, stop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            if number in handled_signals():  # a Ctrl-C at the terminal of a background job is not for it
+            if (
+                number in handled_signals()
+            ):  # a Ctrl-C at the terminal of a background job is not for it
                 loop.add_signal_handler(number, self._signalled, number)
         try:
             if not await self._load():
@@ -150,8 +164,13 @@ class ModelServer:
             return False
         facts = loading.result()
         options = self.options
-        access = Access(options.host, options.token, options.allow_hosts, what="server", verb="serve")
-        models = [ServedModel(client, one, options.chat_template, options.limits) for client, one in zip(self.clients, facts, strict=True)]
+        access = Access(
+            options.host, options.token, options.allow_hosts, what="server", verb="serve"
+        )
+        models = [
+            ServedModel(client, one, options.chat_template, options.limits)
+            for client, one in zip(self.clients, facts, strict=True)
+        ]
         self.state = ServeState(models, access, options.limits)
         return True
 
@@ -162,7 +181,9 @@ class ModelServer:
 
         assert self.state is not None
         for name in ("uvicorn.error", "uvicorn.access"):
-            logging.getLogger(name).setLevel(logging.CRITICAL if name.endswith("access") else logging.ERROR)
+            logging.getLogger(name).setLevel(
+                logging.CRITICAL if name.endswith("access") else logging.ERROR
+            )
         config = uvicorn.Config(
             build_app(self.state),  # pyright: ignore[reportArgumentType]
             http=bounded_protocol(self._connections(), self.options.limits.stalled_seconds),
@@ -186,14 +207,25 @@ class ModelServer:
         gc.freeze()  # what is here now stays; collections look at requests alone
         port = self.listening.getsockname()[1]
         names = list(self.state.models)
-        self.started({"url": _url(self.options.host, port), "host": self.options.host, "port": port, "models": names})
+        self.started(
+            {
+                "url": _url(self.options.host, port),
+                "host": self.options.host,
+                "port": port,
+                "models": names,
+            }
+        )
 
     def _connections(self) -> int:
         """How many connections may be open."""
         wanted = self.options.limits.connections
         affordable = affordable_connections(wanted, most_open_files())
         if affordable < wanted:
-            log.warning("the limit of open files allows %d connections; --max-connections is %d. Raise ulimit -n.", affordable, wanted)
+            log.warning(
+                "the limit of open files allows %d connections; --max-connections is %d. Raise ulimit -n.",
+                affordable,
+                wanted,
+            )
         return affordable
 
     async def _until_stopped(self) -> int:
@@ -202,7 +234,11 @@ class ModelServer:
         await self._stop.wait()
         self.state.is_draining = True
         if self.state.active and not self._now.is_set():
-            log.info("stopping: %d running requests may end within %g s", len(self.state.active), self.options.limits.drain_seconds)
+            log.info(
+                "stopping: %d running requests may end within %g s",
+                len(self.state.active),
+                self.options.limits.drain_seconds,
+            )
         deadline = time.monotonic() + self.options.limits.drain_seconds
         while self.state.active and not self._now.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -221,7 +257,11 @@ class ModelServer:
         assert self.state is not None
         for request in list(self.state.active):
             for stream in request.streams:
-                stream.fail(ApiError(503, "The server stopped before this answer was complete.", code="stopping"))
+                stream.fail(
+                    ApiError(
+                        503, "The server stopped before this answer was complete.", code="stopping"
+                    )
+                )
         end = time.monotonic() + LAST_BYTES_SECONDS
         while self.state.active and time.monotonic() < end and not self._now.is_set():
             await asyncio.sleep(0.02)
@@ -258,7 +298,12 @@ class ModelServer:
             wait = self._waits[number].next(time.monotonic())
             client.problem = how
             client.retry_at = time.monotonic() + wait
-            log.error("the engine of model %r %s; its requests get 503. It is started again in %g s.", name, how, wait)
+            log.error(
+                "the engine of model %r %s; its requests get 503. It is started again in %g s.",
+                name,
+                how,
+                wait,
+            )
             await asyncio.sleep(wait)
             try:
                 await client.start()
@@ -293,5 +338,7 @@ class RestartWaits:
 
 
 def _url(host: str, port: int) -> str:
-    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    shown = (
+        socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    )
     return f"http://{shown}:{port}/"

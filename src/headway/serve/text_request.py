@@ -49,15 +49,27 @@ def read_completion(body: bytes, max_n: int) -> TextCall:
     logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
     echo = fields.flag("echo")
     least = 0 if echo else 1  # the prompt alone, for its log-probabilities
-    generation = read_generation(fields, max_n=max_n, default_max_tokens=DEFAULT_MAX_TOKENS, logprobs=logprobs, least_tokens=least)
+    generation = read_generation(
+        fields,
+        max_n=max_n,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        logprobs=logprobs,
+        least_tokens=least,
+    )
     best_of = fields.whole("best_of", 1, max_n)
     if best_of is not None and best_of != generation.n:
-        raise bad_field("best_of", f"is {best_of}; it must be n ({generation.n}): this server returns every sample. Leave it out.")
+        raise bad_field(
+            "best_of",
+            f"is {best_of}; it must be n ({generation.n}): this server returns every sample. Leave it out.",
+        )
     if fields.get("suffix"):
         raise bad_field("suffix", "is not supported by this server. Leave it out.")
     fields.finish(HARMLESS)
     if len(prompts) * generation.n > MAX_PROMPTS:
-        raise bad_field("n", f"times the number of prompts is {len(prompts) * generation.n}; at most {MAX_PROMPTS} answers are made.")
+        raise bad_field(
+            "n",
+            f"times the number of prompts is {len(prompts) * generation.n}; at most {MAX_PROMPTS} answers are made.",
+        )
     return TextCall(model, prompts, generation, echo)
 
 
@@ -104,4 +116,6 @@ def _inputs(fields: BodyFields, field: str, most: int) -> tuple[PromptInput, ...
 
 
 def _is_ids(listed: list[Any]) -> bool:
-    return all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 31 for one in listed)
+    return all(
+        isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 31 for one in listed
+    )

@@ -28,7 +28,11 @@ class ToolCall:
 
     def as_json(self, index: int | None = None) -> dict[str, Any]:
         """OpenAI's object; with an index in a stream."""
-        found = {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        found = {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
         return found if index is None else {"index": index, **found}
 
 
@@ -36,7 +40,11 @@ def tool_format(template_source: str) -> ToolFormat | None:
     """How a template writes calls; None where that is not known."""
     if OPEN in template_source:
         return "tags"
-    if "<|python_tag|>" in template_source or "[TOOL_CALLS]" in template_source or '"parameters": ' in template_source:
+    if (
+        "<|python_tag|>" in template_source
+        or "[TOOL_CALLS]" in template_source
+        or '"parameters": ' in template_source
+    ):
         return "whole"
     return None
 
@@ -56,7 +64,14 @@ def parse_call(text: str) -> list[ToolCall] | None:
         arguments = named.get("arguments", named.get("parameters"))
         if not isinstance(named.get("name"), str) or not isinstance(arguments, (dict, str)):
             return None
-        calls.append(ToolCall(named["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)))
+        calls.append(
+            ToolCall(
+                named["name"],
+                arguments
+                if isinstance(arguments, str)
+                else json.dumps(arguments, ensure_ascii=False),
+            )
+        )
     return calls or None
 
 
@@ -89,7 +104,10 @@ class ToolCallReader:
             if calls is not None:
                 self.num_calls += len(calls)
                 return "", calls
-        elif rest.lstrip().startswith(OPEN) and (calls := parse_call(rest.lstrip()[len(OPEN) :])) is not None:
+        elif (
+            rest.lstrip().startswith(OPEN)
+            and (calls := parse_call(rest.lstrip()[len(OPEN) :])) is not None
+        ):
             self.num_calls += len(calls)  # the model ended the answer in place of the closing tag
             return "", calls
         return ("" if self.num_calls and not rest.strip() else rest), []
@@ -123,6 +141,13 @@ class ToolCallReader:
     def _beginning(self) -> int:
         """How many last characters may become a tag; line breaks before one are part of it."""
         held = self._held
-        found = next((size for size in range(min(len(OPEN) - 1, len(held)), 0, -1) if held.endswith(OPEN[:size])), 0)
+        found = next(
+            (
+                size
+                for size in range(min(len(OPEN) - 1, len(held)), 0, -1)
+                if held.endswith(OPEN[:size])
+            ),
+            0,
+        )
         rest = held[: len(held) - found]
         return found + len(rest) - len(rest.rstrip("\n"))

@@ -81,15 +81,32 @@ def answer(job: tuple[Any, ...]) -> tuple[dict[str, Any], bytes]:
             return {"status": 200}, pickle.dumps(read_body(*job[1:]), protocol=5)
         return {"status": 200}, decode(*job[1:])
     except ApiError as problem:
-        return {"status": problem.status, "message": str(problem), "param": problem.param, "code": problem.code}, b""
+        return {
+            "status": problem.status,
+            "message": str(problem),
+            "param": problem.param,
+            "code": problem.code,
+        }, b""
     except HeadwayError as problem:
         return {"status": 400, "message": str(problem), "param": None, "code": None}, b""
     except MemoryError:
         message = "The request needs more memory than one request may use to be read. Send less."
-        return {"status": 400, "message": message, "param": None, "code": "too_much_memory", "is_spent": True}, b""
+        return {
+            "status": 400,
+            "message": message,
+            "param": None,
+            "code": "too_much_memory",
+            "is_spent": True,
+        }, b""
     except Exception as problem:
         message = f"The request could not be read: {type(problem).__name__}: {first_line(problem)}"
-        return {"status": 500, "message": message, "param": None, "code": "internal_error", "is_spent": True}, b""
+        return {
+            "status": 500,
+            "message": message,
+            "param": None,
+            "code": "internal_error",
+            "is_spent": True,
+        }, b""
 
 
 def read_body(kind: str, body: bytes, max_n: int) -> Any:
@@ -115,7 +132,9 @@ def decode(items: Sequence[tuple[MediaRef, MediaInputSpec]], most_pixels: int) -
             _, width, height = image_size(ref.read(), ref.name)
             pixels += width * height
     if pixels > most_pixels:
-        raise DataError(f"the pictures of the request have {pixels} pixels; at most {most_pixels} are decoded together. Send smaller ones.")
+        raise DataError(
+            f"the pictures of the request have {pixels} pixels; at most {most_pixels} are decoded together. Send smaller ones."
+        )
     return b"".join(source.read(ref).tobytes() for ref, source in items)
 
 

@@ -148,10 +148,14 @@ class WorkerPool:
         finally:
             self._slots.release()
         if head["status"] != 200:
-            raise ApiError(int(head["status"]), str(head["message"]), head.get("param"), head.get("code"))
+            raise ApiError(
+                int(head["status"]), str(head["message"]), head.get("param"), head.get("code")
+            )
         return body
 
-    async def _run(self, job: tuple[Any, ...], seconds: float, most_bytes: int) -> tuple[dict[str, Any], bytes]:
+    async def _run(
+        self, job: tuple[Any, ...], seconds: float, most_bytes: int
+    ) -> tuple[dict[str, Any], bytes]:
         loop = asyncio.get_running_loop()
         attempt = Attempt()
         self.attempts.add(attempt)
@@ -165,13 +169,23 @@ class WorkerPool:
             if attempt.is_ended:
                 message = f"It took longer than {seconds:g} s to {self.purpose} of the request. Send less."
                 raise ApiError(400, message, code="too_slow") from None
-            log.error("a process that had to %s of a request %s; the request got an error", self.purpose, problem)
-            raise ApiError(500, f"The process that had to {self.purpose} of the request {problem}.", code="worker_died") from None
+            log.error(
+                "a process that had to %s of a request %s; the request got an error",
+                self.purpose,
+                problem,
+            )
+            raise ApiError(
+                500,
+                f"The process that had to {self.purpose} of the request {problem}.",
+                code="worker_died",
+            ) from None
         finally:
             clock.cancel()
             self.attempts.discard(attempt)
 
-    def _work(self, attempt: Attempt, job: tuple[Any, ...], most_bytes: int) -> tuple[dict[str, Any], bytes]:
+    def _work(
+        self, attempt: Attempt, job: tuple[Any, ...], most_bytes: int
+    ) -> tuple[dict[str, Any], bytes]:
         """In a thread: give the job to a process and read its answer."""
         worker = self._take()
         is_reusable = False

@@ -91,7 +91,10 @@ class Checksums:
         """The checksums of some files; one process computes them, the others wait."""
         if self.cache_dir is None or all(self.is_cached(path) for path in paths):
             return [self.of(path) for path in paths]
-        with file_lock(self.cache_dir / f"{FOLDER}.lock", until=lambda: all(self.is_cached(path) for path in paths)):
+        with file_lock(
+            self.cache_dir / f"{FOLDER}.lock",
+            until=lambda: all(self.is_cached(path) for path in paths),
+        ):
             return [self.of(path) for path in paths]
 
     def require(self, path: Path, expected: str) -> None:
@@ -108,7 +111,9 @@ class Checksums:
         """Whether the checksum of a file is cached."""
         return cached_checksum(self.cache_dir, path) is not None
 
-    def verify_now(self, stores: Sequence[Mapping[Path, str]], *, everything: bool = False) -> dict[Path, str]:
+    def verify_now(
+        self, stores: Sequence[Mapping[Path, str]], *, everything: bool = False
+    ) -> dict[Path, str]:
         """Hash the files of small stores, whatever the cache says; damage is a DataError.
 
         In: the expected checksums of each store's files. Out: those of the files that were not hashed, because their stores are large
@@ -131,7 +136,9 @@ class Checksums:
                     raise damaged(path, in_cache=self._is_in_cache(path))
         return left
 
-    def verify_in_background(self, files: Mapping[Path, str], share: float = BACKGROUND_SHARE) -> None:
+    def verify_in_background(
+        self, files: Mapping[Path, str], share: float = BACKGROUND_SHARE
+    ) -> None:
         """Hash these files in a thread, whatever the cache says; `damage` says what it found."""
         self._background.recheck(files, share)
 
@@ -152,7 +159,9 @@ class Checksums:
         return computed
 
     def _is_in_cache(self, path: Path) -> bool:
-        return self.cache_dir is not None and path.absolute().is_relative_to(self.cache_dir.absolute())
+        return self.cache_dir is not None and path.absolute().is_relative_to(
+            self.cache_dir.absolute()
+        )
 
 
 class _Background:
@@ -185,7 +194,9 @@ class _Background:
         oldest_first = sorted(files, key=lambda path: _cached_at(self.cache_dir, path))
         with self._changed:
             self._share = share
-            self.rechecks.update({path: files[path] for path in oldest_first if path not in self.computed})
+            self.rechecks.update(
+                {path: files[path] for path in oldest_first if path not in self.computed}
+            )
             if self.rechecks:
                 self._start()
 
@@ -202,7 +213,9 @@ class _Background:
     def _start(self) -> None:
         self._changed.notify_all()
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="headway-checksums", daemon=True)
+            self._worker = threading.Thread(
+                target=self._work, name="headway-checksums", daemon=True
+            )
             self._worker.start()
 
     def _work(self) -> None:
@@ -219,7 +232,10 @@ class _Background:
             try:
                 computed = self._check_unknown(path) if is_unknown else self._compute(path)
             except OSError as problem:
-                self.damage = Damage(path, f"{path}: cannot be read: {problem.strerror or problem}. Copy or build the store again.")
+                self.damage = Damage(
+                    path,
+                    f"{path}: cannot be read: {problem.strerror or problem}. Copy or build the store again.",
+                )
                 return
             if computed is None:
                 return
@@ -239,7 +255,10 @@ class _Background:
                 if self.unknown:
                     return *next(iter(self.unknown.items())), True
                 if self.rechecks:
-                    path = next((path for path in self.rechecks if path in self.used), next(iter(self.rechecks)))
+                    path = next(
+                        (path for path in self.rechecks if path in self.used),
+                        next(iter(self.rechecks)),
+                    )
                     return path, self.rechecks[path], False
                 self._changed.wait()
         return None
@@ -248,8 +267,17 @@ class _Background:
         """The checksum, computed by one process of a machine only; None after `end`."""
         if self.cache_dir is None:
             return self._compute(path)
-        lock = self.cache_dir / FOLDER / f"{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32]}.lock"
-        with file_lock(lock, until=lambda: self._is_over.is_set() or cached_checksum(self.cache_dir, path) is not None):
+        lock = (
+            self.cache_dir
+            / FOLDER
+            / f"{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32]}.lock"
+        )
+        with file_lock(
+            lock,
+            until=lambda: (
+                self._is_over.is_set() or cached_checksum(self.cache_dir, path) is not None
+            ),
+        ):
             return cached_checksum(self.cache_dir, path) or self._compute(path)
 
     def _compute(self, path: Path) -> str | None:
@@ -291,7 +319,13 @@ def _cached_at(cache_dir: Path | None, path: Path) -> float:
 
 def _entry(cache_dir: Path, path: Path) -> Path:
     status = os.stat(path)
-    parts = (os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+    parts = (
+        os.path.realpath(path),
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+        status.st_ino,
+    )
     return cache_dir / FOLDER / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -329,5 +363,11 @@ def _lower_priority() -> None:
 
 def damaged(path: Path, *, in_cache: bool = False) -> DataError:
     """The error for a file with a wrong checksum."""
-    remedy = "It is in the cache: the same command builds it again." if in_cache else "Copy or build it again."
-    return DataError(f"{path}: damaged: its checksum differs from the one it was written with. {remedy}")
+    remedy = (
+        "It is in the cache: the same command builds it again."
+        if in_cache
+        else "Copy or build it again."
+    )
+    return DataError(
+        f"{path}: damaged: its checksum differs from the one it was written with. {remedy}"
+    )

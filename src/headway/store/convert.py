@@ -75,11 +75,17 @@ class ConvertReport:
 
 
 def convert(
-    path: Path | str, out: Path | str, to: str, options: ConvertOptions = ConvertOptions(), tokenizer: Tokenizer | None = None
+    path: Path | str,
+    out: Path | str,
+    to: str,
+    options: ConvertOptions = ConvertOptions(),
+    tokenizer: Tokenizer | None = None,
 ) -> ConvertReport:
     """Write the store at `path` to the folder `out` in format `to`. A tokenizer gives its fingerprint, if all ids are in its range."""
     target = check_target(Path(out), to, options)
-    source = open_source(path, options.kind, rebuild_index=options.rebuild_index, begin_id=options.begin_id)
+    source = open_source(
+        path, options.kind, rebuild_index=options.rebuild_index, begin_id=options.begin_id
+    )
     refuse_media(source, "data convert")
     folder = Path(out)
     kind = source.kind if isinstance(source, ForeignStore) else "headway"
@@ -123,7 +129,9 @@ def check_target(out: Path, to: str, options: ConvertOptions = ConvertOptions())
     return to
 
 
-def _write_all(documents: Iterable[TokenDocument], add: Callable[[TokenDocument], None], advance: Advance) -> tuple[int, int]:
+def _write_all(
+    documents: Iterable[TokenDocument], add: Callable[[TokenDocument], None], advance: Advance
+) -> tuple[int, int]:
     """Give every document to `add`; how many documents and tokens that were."""
     count = tokens = 0
     for document in documents:
@@ -133,9 +141,13 @@ def _write_all(documents: Iterable[TokenDocument], add: Callable[[TokenDocument]
     return count, tokens
 
 
-def _to_headway(source: TokenSource, folder: Path, tokenizer: Tokenizer | None, advance: Advance) -> tuple[int, int]:
+def _to_headway(
+    source: TokenSource, folder: Path, tokenizer: Tokenizer | None, advance: Advance
+) -> tuple[int, int]:
     if tokenizer is not None and source.max_id >= tokenizer.vocab_size:
-        raise DataError(f"{source.name}: holds id {source.max_id}, but the tokenizer has only {tokenizer.vocab_size} ids.")
+        raise DataError(
+            f"{source.name}: holds id {source.max_id}, but the tokenizer has only {tokenizer.vocab_size} ids."
+        )
     packed = source.num_documents > 0 and source.span_starts(0) is not None
     with StoreWriter(
         folder,
@@ -147,28 +159,42 @@ def _to_headway(source: TokenSource, folder: Path, tokenizer: Tokenizer | None, 
         sources=[source.name],
     ) as writer:
         counts = _write_all(
-            iter_documents(source), lambda one: writer.add(one.ids, one.mask, one.spans if packed else None, one.type), advance
+            iter_documents(source),
+            lambda one: writer.add(one.ids, one.mask, one.spans if packed else None, one.type),
+            advance,
         )
         writer.finish()
     return counts
 
 
-def _to_mds(source: TokenSource, folder: Path, options: ConvertOptions, advance: Advance) -> tuple[int, int]:
+def _to_mds(
+    source: TokenSource, folder: Path, options: ConvertOptions, advance: Advance
+) -> tuple[int, int]:
     """MDS cannot hold empty documents: they are left out."""
     filled = (document for document in iter_documents(source) if len(document.ids))
     packed = source.span_starts(0) is not None
-    with MdsTokenWriter(folder, masked=source.masked, spans=packed, compression=options.compression) as writer:
-        counts = _write_all(filled, lambda one: writer.add(one.ids, one.mask, one.spans, one.type), advance)
+    with MdsTokenWriter(
+        folder, masked=source.masked, spans=packed, compression=options.compression
+    ) as writer:
+        counts = _write_all(
+            filled, lambda one: writer.add(one.ids, one.mask, one.spans, one.type), advance
+        )
         writer.finish()
     return counts
 
 
-def _to_internlm(source: TokenSource, folder: Path, options: ConvertOptions, advance: Advance) -> tuple[int, int]:
+def _to_internlm(
+    source: TokenSource, folder: Path, options: ConvertOptions, advance: Advance
+) -> tuple[int, int]:
     with ExitStack() as stack:
         writers: dict[str, InternlmWriter] = {}
 
         def add(one: TokenDocument) -> None:
-            kind = "" if folder.suffix == ".bin" else (options.type or one.type or "en").replace("/", "_")
+            kind = (
+                ""
+                if folder.suffix == ".bin"
+                else (options.type or one.type or "en").replace("/", "_")
+            )
             if kind not in writers:
                 file = folder / kind / "dataset.bin" if kind else folder
                 if kind:
@@ -184,15 +210,25 @@ def _to_internlm(source: TokenSource, folder: Path, options: ConvertOptions, adv
     return counts
 
 
-def _to_zero2all(source: TokenSource, folder: Path, options: ConvertOptions, advance: Advance) -> tuple[int, int, int]:
+def _to_zero2all(
+    source: TokenSource, folder: Path, options: ConvertOptions, advance: Advance
+) -> tuple[int, int, int]:
     """Documents, tokens, and the begin tokens that were added."""
     writer: ForeignWriter
     if source.masked:
         writer = SftPairWriter(folder / "01_bin_for_sft")
     else:
-        writer = Zero2allWriter(folder, common_begin_token(source) if options.begin_id is None else options.begin_id, options.seq_len)
+        writer = Zero2allWriter(
+            folder,
+            common_begin_token(source) if options.begin_id is None else options.begin_id,
+            options.seq_len,
+        )
     with writer:
-        documents, tokens = _write_all(iter_documents(source, split_packs=True), lambda one: writer.add(one.ids, one.mask), advance)
+        documents, tokens = _write_all(
+            iter_documents(source, split_packs=True),
+            lambda one: writer.add(one.ids, one.mask),
+            advance,
+        )
         writer.finish()
     begins = writer.begins_added if isinstance(writer, Zero2allWriter) else 0
     return documents, tokens + begins, begins
@@ -200,12 +236,16 @@ def _to_zero2all(source: TokenSource, folder: Path, options: ConvertOptions, adv
 
 def _check_empty(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder}: already exists and is not empty. Choose another folder or remove it first.")
+        raise DataError(
+            f"{folder}: already exists and is not empty. Choose another folder or remove it first."
+        )
 
 
 def common_begin_token(source: TokenSource) -> int:
     """The token that begins every document of a source; an error if documents begin differently."""
-    firsts = {int(item.ids[0]) for item in iter_documents(source, split_packs=True) if len(item.ids)}
+    firsts = {
+        int(item.ids[0]) for item in iter_documents(source, split_packs=True) if len(item.ids)
+    }
     if len(firsts) == 1:
         return firsts.pop()
     raise ConfigError(

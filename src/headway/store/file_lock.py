@@ -20,7 +20,9 @@ POLL_SECONDS = 0.2
 
 
 @contextmanager
-def file_lock(path: Path, until: Callable[[], bool], stale_seconds: float = STALE_SECONDS) -> Iterator[bool]:
+def file_lock(
+    path: Path, until: Callable[[], bool], stale_seconds: float = STALE_SECONDS
+) -> Iterator[bool]:
     """Wait until this process owns the lock (True), or until `until` reports that another process has done the work (False)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not _acquire(path, until, stale_seconds):
@@ -44,7 +46,9 @@ def file_lock(path: Path, until: Callable[[], bool], stale_seconds: float = STAL
 
 
 def _acquire(path: Path, until: Callable[[], bool], stale_seconds: float) -> bool:
-    seen: tuple[float, float] | None = None  # the lock's last touch and when we first saw it, by our clock: clocks of machines differ
+    seen: tuple[float, float] | None = (
+        None  # the lock's last touch and when we first saw it, by our clock: clocks of machines differ
+    )
     logged = False
     while not until():
         try:
@@ -60,7 +64,9 @@ def _acquire(path: Path, until: Callable[[], bool], stale_seconds: float) -> boo
         if seen is None or seen[0] != touched:
             seen = (touched, now)
         elif now - seen[1] > stale_seconds:
-            logging.getLogger("headway").info("%s: lock not renewed for %.0f s; taking it over", path, stale_seconds)
+            logging.getLogger("headway").info(
+                "%s: lock not renewed for %.0f s; taking it over", path, stale_seconds
+            )
             path.unlink(missing_ok=True)
             seen = None
             continue

@@ -24,7 +24,9 @@ def copy_to_local(store: Path, folder: Path, checksums: Checksums | None = None)
     manifest = read_manifest(store)
     copy = folder / f"{store.name}-{manifest.key[:16]}"
     checksums = checksums or Checksums()
-    with file_lock(folder / f"{copy.name}.lock", until=lambda: is_store(copy) and is_whole(copy, checksums)) as is_owner:
+    with file_lock(
+        folder / f"{copy.name}.lock", until=lambda: is_store(copy) and is_whole(copy, checksums)
+    ) as is_owner:
         if is_owner:
             discard_damaged(copy)
             size = sum(file.bytes for shard in manifest.shards for file in shard.files.values())

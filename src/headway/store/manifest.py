@@ -19,7 +19,20 @@ JOURNAL_NAME = "progress.json"
 VERSION = 1
 Dtype = Literal["uint16", "uint32"]
 CHECKSUM_LINE = '{{\n "checksum": "{}",'
-KEYS = {"checksum", "kind", "version", "dtype", "documents", "tokens", "max_id", "masked", "spans", "tokenizer", "sources", "shards"}
+KEYS = {
+    "checksum",
+    "kind",
+    "version",
+    "dtype",
+    "documents",
+    "tokens",
+    "max_id",
+    "masked",
+    "spans",
+    "tokenizer",
+    "sources",
+    "shards",
+}
 KEYS |= {"division", "types"}
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 
@@ -85,7 +98,9 @@ class StoreManifest:
                 "documents": s.documents,
                 "tokens": s.tokens,
                 **({"spans": s.spans} if self.spans else {}),
-                "files": {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in s.files.items()},
+                "files": {
+                    name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in s.files.items()
+                },
             }
             for s in self.shards
         ]
@@ -105,7 +120,11 @@ class StoreManifest:
             head["types"] = list(self.types)
         tail: dict[str, Any] = {"shards": shards}
         if self.division is not None:
-            tail["division"] = {"shard": self.division.shard, "of": self.division.of, "parts": [list(part) for part in self.division.parts]}
+            tail["division"] = {
+                "shard": self.division.shard,
+                "of": self.division.of,
+                "parts": [list(part) for part in self.division.parts],
+            }
         rest = json.dumps(head | tail, indent=1, ensure_ascii=False).removeprefix("{") + "\n"
         return CHECKSUM_LINE.format(hashlib.sha256(rest.encode()).hexdigest()) + rest
 
@@ -113,19 +132,33 @@ class StoreManifest:
     def content(self) -> str:
         """The checksum of the content, independent of its origin."""
         files = [(name, file.sha256) for shard in self.shards for name, file in shard.files.items()]
-        return hashlib.sha256(repr((self.dtype, self.masked, self.spans, self.tokenizer, files)).encode()).hexdigest()
+        return hashlib.sha256(
+            repr((self.dtype, self.masked, self.spans, self.tokenizer, files)).encode()
+        ).hexdigest()
 
 
 def file_names(number: int, masked: bool, spans: bool, typed: bool = False) -> list[str]:
     """The files of one shard: tokens, documents, then mask, spans and types if the store has them."""
     names = [f"tokens-{number:05}.bin", f"docs-{number:05}.idx"]
-    return names + [f"mask-{number:05}.bin"] * masked + [f"spans-{number:05}.idx"] * spans + [f"types-{number:05}.bin"] * typed
+    return (
+        names
+        + [f"mask-{number:05}.bin"] * masked
+        + [f"spans-{number:05}.idx"] * spans
+        + [f"types-{number:05}.bin"] * typed
+    )
 
 
-def file_sizes(shard: StoreShard, dtype: str, masked: bool, spans: bool, typed: bool = False) -> list[int]:
+def file_sizes(
+    shard: StoreShard, dtype: str, masked: bool, spans: bool, typed: bool = False
+) -> list[int]:
     """The sizes the counts of a shard imply, in the order of `file_names`."""
     sizes = [shard.tokens * ITEM_BYTES[dtype], (shard.documents + 1) * 8]
-    return sizes + [-(-shard.tokens // 8)] * masked + [(shard.spans + 1) * 8] * spans + [shard.documents * 2] * typed
+    return (
+        sizes
+        + [-(-shard.tokens // 8)] * masked
+        + [(shard.spans + 1) * 8] * spans
+        + [shard.documents * 2] * typed
+    )
 
 
 def read_manifest(folder: Path) -> StoreManifest:
@@ -140,23 +173,36 @@ def read_manifest(folder: Path) -> StoreManifest:
     try:
         given = json.loads(content)
     except ValueError as problem:
-        raise DataError(f"{path}: not JSON ({problem}); the store is damaged. Build it again.") from None
+        raise DataError(
+            f"{path}: not JSON ({problem}); the store is damaged. Build it again."
+        ) from None
     except RecursionError:
-        raise DataError(f"{path}: nested too deeply; the store is damaged. Build it again.") from None
+        raise DataError(
+            f"{path}: nested too deeply; the store is damaged. Build it again."
+        ) from None
     if not isinstance(given, dict) or given.get("kind") != "headway-store":
-        raise DataError(f"{path}: not a token store manifest. Give the folder that `headway data tokenize --out` wrote.")
+        raise DataError(
+            f"{path}: not a token store manifest. Give the folder that `headway data tokenize --out` wrote."
+        )
     if given.get("version") != VERSION:
-        raise DataError(f"{path}: version is {given.get('version')!r}; this headway reads version {VERSION}. Build the store again.")
+        raise DataError(
+            f"{path}: version is {given.get('version')!r}; this headway reads version {VERSION}. Build the store again."
+        )
     unknown = sorted(set(map(str, given)) - KEYS)
     rest = content[len(CHECKSUM_LINE.format("0" * 64).encode()) :]
-    if unknown or ("checksum" in given and content != CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest):
+    if unknown or (
+        "checksum" in given
+        and content != CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest
+    ):
         why = f"unknown key {unknown[0]!r}" if unknown else "its checksum does not match"
         raise DataError(f"{path}: damaged ({why}). Copy or build the store again.")
     try:
         manifest = _parse(given, hashlib.sha256(content).hexdigest())
         _check(manifest, given)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise DataError(f"{path}: damaged ({type(problem).__name__}: {problem}). Build the store again.") from None
+        raise DataError(
+            f"{path}: damaged ({type(problem).__name__}: {problem}). Build the store again."
+        ) from None
     return manifest
 
 
@@ -190,13 +236,21 @@ def _parse(given: dict[str, Any], key: str) -> StoreManifest:
 
 
 def _parse_division(given: dict[str, Any]) -> Division:
-    parts = tuple((_count(unit), _count(chunk), _count(documents)) for unit, chunk, documents in given["parts"])
+    parts = tuple(
+        (_count(unit), _count(chunk), _count(documents))
+        for unit, chunk, documents in given["parts"]
+    )
     return Division(_count(given["shard"]), _count(given["of"], least=1), parts)
 
 
 def _parse_shard(one: dict[str, Any]) -> StoreShard:
-    files = {str(name): ShardFile(_count(f["bytes"]), str(f["sha256"])) for name, f in one["files"].items()}
-    return StoreShard(_count(one["documents"]), _count(one["tokens"]), _count(one.get("spans", 0)), files)
+    files = {
+        str(name): ShardFile(_count(f["bytes"]), str(f["sha256"]))
+        for name, f in one["files"].items()
+    }
+    return StoreShard(
+        _count(one["documents"]), _count(one["tokens"]), _count(one.get("spans", 0)), files
+    )
 
 
 def _count(value: Any, least: int = 0) -> int:

@@ -59,7 +59,10 @@ class MediaItems:
     def most(self) -> dict[str, int]:
         """The largest number of items of each modality in one document."""
         document = np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
-        return {name: int(np.bincount(document[self.modality == number], minlength=1).max()) for number, name in enumerate(self.tokens)}
+        return {
+            name: int(np.bincount(document[self.modality == number], minlength=1).max())
+            for number, name in enumerate(self.tokens)
+        }
 
     def hashes(self, modality: str) -> tuple[Longs, list[str]]:
         """The items of one modality that are not absent, and their content hashes."""
@@ -73,23 +76,37 @@ def media_mark(tokens: Mapping[str, int]) -> str:
     return MEDIA_MARK + ",".join(f"{name}:{count}" for name, count in tokens.items())
 
 
-def write_items(folder: Path, tokens: Mapping[str, int], documents: Sequence[Sequence[MediaItem]]) -> None:
+def write_items(
+    folder: Path, tokens: Mapping[str, int], documents: Sequence[Sequence[MediaItem]]
+) -> None:
     """Write the items of every document, in order."""
     names = list(tokens)
     flat = [item for items in documents for item in items]
     counts = np.array([len(items) for items in documents], "<i8")
-    header = json.dumps({"version": 1, "tokens": dict(tokens), "documents": len(counts), "items": len(flat)}).encode() + b"\n"
-    keys = b"".join(ABSENT if item.content_hash is None else bytes.fromhex(item.content_hash) for item in flat)
+    header = (
+        json.dumps(
+            {"version": 1, "tokens": dict(tokens), "documents": len(counts), "items": len(flat)}
+        ).encode()
+        + b"\n"
+    )
+    keys = b"".join(
+        ABSENT if item.content_hash is None else bytes.fromhex(item.content_hash) for item in flat
+    )
     offsets = np.array([item.offset for item in flat], "<i8")
     modality = np.array([names.index(item.modality) for item in flat], "<i8")
-    write_sealed(folder / ITEMS_NAME, header + counts.tobytes() + offsets.tobytes() + modality.tobytes() + keys)
+    write_sealed(
+        folder / ITEMS_NAME,
+        header + counts.tobytes() + offsets.tobytes() + modality.tobytes() + keys,
+    )
 
 
 def has_media(source: TokenSource) -> bool:
     """Whether the manifest of a store says that it holds media."""
     if isinstance(source, SourceView):
         return has_media(source.source)
-    return isinstance(source, Store) and any(one.startswith(MEDIA_MARK) for one in source.manifest.sources[:2])
+    return isinstance(source, Store) and any(
+        one.startswith(MEDIA_MARK) for one in source.manifest.sources[:2]
+    )
 
 
 def refuse_media(source: TokenSource, what: str) -> None:
@@ -111,15 +128,26 @@ def read_items(store: Store) -> MediaItems:
         header = json.loads(line)
         documents, count = int(header["documents"]), int(header["items"])
         tokens = {str(name): int(number) for name, number in header["tokens"].items()}
-        if header["version"] != 1 or len(rest) != 8 * documents + (16 + KEY_BYTES) * count or documents != store.num_documents:
+        if (
+            header["version"] != 1
+            or len(rest) != 8 * documents + (16 + KEY_BYTES) * count
+            or documents != store.num_documents
+        ):
             raise ValueError("its sizes contradict the store")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise DataError(f"{path}: damaged or not of this store ({problem}). {again}") from None
     counts, offset, modality = (
-        part.astype(np.int64) for part in np.split(np.frombuffer(rest, "<i8", documents + 2 * count), [documents, documents + count])
+        part.astype(np.int64)
+        for part in np.split(
+            np.frombuffer(rest, "<i8", documents + 2 * count), [documents, documents + count]
+        )
     )
-    keys = np.frombuffer(rest, np.uint8, offset=8 * (documents + 2 * count)).reshape(count, KEY_BYTES)
+    keys = np.frombuffer(rest, np.uint8, offset=8 * (documents + 2 * count)).reshape(
+        count, KEY_BYTES
+    )
     first = np.concatenate([[0], np.cumsum(counts)])
-    if int(first[-1]) != count or (count and (int(modality.max()) >= len(tokens) or int(offset.min()) < 0)):
+    if int(first[-1]) != count or (
+        count and (int(modality.max()) >= len(tokens) or int(offset.min()) < 0)
+    ):
         raise DataError(f"{path}: damaged (its items contradict each other). {again}")
     return MediaItems(tokens, first, offset, modality, keys, hashlib.sha256(content).hexdigest())

@@ -24,7 +24,14 @@ import numpy as np
 
 from headway.errors import DataError
 from headway.runtime.json_file import read_bounded
-from headway.runtime.storage import parse_sealed_json, remove_folder, sealed_json, sha256_file, write_atomic, writing
+from headway.runtime.storage import (
+    parse_sealed_json,
+    remove_folder,
+    sealed_json,
+    sha256_file,
+    write_atomic,
+    writing,
+)
 from headway.store.checksums import AT_ONCE_BYTES, Checksums, damaged
 from headway.store.file_lock import file_lock
 from headway.store.manifest import JOURNAL_NAME, ShardFile
@@ -61,16 +68,29 @@ class TableManifest:
 
     def dump(self) -> str:
         """The text of table.json."""
-        head = {"kind": "headway-media-table", "version": VERSION, "shape": list(self.shape), "dtype": self.dtype}
-        return sealed_json(head | {"identity": self.identity, "shards": [_dumped(shard) for shard in self.shards]})
+        head = {
+            "kind": "headway-media-table",
+            "version": VERSION,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+        }
+        return sealed_json(
+            head | {"identity": self.identity, "shards": [_dumped(shard) for shard in self.shards]}
+        )
 
 
 class MediaTable:
     """A finished table, memory-mapped."""
 
-    def __init__(self, folder: Path, manifest: TableManifest, checksums: Checksums | None = None) -> None:
+    def __init__(
+        self, folder: Path, manifest: TableManifest, checksums: Checksums | None = None
+    ) -> None:
         self.folder, self.manifest = folder, manifest
-        self.shape, self.dtype, self.identity = manifest.shape, np.dtype(manifest.dtype), manifest.identity
+        self.shape, self.dtype, self.identity = (
+            manifest.shape,
+            np.dtype(manifest.dtype),
+            manifest.identity,
+        )
         self._stored = self.dtype.newbyteorder("<")
         self._checksums = checksums or Checksums()
         self._checked: set[str] = set()
@@ -88,12 +108,16 @@ class MediaTable:
         """A copy of some rows, in the order of `indices`: [n, *shape]."""
         wanted = np.asarray(indices, np.int64).reshape(-1)
         if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= len(self)):
-            raise IndexError(f"{self.folder}: rows are 0 to {len(self) - 1}; asked for {int(wanted.min())} to {int(wanted.max())}")
+            raise IndexError(
+                f"{self.folder}: rows are 0 to {len(self) - 1}; asked for {int(wanted.min())} to {int(wanted.max())}"
+            )
         found = np.empty((wanted.size, *self.shape), self.dtype)
         shards = np.searchsorted(self._first_row, wanted, side="right") - 1
         for shard in np.unique(shards).tolist():
             here = shards == shard
-            stored = self._map(f"rows-{shard:05}.bin", shard, self._stored.str).reshape(-1, *self.shape)
+            stored = self._map(f"rows-{shard:05}.bin", shard, self._stored.str).reshape(
+                -1, *self.shape
+            )
             found[here] = stored[wanted[here] - self._first_row[shard]]
         return found
 
@@ -101,7 +125,11 @@ class MediaTable:
         """The content hash of one row."""
         shard = int(np.searchsorted(self._first_row, row, side="right")) - 1
         start = (row - int(self._first_row[shard])) * KEY_BYTES
-        return self._map(f"keys-{shard:05}.bin", shard, "u1")[start : start + KEY_BYTES].tobytes().hex()
+        return (
+            self._map(f"keys-{shard:05}.bin", shard, "u1")[start : start + KEY_BYTES]
+            .tobytes()
+            .hex()
+        )
 
     def index_of(self, content_hash: str) -> int | None:
         """The row made of some content; None if there is none."""
@@ -134,7 +162,11 @@ class MediaTable:
 
     @cached_property
     def _sorted_keys(self) -> tuple[Array, Array]:
-        parts = [self._map(f"keys-{n:05}.bin", n, "u1") for n, shard in enumerate(self.manifest.shards) if shard.num_rows]
+        parts = [
+            self._map(f"keys-{n:05}.bin", n, "u1")
+            for n, shard in enumerate(self.manifest.shards)
+            if shard.num_rows
+        ]
         keys = np.concatenate([np.zeros(0, np.uint8), *parts]).view(_KEY_WORDS)
         order = np.argsort(keys, kind="stable")
         return order, keys[order]
@@ -156,11 +188,23 @@ _KEY_WORDS = np.dtype([(f"w{n}", ">u8") for n in range(KEY_BYTES // 8)])
 class MediaTableWriter:
     """Appends rows to a new table or to what a killed writer committed; `finish` completes it."""
 
-    def __init__(self, folder: Path, shape: Sequence[int], dtype: str, identity: str, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shape: Sequence[int],
+        dtype: str,
+        identity: str,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
         assert dtype in DTYPES, f"dtype {dtype} is not one of {DTYPES}"
         self.folder, self.shape, self.dtype = Path(folder), tuple(shape), np.dtype(dtype)
         self.row_bytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-        self._settings = {"shape": list(self.shape), "dtype": dtype, "identity": identity, "shard_bytes": shard_bytes}
+        self._settings = {
+            "shape": list(self.shape),
+            "dtype": dtype,
+            "identity": identity,
+            "shard_bytes": shard_bytes,
+        }
         self._shard_rows = max(1, shard_bytes // max(1, self.row_bytes))
         self._shards: list[TableShard] = []
         self._files: list[HashedFile] = []
@@ -171,7 +215,9 @@ class MediaTableWriter:
         self.note: dict[str, Any] = {}
         """The note of the last commit."""
         if (self.folder / TABLE_NAME).exists():
-            raise DataError(f"{self.folder}: already holds a finished table. Choose another folder or remove it first.")
+            raise DataError(
+                f"{self.folder}: already holds a finished table. Choose another folder or remove it first."
+            )
         with writing(self.folder, error=DataError):
             self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / JOURNAL_NAME).exists():
@@ -186,8 +232,12 @@ class MediaTableWriter:
     def add(self, content_hashes: Sequence[str], rows: Array) -> None:
         """Append rows [n, *shape] made of n contents that are not in the table yet."""
         if rows.shape != (len(content_hashes), *self.shape) or rows.dtype != self.dtype:
-            raise ValueError(f"rows are {rows.dtype} {rows.shape}; the table takes {self.dtype} {(len(content_hashes), *self.shape)}")
-        if self.known.intersection(content_hashes) or len(set(content_hashes)) < len(content_hashes):
+            raise ValueError(
+                f"rows are {rows.dtype} {rows.shape}; the table takes {self.dtype} {(len(content_hashes), *self.shape)}"
+            )
+        if self.known.intersection(content_hashes) or len(set(content_hashes)) < len(
+            content_hashes
+        ):
             raise ValueError("a row of this content is in the table already")
         keys = [_key(one) for one in content_hashes]
         first = 0
@@ -195,7 +245,9 @@ class MediaTableWriter:
             last = min(len(keys), first + self._shard_rows - self._growing_rows)
             with writing(self.folder, (last - first) * self.row_bytes, DataError):
                 self._open_shard()
-                self._files[0].write(rows[first:last].astype(self.dtype.newbyteorder("<"), copy=False))
+                self._files[0].write(
+                    rows[first:last].astype(self.dtype.newbyteorder("<"), copy=False)
+                )
                 self._files[1].write(np.frombuffer(b"".join(keys[first:last]), np.uint8))
             self._growing_rows += last - first
             self._uncommitted_bytes += (last - first) * self.row_bytes
@@ -213,8 +265,15 @@ class MediaTableWriter:
             for one in self._files:
                 one.sync()
         files = [(one.size, one.digest.hexdigest()) for one in self._files]
-        state = {"growing": self._growing_rows, "files": files, "shards": [_dumped(s) for s in self._shards]}
-        write_atomic(self.folder / JOURNAL_NAME, sealed_json({"settings": self._settings, "note": self.note, **state}))
+        state = {
+            "growing": self._growing_rows,
+            "files": files,
+            "shards": [_dumped(s) for s in self._shards],
+        }
+        write_atomic(
+            self.folder / JOURNAL_NAME,
+            sealed_json({"settings": self._settings, "note": self.note, **state}),
+        )
         self._uncommitted_bytes = 0
 
     def finish(self) -> None:
@@ -222,7 +281,9 @@ class MediaTableWriter:
         if self._growing_rows:
             self._close_shard()
         settings = self._settings
-        manifest = TableManifest(self.shape, settings["dtype"], settings["identity"], tuple(self._shards))
+        manifest = TableManifest(
+            self.shape, settings["dtype"], settings["identity"], tuple(self._shards)
+        )
         write_atomic(self.folder / TABLE_NAME, manifest.dump())
         (self.folder / JOURNAL_NAME).unlink(missing_ok=True)
 
@@ -241,7 +302,10 @@ class MediaTableWriter:
     def _open_shard(self, sizes: Sequence[int] = (0, 0)) -> None:
         if not self._files:
             names = _names(len(self._shards))
-            self._files = [HashedFile.create(self.folder / name, size) for name, size in zip(names, sizes, strict=True)]
+            self._files = [
+                HashedFile.create(self.folder / name, size)
+                for name, size in zip(names, sizes, strict=True)
+            ]
 
     def _close_shard(self) -> None:
         with writing(self.folder, error=DataError):
@@ -253,27 +317,48 @@ class MediaTableWriter:
         again = f"Remove the folder {self.folder} and build the table again."
         try:
             given = parse_sealed_json(read_bounded(journal))
-            shards, files, growing = [_parsed(one) for one in given["shards"]], list(given["files"]), int(given["growing"])
+            shards, files, growing = (
+                [_parsed(one) for one in given["shards"]],
+                list(given["files"]),
+                int(given["growing"]),
+            )
         except (ValueError, KeyError, TypeError, OSError) as problem:
             raise DataError(f"{journal}: damaged ({problem}). {again}") from None
         if given["settings"] != self._settings:
-            changed = ", ".join(k for k in self._settings if given["settings"].get(k) != self._settings[k])
-            raise DataError(f"{self.folder}: holds an unfinished table with other settings ({changed}). {again}")
+            changed = ", ".join(
+                k for k in self._settings if given["settings"].get(k) != self._settings[k]
+            )
+            raise DataError(
+                f"{self.folder}: holds an unfinished table with other settings ({changed}). {again}"
+            )
         with writing(self.folder, error=DataError):
             for shard in shards:
                 for name, file in shard.files.items():
-                    if not (self.folder / name).exists() or os.path.getsize(self.folder / name) != file.bytes:
-                        raise DataError(f"{self.folder / name}: missing or of the wrong size. {again}")
+                    if (
+                        not (self.folder / name).exists()
+                        or os.path.getsize(self.folder / name) != file.bytes
+                    ):
+                        raise DataError(
+                            f"{self.folder / name}: missing or of the wrong size. {again}"
+                        )
             self._shards, self._growing_rows, self.note = shards, growing, given["note"]
             if growing:
                 self._open_shard([size for size, _ in files])
-                wrong = [one.path for one, (_, digest) in zip(self._files, files, strict=True) if one.digest.hexdigest() != digest]
+                wrong = [
+                    one.path
+                    for one, (_, digest) in zip(self._files, files, strict=True)
+                    if one.digest.hexdigest() != digest
+                ]
                 if wrong:
                     self.close()
-                    raise DataError(f"{wrong[0]}: damaged: its checksum differs from {JOURNAL_NAME}. {again}")
+                    raise DataError(
+                        f"{wrong[0]}: damaged: its checksum differs from {JOURNAL_NAME}. {again}"
+                    )
             for number in range(len(shards) + bool(growing)):
                 stored = (self.folder / _names(number)[1]).read_bytes()
-                self.known.update(stored[at : at + KEY_BYTES].hex() for at in range(0, len(stored), KEY_BYTES))
+                self.known.update(
+                    stored[at : at + KEY_BYTES].hex() for at in range(0, len(stored), KEY_BYTES)
+                )
 
 
 def is_table(folder: Path) -> bool:
@@ -286,25 +371,50 @@ def open_table(folder: Path | str, checksums: Checksums | None = None) -> MediaT
     path = Path(folder) / TABLE_NAME
     try:
         given = parse_sealed_json(read_bounded(path))
-        if given["kind"] != "headway-media-table" or given["version"] != VERSION or given["dtype"] not in DTYPES:
-            raise ValueError(f"kind {given['kind']!r}, version {given['version']!r}, dtype {given['dtype']!r}")
+        if (
+            given["kind"] != "headway-media-table"
+            or given["version"] != VERSION
+            or given["dtype"] not in DTYPES
+        ):
+            raise ValueError(
+                f"kind {given['kind']!r}, version {given['version']!r}, dtype {given['dtype']!r}"
+            )
         shards = tuple(_parsed(one) for one in given["shards"])
-        manifest = TableManifest(tuple(int(n) for n in given["shape"]), str(given["dtype"]), str(given["identity"]), shards)
+        manifest = TableManifest(
+            tuple(int(n) for n in given["shape"]),
+            str(given["dtype"]),
+            str(given["identity"]),
+            shards,
+        )
     except FileNotFoundError:
         unfinished = (Path(folder) / JOURNAL_NAME).exists()
-        why = f"an unfinished table (no {TABLE_NAME}). Run the command that builds it again; it resumes." if unfinished else None
-        raise DataError(f"{folder}: {why or f'not a table of media or features (no {TABLE_NAME}).'}") from None
+        why = (
+            f"an unfinished table (no {TABLE_NAME}). Run the command that builds it again; it resumes."
+            if unfinished
+            else None
+        )
+        raise DataError(
+            f"{folder}: {why or f'not a table of media or features (no {TABLE_NAME}).'}"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
-        raise DataError(f"{path}: damaged ({type(problem).__name__}: {problem}). Copy or build the table again.") from None
+        raise DataError(
+            f"{path}: damaged ({type(problem).__name__}: {problem}). Copy or build the table again."
+        ) from None
     table = MediaTable(Path(folder), manifest, checksums)
     for number, shard in enumerate(shards):
         sizes = (shard.num_rows * table.row_bytes, shard.num_rows * KEY_BYTES)
-        if {name: file.bytes for name, file in shard.files.items()} != dict(zip(_names(number), sizes, strict=True)):
-            raise DataError(f"{path}: damaged (the sizes of shard {number} contradict its rows). Copy or build the table again.")
+        if {name: file.bytes for name, file in shard.files.items()} != dict(
+            zip(_names(number), sizes, strict=True)
+        ):
+            raise DataError(
+                f"{path}: damaged (the sizes of shard {number} contradict its rows). Copy or build the table again."
+            )
         for name, size in zip(_names(number), sizes, strict=True):
             file = Path(folder) / name
             if not file.is_file() or file.stat().st_size != size:
-                raise DataError(f"{file}: missing or not of {size} bytes, which {TABLE_NAME} says. Copy or build the table again.")
+                raise DataError(
+                    f"{file}: missing or not of {size} bytes, which {TABLE_NAME} says. Copy or build the table again."
+                )
     return table
 
 
@@ -312,7 +422,12 @@ Fill = Callable[[MediaTableWriter], None]
 
 
 def build_table(
-    folder: Path, shape: Sequence[int], dtype: str, identity: str, fill: Fill, checksums: Checksums | None = None
+    folder: Path,
+    shape: Sequence[int],
+    dtype: str,
+    identity: str,
+    fill: Fill,
+    checksums: Checksums | None = None,
 ) -> MediaTable:
     """The finished table of a folder. If there is none, one process calls `fill` with a writer while the others wait; `fill` skips `known`.
 
@@ -341,7 +456,9 @@ def build_table(
     table = open_table(folder, checksums)
     found = (table.shape, table.dtype.name, table.identity)
     if found != (tuple(shape), dtype, identity):
-        raise DataError(f"{folder}: holds a table of {found}; expected {(tuple(shape), dtype, identity)}. Remove the folder and run again.")
+        raise DataError(
+            f"{folder}: holds a table of {found}; expected {(tuple(shape), dtype, identity)}. Remove the folder and run again."
+        )
     return table
 
 
@@ -357,8 +474,17 @@ def _key(content_hash: str) -> bytes:
 
 
 def _dumped(shard: TableShard) -> dict[str, Any]:
-    return {"rows": shard.num_rows, "files": {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in shard.files.items()}}
+    return {
+        "rows": shard.num_rows,
+        "files": {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in shard.files.items()},
+    }
 
 
 def _parsed(given: dict[str, Any]) -> TableShard:
-    return TableShard(int(given["rows"]), {str(name): ShardFile(int(f["bytes"]), str(f["sha256"])) for name, f in given["files"].items()})
+    return TableShard(
+        int(given["rows"]),
+        {
+            str(name): ShardFile(int(f["bytes"]), str(f["sha256"]))
+            for name, f in given["files"].items()
+        },
+    )

@@ -47,14 +47,23 @@ def _map(path: str, dtype: np.dtype[Any]) -> Array:
             return np.asarray(np.memmap(path, dtype, mode="r"))
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+        libc.mmap.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        )
         address = libc.mmap(None, size, PROT_READ, MAP_SHARED, descriptor, 0)
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     finally:
         os.close(descriptor)
     whole = (ctypes.c_char * size).from_address(address)
-    weakref.finalize(whole, libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size)).atexit = False
+    weakref.finalize(
+        whole, libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size)
+    ).atexit = False
     array = np.frombuffer(memoryview(whole), dtype)
     array.flags.writeable = False
     return array

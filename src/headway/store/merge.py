@@ -32,7 +32,9 @@ def merge(stores: Sequence[Path], out: Path) -> Store:
         for what in ("tokenizer", "masked", "spans"):
             expected, found = getattr(first.manifest, what), getattr(other.manifest, what)
             if found != expected:
-                raise DataError(f"{other.name}: {what} is {_short(found)}, but {_short(expected)} in {first.name}. They must be equal.")
+                raise DataError(
+                    f"{other.name}: {what} is {_short(found)}, but {_short(expected)} in {first.name}. They must be equal."
+                )
     divided = _are_shards(opened)
     sources = list(dict.fromkeys(source for store in opened for source in store.manifest.sources))
     dtype = "uint32" if any(store.dtype == "uint32" for store in opened) else "uint16"
@@ -48,7 +50,11 @@ def merge(stores: Sequence[Path], out: Path) -> Store:
     ) as writer:
         total = sum(store.num_documents for store in opened)
         with progress(f"merge into {Path(out).name}", total=total, unit="documents") as advance:
-            for store, begin, end in _in_order(opened) if divided else ((store, 0, store.num_documents) for store in opened):
+            for store, begin, end in (
+                _in_order(opened)
+                if divided
+                else ((store, 0, store.num_documents) for store in opened)
+            ):
                 copy_documents(store, writer, begin, end)
                 advance(end - begin)
         for store in opened:
@@ -67,8 +73,14 @@ def copy_documents(store: Store, writer: StoreWriter, begin: int, end: int) -> N
         if store.manifest.spans:
             before = np.cumsum(lengths) - lengths
             starts = [store.span_starts(document) for document in documents.tolist()]
-            spans = np.concatenate([start + at for start, at in zip(starts, before, strict=True) if start is not None])
-        types = None if store.manifest.types is None else [store.type_of(document) for document in documents.tolist()]
+            spans = np.concatenate(
+                [start + at for start, at in zip(starts, before, strict=True) if start is not None]
+            )
+        types = (
+            None
+            if store.manifest.types is None
+            else [store.type_of(document) for document in documents.tolist()]
+        )
         writer.add_many(ids, lengths, mask, spans, types=types)
 
 
@@ -77,9 +89,13 @@ def _in_order(stores: Sequence[Store]) -> Iterator[tuple[Store, int, int]]:
     parts: dict[tuple[int, int], tuple[Store, int, int]] = {}
     for store in stores:
         begin = 0
-        for unit, chunk, documents in store.manifest.division.parts if store.manifest.division else ():
+        for unit, chunk, documents in (
+            store.manifest.division.parts if store.manifest.division else ()
+        ):
             if (unit, chunk) in parts:
-                raise DataError(f"{store.name}: holds the same part as {parts[unit, chunk][0].name}. Give each shard once.")
+                raise DataError(
+                    f"{store.name}: holds the same part as {parts[unit, chunk][0].name}. Give each shard once."
+                )
             parts[unit, chunk] = (store, begin, begin + documents)
             begin += documents
     yield from (parts[key] for key in sorted(parts))
@@ -92,11 +108,19 @@ def _are_shards(stores: Sequence[Store]) -> bool:
         return False
     for store, division in zip(stores, divisions, strict=True):
         if division is None:
-            raise DataError(f"{store.name}: is not a shard of a tokenization, but other stores are. Merge the shards first.")
+            raise DataError(
+                f"{store.name}: is not a shard of a tokenization, but other stores are. Merge the shards first."
+            )
     of = {division.of for division in divisions if division is not None}
-    missing = sorted(set(range(max(of))) - {division.shard for division in divisions if division is not None})
+    missing = sorted(
+        set(range(max(of))) - {division.shard for division in divisions if division is not None}
+    )
     if len(of) > 1 or missing:
-        what = f"shard {missing[0]}/{max(of)} is missing" if missing else f"they are shards of {min(of)} and of {max(of)}"
+        what = (
+            f"shard {missing[0]}/{max(of)} is missing"
+            if missing
+            else f"they are shards of {min(of)} and of {max(of)}"
+        )
         raise DataError(f"{stores[0].name}, ...: {what}. Give all shards of one tokenization.")
     return True
 

@@ -41,7 +41,9 @@ def detect_kind(path: Path | str) -> StoreKind:
         if glob.has_magic(str(path)) and glob.glob(str(path), recursive=True):
             return "raw"
         raise DataError(f"{path}: no such file or folder.")
-    raise DataError(f"{path}: unknown format. Known are {KNOWN}; raw data ({SUPPORTED}). Bare .bin files need --from zero2all.")
+    raise DataError(
+        f"{path}: unknown format. Known are {KNOWN}; raw data ({SUPPORTED}). Bare .bin files need --from zero2all."
+    )
 
 
 def parse_kind(kind: str) -> StoreKind:
@@ -66,9 +68,15 @@ def _of_folder(path: Path) -> StoreKind | None:
         return "zero2all-sft"
     if any(path.rglob("*.bin.meta")):
         return "internlm"
-    if any(path.rglob("*.ibin")) or any(ZERO2ALL_NAME.fullmatch(file.name) for file in path.rglob("*.bin")):
+    if any(path.rglob("*.ibin")) or any(
+        ZERO2ALL_NAME.fullmatch(file.name) for file in path.rglob("*.bin")
+    ):
         return "zero2all"
-    return "raw" if any(RawFile.at(file).suffix in FORMATS for file in path.rglob("*") if file.is_file()) else None
+    return (
+        "raw"
+        if any(RawFile.at(file).suffix in FORMATS for file in path.rglob("*") if file.is_file())
+        else None
+    )
 
 
 def _of_file(path: Path) -> StoreKind | None:
@@ -89,7 +97,11 @@ def _is_megatron(index: Path) -> bool:
 
 
 def open_source(
-    path: Path | str, kind: StoreKind | None = None, *, rebuild_index: bool = False, begin_id: int | None = None
+    path: Path | str,
+    kind: StoreKind | None = None,
+    *,
+    rebuild_index: bool = False,
+    begin_id: int | None = None,
 ) -> TokenSource:
     """Open a token store of any format; `kind` is detected if not given.
 
@@ -108,4 +120,6 @@ def open_source(
         return open_mds(where)
     if found == "megatron":
         return open_megatron(where)
-    raise DataError(f"{path}: raw data, not tokens. Tokenize it first: headway data tokenize --input {path} --tokenizer DIR --out DIR.")
+    raise DataError(
+        f"{path}: raw data, not tokens. Tokenize it first: headway data tokenize --input {path} --tokenizer DIR --out DIR."
+    )

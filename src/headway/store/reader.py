@@ -42,7 +42,9 @@ def dtype_for(vocab_size: int) -> Dtype:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def open_store(path: Path | str, name: str | None = None, checksums: Checksums | None = None) -> Store:
+def open_store(
+    path: Path | str, name: str | None = None, checksums: Checksums | None = None
+) -> Store:
     """Open a finished store; an error if it is unfinished or if file sizes differ from store.json.
 
     `name`: the name in messages, if the store is a copy or was built from raw files; default: its path.
@@ -55,16 +57,26 @@ def open_store(path: Path | str, name: str | None = None, checksums: Checksums |
             try:
                 size = os.path.getsize(folder / file)
             except OSError as problem:
-                raise DataError(f"{folder / file}: cannot be read: {problem.strerror}. Copy or build the store again.") from None
+                raise DataError(
+                    f"{folder / file}: cannot be read: {problem.strerror}. Copy or build the store again."
+                ) from None
             if size != expected.bytes:
-                raise DataError(f"{folder / file}: has {size} bytes; {MANIFEST_NAME} says {expected.bytes}. Copy or build the store again.")
+                raise DataError(
+                    f"{folder / file}: has {size} bytes; {MANIFEST_NAME} says {expected.bytes}. Copy or build the store again."
+                )
     return Store(folder, manifest, name, checksums)
 
 
 class Store(TokenSource):
     """A finished store, memory-mapped."""
 
-    def __init__(self, folder: Path, manifest: StoreManifest, name: str | None = None, checksums: Checksums | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: StoreManifest,
+        name: str | None = None,
+        checksums: Checksums | None = None,
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
         self.name = str(folder) if name is None else name
@@ -81,7 +93,10 @@ class Store(TokenSource):
         self._folder_path = str(folder)
         self._first_document = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
         self._first_token = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
-        self.num_documents, self.num_tokens = int(self._first_document[-1]), int(self._first_token[-1])
+        self.num_documents, self.num_tokens = (
+            int(self._first_document[-1]),
+            int(self._first_token[-1]),
+        )
 
     @cached_property
     def masked(self) -> bool:
@@ -100,7 +115,11 @@ class Store(TokenSource):
         found = [np.zeros(0, np.int64)]
         for shard in self._shards_of(first, last):
             base = int(self._first_document[shard])
-            offsets = self._offsets(shard, max(first, base) - base, min(last, int(self._first_document[shard + 1])) - base)
+            offsets = self._offsets(
+                shard,
+                max(first, base) - base,
+                min(last, int(self._first_document[shard + 1])) - base,
+            )
             found.append(np.diff(offsets))
         return np.concatenate(found)
 
@@ -108,11 +127,15 @@ class Store(TokenSource):
         shard = int(np.searchsorted(self._first_token, token, side="right")) - 1
         # A shard without tokens starts at the same offset as the next one: the first document may be in an earlier shard.
         shard = (
-            int(np.searchsorted(self._first_token, self._first_token[shard], side="left")) if token == self._first_token[shard] else shard
+            int(np.searchsorted(self._first_token, self._first_token[shard], side="left"))
+            if token == self._first_token[shard]
+            else shard
         )
         if shard >= len(self.manifest.shards):
             return self.num_documents
-        local = np.searchsorted(self._map("docs", shard)[:-1], token - int(self._first_token[shard]), side="left")
+        local = np.searchsorted(
+            self._map("docs", shard)[:-1], token - int(self._first_token[shard]), side="left"
+        )
         return int(self._first_document[shard]) + int(local)
 
     def document(self, document: int) -> Ids:
@@ -142,7 +165,9 @@ class Store(TokenSource):
         low, high = np.searchsorted(spans[:-1], [first, stop])
         starts = spans[low:high] - first
         if stop > first and (not starts.size or starts[0] != 0 or np.any(np.diff(starts) <= 0)):
-            raise DataError(f"{self.folder}: the spans of document {document} are damaged. Copy or build the store again.")
+            raise DataError(
+                f"{self.folder}: the spans of document {document} are damaged. Copy or build the store again."
+            )
         return starts
 
     def type_of(self, document: int) -> str:
@@ -152,21 +177,29 @@ class Store(TokenSource):
         shard = int(np.searchsorted(self._first_document, document, side="right")) - 1
         number = int(self._map("types", shard)[document - int(self._first_document[shard])])
         if number >= len(types):
-            raise DataError(f"{self.folder}: the type of document {document} is damaged. Copy or build the store again.")
+            raise DataError(
+                f"{self.folder}: the type of document {document} is damaged. Copy or build the store again."
+            )
         return types[number]
 
     def type_numbers(self) -> Longs | None:
         """The index of every document's type in the manifest; None if the store has no types."""
         if self.manifest.types is None:
             return None
-        return np.concatenate([self._map("types", shard) for shard in range(len(self.manifest.shards))]).astype(np.int64)
+        return np.concatenate(
+            [self._map("types", shard) for shard in range(len(self.manifest.shards))]
+        ).astype(np.int64)
 
     def count_types(self) -> dict[str, tuple[int, int]]:
         numbers = self.type_numbers()
         if numbers is None or self.manifest.types is None:
             return {}
         documents = np.bincount(numbers, minlength=len(self.manifest.types)).tolist()
-        tokens = np.bincount(numbers, self.lengths(0, self.num_documents), len(self.manifest.types)).astype(np.int64).tolist()
+        tokens = (
+            np.bincount(numbers, self.lengths(0, self.num_documents), len(self.manifest.types))
+            .astype(np.int64)
+            .tolist()
+        )
         return dict(zip(self.manifest.types, zip(documents, tokens, strict=True), strict=False))
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
@@ -189,7 +222,10 @@ class Store(TokenSource):
         shards = np.searchsorted(self._first_document, documents, side="right") - 1
         for shard in np.unique(shards).tolist():
             here = shards == shard
-            found[here] = self._first_token[shard] + self._map("docs", shard)[documents[here] - self._first_document[shard]]
+            found[here] = (
+                self._first_token[shard]
+                + self._map("docs", shard)[documents[here] - self._first_document[shard]]
+            )
         return found + starts
 
     def require_checked(self) -> None:
@@ -197,7 +233,9 @@ class Store(TokenSource):
 
     def shard_of(self, file: str) -> int:
         """The shard that a file of the store belongs to."""
-        return next(number for number, shard in enumerate(self.manifest.shards) if file in shard.files)
+        return next(
+            number for number, shard in enumerate(self.manifest.shards) if file in shard.files
+        )
 
     def documents_of_shard(self, shard: int) -> range:
         """The documents of one shard."""
@@ -211,7 +249,9 @@ class Store(TokenSource):
                     raise damaged(self.folder / name)
             self._offsets(number, 0, shard.documents)
 
-    def _gather(self, shard: int, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
+    def _gather(
+        self, shard: int, documents: Longs, starts: Longs, lengths: Longs
+    ) -> tuple[Ids, Flags | None]:
         firsts = self._map("docs", shard)[documents - self._first_document[shard]] + starts
         ids = self._map("tokens", shard)
         if lengths.sum() < SLICED_FROM * len(lengths):
@@ -223,7 +263,10 @@ class Store(TokenSource):
         if not self.masked:
             return found, None
         mask = self._map("mask", shard)
-        bits = [np.unpackbits(mask[a >> 3 : (b + 7) >> 3], bitorder="little")[a & 7 : (a & 7) + b - a] for a, b in slices]
+        bits = [
+            np.unpackbits(mask[a >> 3 : (b + 7) >> 3], bitorder="little")[a & 7 : (a & 7) + b - a]
+            for a, b in slices
+        ]
         return found, np.concatenate(bits).view(np.bool_)
 
     def _bits(self, shard: int, index: Longs) -> Flags:
@@ -241,9 +284,17 @@ class Store(TokenSource):
 
     def _offsets(self, shard: int, first: int, last: int) -> Longs:
         offsets, end = self._map("docs", shard)[first : last + 1], self.manifest.shards[shard]
-        inside = offsets[0] >= 0 and offsets[-1] <= end.tokens and not np.any(offsets[1:] < offsets[:-1])
-        if not inside or (first == 0 and offsets[0] != 0) or (last == end.documents and offsets[-1] != end.tokens):
-            raise DataError(f"{self.folder}/docs-{shard:05}.idx: offsets out of order; the file is damaged. Copy or build the store again.")
+        inside = (
+            offsets[0] >= 0 and offsets[-1] <= end.tokens and not np.any(offsets[1:] < offsets[:-1])
+        )
+        if (
+            not inside
+            or (first == 0 and offsets[0] != 0)
+            or (last == end.documents and offsets[-1] != end.tokens)
+        ):
+            raise DataError(
+                f"{self.folder}/docs-{shard:05}.idx: offsets out of order; the file is damaged. Copy or build the store again."
+            )
         return offsets
 
     def _map(self, what: str, shard: int) -> np.ndarray:

@@ -87,7 +87,9 @@ class TokenSource(ABC):
 
     def token_positions(self, documents: Longs, starts: Longs) -> Longs:
         """Where tokens `starts` of some documents stand in the whole native store: the sum of the lengths before them."""
-        raise DataError(f"{self.name}: only headway stores number their tokens. Make one with `headway data convert`.")
+        raise DataError(
+            f"{self.name}: only headway stores number their tokens. Make one with `headway data convert`."
+        )
 
     def require_checked(self) -> None:
         """Wait until all that was read is checked, where large files are checked meanwhile; damage is a DataError.
@@ -98,7 +100,9 @@ class TokenSource(ABC):
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
         """The ids (and loss mask) of many pieces of documents, concatenated."""
-        pieces = list(zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
+        pieces = list(
+            zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
+        )
         ids = np.concatenate([np.zeros(0, np.uint16), *(self.tokens(*piece) for piece in pieces)])
         if not self.masked:
             return ids, None
@@ -111,12 +115,19 @@ def iter_documents(source: TokenSource, split_packs: bool = False) -> Iterator[T
     for first in range(0, source.num_documents, READ_DOCUMENTS):
         lengths = source.lengths(first, min(first + READ_DOCUMENTS, source.num_documents)).tolist()
         for i, length in enumerate(lengths, first):
-            ids, mask, kind, spans = source.tokens(i, 0, length), source.mask(i, 0, length), source.type_of(i), source.span_starts(i)
+            ids, mask, kind, spans = (
+                source.tokens(i, 0, length),
+                source.mask(i, 0, length),
+                source.type_of(i),
+                source.span_starts(i),
+            )
             if not split_packs or spans is None:
                 yield TokenDocument(ids, mask, kind, spans)
                 continue
             for start, stop in zip(spans.tolist(), [*spans.tolist()[1:], length], strict=True):
-                yield TokenDocument(ids[start:stop], None if mask is None else mask[start:stop], kind)
+                yield TokenDocument(
+                    ids[start:stop], None if mask is None else mask[start:stop], kind
+                )
     source.require_checked()
 
 
@@ -161,7 +172,9 @@ class DocumentRange(SourceView):
         return self._lengths[first:last]
 
     def first_at(self, token: int) -> int:
-        return min(max(0, self.source.first_at(self._begin + token) - self.first), self.num_documents)
+        return min(
+            max(0, self.source.first_at(self._begin + token) - self.first), self.num_documents
+        )
 
     def tokens(self, document: int, start: int, stop: int) -> Ids:
         return self.source.tokens(self.first + document, start, stop)

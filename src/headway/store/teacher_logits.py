@@ -23,7 +23,13 @@ import numpy as np
 
 from headway.errors import DataError
 from headway.runtime.json_file import read_bounded
-from headway.runtime.storage import parse_sealed_json, sealed_json, sha256_file, write_atomic, writing
+from headway.runtime.storage import (
+    parse_sealed_json,
+    sealed_json,
+    sha256_file,
+    write_atomic,
+    writing,
+)
 from headway.store.checksums import AT_ONCE_BYTES, Checksums, damaged
 from headway.store.manifest import JOURNAL_NAME, ShardFile
 from headway.store.memory_map import MAPS, Array
@@ -72,7 +78,9 @@ class LogitsOrigin:
     @property
     def widths(self) -> tuple[int, int]:
         """Bytes of a position in the two files."""
-        return self.top_k * np.dtype(self.id_dtype).itemsize, (self.top_k + 1) * np.dtype(self.dtype).itemsize
+        return self.top_k * np.dtype(self.id_dtype).itemsize, (self.top_k + 1) * np.dtype(
+            self.dtype
+        ).itemsize
 
 
 @dataclass(frozen=True)
@@ -100,11 +108,15 @@ class LogitsManifest:
 class TeacherLogits:
     """A finished store of logits, memory-mapped."""
 
-    def __init__(self, folder: Path, manifest: LogitsManifest, checksums: Checksums | None = None) -> None:
+    def __init__(
+        self, folder: Path, manifest: LogitsManifest, checksums: Checksums | None = None
+    ) -> None:
         self.folder, self.manifest, self.origin = folder, manifest, manifest.origin
         self._shards, self._checksums = manifest.shards, checksums or Checksums()
         self._checked: set[str] = set()
-        self._first = self.origin.tokens[0] + np.cumsum([0, *(shard.positions for shard in self._shards)])
+        self._first = self.origin.tokens[0] + np.cumsum(
+            [0, *(shard.positions for shard in self._shards)]
+        )
 
     def gather(self, positions: Longs) -> tuple[Array, Array]:
         """(ids [n, k], log-probabilities [n, k + 1]) of positions of the token store, all of which must be held here."""
@@ -164,7 +176,9 @@ class TeacherLogitsWriter:
         self.mass = 0.0
         """The probability of the ids, summed over the positions so far."""
         if (folder / LOGITS_NAME).exists():
-            raise DataError(f"{folder}: already holds a finished store of logits. Choose another folder or remove it first.")
+            raise DataError(
+                f"{folder}: already holds a finished store of logits. Choose another folder or remove it first."
+            )
         with writing(folder, error=DataError):
             folder.mkdir(parents=True, exist_ok=True)
         if (folder / JOURNAL_NAME).exists():
@@ -173,7 +187,9 @@ class TeacherLogitsWriter:
     @property
     def next_position(self) -> int:
         """The position that is written next."""
-        return self.origin.tokens[0] + sum(shard.positions for shard in self._shards) + self._growing
+        return (
+            self.origin.tokens[0] + sum(shard.positions for shard in self._shards) + self._growing
+        )
 
     def add(self, ids: Array, log_probs: Array) -> None:
         """Append [n, k] ids and [n, k + 1] log-probabilities."""
@@ -184,8 +200,15 @@ class TeacherLogitsWriter:
             last = min(len(ids), first + self._shard_positions - self._growing)
             with writing(self.folder, (last - first) * sum(self.origin.widths), DataError):
                 self._open_shard((0, 0))
-                for file, values, dtype in zip(self._files, (ids, log_probs), (self.origin.id_dtype, self.origin.dtype), strict=True):
-                    file.write(values[first:last].astype(np.dtype(dtype).newbyteorder("<"), copy=False))
+                for file, values, dtype in zip(
+                    self._files,
+                    (ids, log_probs),
+                    (self.origin.id_dtype, self.origin.dtype),
+                    strict=True,
+                ):
+                    file.write(
+                        values[first:last].astype(np.dtype(dtype).newbyteorder("<"), copy=False)
+                    )
             self._growing += last - first
             self._uncommitted_bytes += (last - first) * sum(self.origin.widths)
             if self._growing == self._shard_positions:
@@ -194,7 +217,10 @@ class TeacherLogitsWriter:
 
     def commit_if_due(self) -> None:
         """Commit if much was written, or long ago."""
-        if self._uncommitted_bytes >= COMMIT_BYTES or time.monotonic() - self._committed_at >= COMMIT_SECONDS:
+        if (
+            self._uncommitted_bytes >= COMMIT_BYTES
+            or time.monotonic() - self._committed_at >= COMMIT_SECONDS
+        ):
             self.commit()
 
     def commit(self) -> None:
@@ -203,19 +229,37 @@ class TeacherLogitsWriter:
             for one in self._files:
                 one.sync()
         files = [(one.size, one.digest.hexdigest()) for one in self._files]
-        state = {"growing": self._growing, "files": files, "shards": [asdict(shard) for shard in self._shards], "max_id": self.max_id}
+        state = {
+            "growing": self._growing,
+            "files": files,
+            "shards": [asdict(shard) for shard in self._shards],
+            "max_id": self.max_id,
+        }
         state["mass"] = self.mass
-        write_atomic(self.folder / JOURNAL_NAME, sealed_json({"origin": _dumped(self.origin), **state}))
+        write_atomic(
+            self.folder / JOURNAL_NAME, sealed_json({"origin": _dumped(self.origin), **state})
+        )
         self._uncommitted_bytes, self._committed_at = 0, time.monotonic()
 
     def finish(self) -> None:
         """Close the files and write logits.json."""
         if self.next_position != self.origin.tokens[1]:
-            raise ValueError(f"{self.next_position} of {self.origin.tokens[1]} positions are written")
+            raise ValueError(
+                f"{self.next_position} of {self.origin.tokens[1]} positions are written"
+            )
         if self._growing:
             self._close_shard()
-        head = {"kind": KIND, "version": VERSION, **_dumped(self.origin), "max_id": self.max_id, "mass": self.mass}
-        write_atomic(self.folder / LOGITS_NAME, sealed_json({**head, "shards": [asdict(shard) for shard in self._shards]}))
+        head = {
+            "kind": KIND,
+            "version": VERSION,
+            **_dumped(self.origin),
+            "max_id": self.max_id,
+            "mass": self.mass,
+        }
+        write_atomic(
+            self.folder / LOGITS_NAME,
+            sealed_json({**head, "shards": [asdict(shard) for shard in self._shards]}),
+        )
         (self.folder / JOURNAL_NAME).unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -228,7 +272,10 @@ class TeacherLogitsWriter:
     def _open_shard(self, sizes: Sequence[int]) -> None:
         if not self._files:
             names = _names(len(self._shards))
-            self._files = [HashedFile.create(self.folder / name, size) for name, size in zip(names, sizes, strict=True)]
+            self._files = [
+                HashedFile.create(self.folder / name, size)
+                for name, size in zip(names, sizes, strict=True)
+            ]
 
     def _close_shard(self) -> None:
         with writing(self.folder, error=DataError):
@@ -240,25 +287,40 @@ class TeacherLogitsWriter:
         again = f"Remove the folder {self.folder} and run the command again."
         try:
             given = parse_sealed_json(read_bounded(journal))
-            shards, files, growing = [_shard(one) for one in given["shards"]], list(given["files"]), int(given["growing"])
+            shards, files, growing = (
+                [_shard(one) for one in given["shards"]],
+                list(given["files"]),
+                int(given["growing"]),
+            )
             before, max_id, mass = dict(given["origin"]), int(given["max_id"]), float(given["mass"])
         except (ValueError, KeyError, TypeError, OSError) as problem:
             raise DataError(f"{journal}: damaged ({problem}). {again}") from None
         wanted = _dumped(self.origin)
         if before != wanted:
             changed = ", ".join(name for name in wanted if before.get(name) != wanted[name])
-            raise DataError(f"{self.folder}: holds unfinished logits with other settings ({changed}). {again}")
+            raise DataError(
+                f"{self.folder}: holds unfinished logits with other settings ({changed}). {again}"
+            )
         for shard in shards:
             for name, file in shard.files.items():
-                if not (self.folder / name).exists() or os.path.getsize(self.folder / name) != file.bytes:
+                if (
+                    not (self.folder / name).exists()
+                    or os.path.getsize(self.folder / name) != file.bytes
+                ):
                     raise DataError(f"{self.folder / name}: missing or of the wrong size. {again}")
         self._shards, self._growing, self.max_id, self.mass = shards, growing, max_id, mass
         if growing:
             with writing(self.folder, error=DataError):
                 self._open_shard([size for size, _ in files])
-            wrong = [one.path for one, (_, digest) in zip(self._files, files, strict=True) if one.digest.hexdigest() != digest]
+            wrong = [
+                one.path
+                for one, (_, digest) in zip(self._files, files, strict=True)
+                if one.digest.hexdigest() != digest
+            ]
             if wrong:
-                raise DataError(f"{wrong[0]}: damaged: its checksum differs from {JOURNAL_NAME}. {again}")
+                raise DataError(
+                    f"{wrong[0]}: damaged: its checksum differs from {JOURNAL_NAME}. {again}"
+                )
 
 
 def is_logits(folder: Path) -> bool:
@@ -277,30 +339,48 @@ def open_logits(folder: Path, checksums: Checksums | None = None) -> TeacherLogi
         missing = f"no logits of a teacher (no {LOGITS_NAME}). Make them with `headway data teacher-logits`."
         raise DataError(f"{folder}: {why if unfinished else missing}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise DataError(f"{path}: damaged ({type(problem).__name__}: {problem}). Copy or make the logits again.") from None
+        raise DataError(
+            f"{path}: damaged ({type(problem).__name__}: {problem}). Copy or make the logits again."
+        ) from None
     for shard in manifest.shards:
         for name, file in shard.files.items():
             if not (folder / name).is_file() or os.path.getsize(folder / name) != file.bytes:
-                raise DataError(f"{folder / name}: missing or not of {file.bytes} bytes, which {LOGITS_NAME} says. Copy it again.")
+                raise DataError(
+                    f"{folder / name}: missing or not of {file.bytes} bytes, which {LOGITS_NAME} says. Copy it again."
+                )
     return TeacherLogits(folder, manifest, checksums)
 
 
 def _parse(content: bytes) -> LogitsManifest:
     given = parse_sealed_json(content)
     if given["kind"] != KIND or given["version"] != VERSION or given["dtype"] not in DTYPES:
-        raise ValueError(f"kind {given['kind']!r}, version {given['version']!r}, dtype {given['dtype']!r}")
+        raise ValueError(
+            f"kind {given['kind']!r}, version {given['version']!r}, dtype {given['dtype']!r}"
+        )
     values: dict[str, Any] = {field.name: given[field.name] for field in fields(LogitsOrigin)}
-    values |= {name: (int(values[name][0]), int(values[name][1])) for name in ("documents", "tokens")}
-    values |= {name: int(values[name]) for name in ("vocab", "seq_len", "top_k")} | {"temperature": float(values["temperature"])}
+    values |= {
+        name: (int(values[name][0]), int(values[name][1])) for name in ("documents", "tokens")
+    }
+    values |= {name: int(values[name]) for name in ("vocab", "seq_len", "top_k")} | {
+        "temperature": float(values["temperature"])
+    }
     origin = LogitsOrigin(**values)
     shards = tuple(_shard(one) for one in given["shards"])
     for number, shard in enumerate(shards):
-        sizes = dict(zip(_names(number), (shard.positions * width for width in origin.widths), strict=True))
+        sizes = dict(
+            zip(_names(number), (shard.positions * width for width in origin.widths), strict=True)
+        )
         if {name: file.bytes for name, file in shard.files.items()} != sizes:
             raise ValueError(f"the files of shard {number} contradict its positions")
     if sum(shard.positions for shard in shards) != origin.tokens[1] - origin.tokens[0]:
         raise ValueError("the positions of the shards do not add up")
-    return LogitsManifest(origin, int(given["max_id"]), float(given["mass"]), shards, hashlib.sha256(content).hexdigest())
+    return LogitsManifest(
+        origin,
+        int(given["max_id"]),
+        float(given["mass"]),
+        shards,
+        hashlib.sha256(content).hexdigest(),
+    )
 
 
 def _names(shard: int) -> tuple[str, str]:
@@ -308,9 +388,15 @@ def _names(shard: int) -> tuple[str, str]:
 
 
 def _dumped(origin: LogitsOrigin) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(origin).items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(origin).items()
+    }
 
 
 def _shard(given: dict[str, Any]) -> LogitsShard:
-    files = {str(name): ShardFile(int(file["bytes"]), str(file["sha256"])) for name, file in given["files"].items()}
+    files = {
+        str(name): ShardFile(int(file["bytes"]), str(file["sha256"]))
+        for name, file in given["files"].items()
+    }
     return LogitsShard(int(given["positions"]), files)

@@ -52,7 +52,9 @@ class FolderReport:
 def verify_folder(folder: Path) -> FolderReport:
     """Check everything in a folder that headway can check; all problems are listed, not only the first."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder. Give a token store, a model folder, or a folder that holds some.")
+        raise ConfigError(
+            f"{folder}: no such folder. Give a token store, a model folder, or a folder that holds some."
+        )
     report = FolderReport(str(folder))
     for path, kind, check in _checks(folder):
         try:
@@ -60,7 +62,9 @@ def verify_folder(folder: Path) -> FolderReport:
         except DataError as problem:
             report.problems.append(str(problem))
             files = []
-        report.checked.append(CheckedFolder(str(path), kind, len(files), sum(file.stat().st_size for file in files)))
+        report.checked.append(
+            CheckedFolder(str(path), kind, len(files), sum(file.stat().st_size for file in files))
+        )
     if not report.checked:
         raise ConfigError(
             f"{folder}: holds nothing that headway can check: no token store, no table, no logits and no {DIGESTS}. Checkpoints: "
@@ -76,9 +80,13 @@ def update_digests(folder: Path) -> FolderDigests:
     for name, kind in NOT_FOR_UPDATE.items():
         if (folder / name).is_file():
             inside = f" Its model is in {folder / 'final'}." if (folder / "final").is_dir() else ""
-            raise ConfigError(f"{folder}: {kind}, which has its own checksums; --update is for model folders.{inside}")
+            raise ConfigError(
+                f"{folder}: {kind}, which has its own checksums; --update is for model folders.{inside}"
+            )
     if not any(is_covered(path) for path in folder.iterdir()):
-        raise ConfigError(f"{folder}: holds no file of a model or an adapter, so there is nothing to write digests of.")
+        raise ConfigError(
+            f"{folder}: holds no file of a model or an adapter, so there is nothing to write digests of."
+        )
     return write_digests(folder)
 
 
@@ -139,5 +147,7 @@ def _check_sealed(file: Path) -> list[Path]:
     try:
         read_sealed(file)
     except (OSError, ValueError) as problem:
-        raise DataError(f"{file}: damaged: {problem}. Remove it; what is a cache is made again.") from None
+        raise DataError(
+            f"{file}: damaged: {problem}. Remove it; what is a cache is made again."
+        ) from None
     return [file]

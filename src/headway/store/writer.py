@@ -21,13 +21,35 @@ import numpy as np
 
 from headway.errors import DataError
 from headway.runtime.json_file import load_json
-from headway.runtime.storage import CHUNK_BYTES, fsync_file, missing_folders, remove_empty, write_atomic, writing
-from headway.store.manifest import JOURNAL_NAME, MANIFEST_NAME, Division, Dtype, ShardFile, StoreManifest, StoreShard, file_names
+from headway.runtime.storage import (
+    CHUNK_BYTES,
+    fsync_file,
+    missing_folders,
+    remove_empty,
+    write_atomic,
+    writing,
+)
+from headway.store.manifest import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    Division,
+    Dtype,
+    ShardFile,
+    StoreManifest,
+    StoreShard,
+    file_names,
+)
 from headway.store.source import Flags, Ids, Longs
 
 SHARD_TOKENS = 1 << 30
 BUFFER_TOKENS = 1 << 20
-FILE_PATTERNS = ("tokens-?????.bin", "docs-?????.idx", "mask-?????.bin", "spans-?????.idx", "types-?????.bin")
+FILE_PATTERNS = (
+    "tokens-?????.bin",
+    "docs-?????.idx",
+    "mask-?????.bin",
+    "spans-?????.idx",
+    "types-?????.bin",
+)
 MAX_TYPES = 1 << 16
 NO_NOTE: dict[str, Any] = {}
 
@@ -51,7 +73,9 @@ class HashedFile:
             chunk = file.read(min(left, CHUNK_BYTES))
             if not chunk:
                 file.close()
-                raise DataError(f"{path}: shorter than {JOURNAL_NAME} says. Remove the folder {path.parent} and build the store again.")
+                raise DataError(
+                    f"{path}: shorter than {JOURNAL_NAME} says. Remove the folder {path.parent} and build the store again."
+                )
             digest.update(chunk)
             left -= len(chunk)
         file.truncate(size_bytes)
@@ -118,7 +142,12 @@ class StoreWriter:
         resume: bool = False,
     ) -> None:
         self.folder = Path(folder)
-        self._settings: dict[str, Any] = {"dtype": dtype, "tokenizer": tokenizer_fingerprint, "masked": masked, "spans": spans}
+        self._settings: dict[str, Any] = {
+            "dtype": dtype,
+            "tokenizer": tokenizer_fingerprint,
+            "masked": masked,
+            "spans": spans,
+        }
         self._settings |= {"shard_tokens": shard_tokens, "sources": list(sources)}
         self._settings |= {"typed": True} if typed else {}
         self._dtype = np.dtype(dtype).newbyteorder("<")
@@ -137,7 +166,9 @@ class StoreWriter:
         self._finished = False
         self._made = missing_folders(self.folder)
         if (self.folder / MANIFEST_NAME).exists():
-            raise DataError(f"{self.folder}: already holds a finished token store. Choose another folder or remove it first.")
+            raise DataError(
+                f"{self.folder}: already holds a finished token store. Choose another folder or remove it first."
+            )
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         journal = self.folder / JOURNAL_NAME
@@ -147,7 +178,13 @@ class StoreWriter:
             journal.unlink(missing_ok=True)
             self._remove_files()
 
-    def add(self, ids: Ids | Sequence[int], mask: Flags | None = None, spans: Longs | None = None, type_name: str = "") -> None:
+    def add(
+        self,
+        ids: Ids | Sequence[int],
+        mask: Flags | None = None,
+        spans: Longs | None = None,
+        type_name: str = "",
+    ) -> None:
         """Append one document; `mask`: which tokens are loss targets; `spans`: where true documents start inside it; its type."""
         array = np.asarray(ids)
         self._waiting_types.append(type_name)
@@ -182,7 +219,11 @@ class StoreWriter:
         with writing(self.folder):
             for one in self._files:
                 one.sync()
-        state = {"growing": asdict(self._growing), "max_id": self._max_id, "sizes": [one.size for one in self._files]}
+        state = {
+            "growing": asdict(self._growing),
+            "max_id": self._max_id,
+            "sizes": [one.size for one in self._files],
+        }
         state |= {} if self._types is None else {"types": self._types}
         shards = [asdict(shard) for shard in self._shards]
         journal = {"settings": self._settings, "state": state, "shards": shards, "note": dict(note)}
@@ -242,17 +283,34 @@ class StoreWriter:
         ids = np.concatenate([ids for ids, _, _ in waiting])
         mask = None
         if self._masked:
-            mask = np.concatenate([np.ones(len(ids), np.bool_) if mask is None else np.asarray(mask, np.bool_) for ids, mask, _ in waiting])
+            mask = np.concatenate(
+                [
+                    np.ones(len(ids), np.bool_) if mask is None else np.asarray(mask, np.bool_)
+                    for ids, mask, _ in waiting
+                ]
+            )
         elif any(mask is not None for _, mask, _ in waiting):
             raise ValueError("a mask was given to a store that is not masked")
         spans = None
         if self._spans:
             firsts = np.cumsum(lengths) - lengths
-            starts = [np.zeros(1, np.int64) if spans is None else np.asarray(spans, np.int64) for _, _, spans in waiting]
-            spans = np.concatenate([start + first for start, first in zip(starts, firsts, strict=True)])
+            starts = [
+                np.zeros(1, np.int64) if spans is None else np.asarray(spans, np.int64)
+                for _, _, spans in waiting
+            ]
+            spans = np.concatenate(
+                [start + first for start, first in zip(starts, firsts, strict=True)]
+            )
         self._append(ids, lengths, mask, spans, types)
 
-    def _append(self, ids: Ids, lengths: Longs, mask: Flags | None, spans: Longs | None, types: Sequence[str] | None) -> None:
+    def _append(
+        self,
+        ids: Ids,
+        lengths: Longs,
+        mask: Flags | None,
+        spans: Longs | None,
+        types: Sequence[str] | None,
+    ) -> None:
         if ids.size != int(lengths.sum()) or (mask is not None and mask.size != ids.size):
             raise ValueError("lengths, mask and ids do not fit together")
         self._check_ids(ids)
@@ -270,7 +328,12 @@ class StoreWriter:
                 last = first + 1
             stop = int(ends[last - 1])
             inner = None if spans is None else spans[(spans >= before) & (spans < stop)] - before
-            self._write(ids[before:stop], lengths[first:last], None if mask is None else mask[before:stop], inner)
+            self._write(
+                ids[before:stop],
+                lengths[first:last],
+                None if mask is None else mask[before:stop],
+                inner,
+            )
             if self._types is not None:
                 with writing(self.folder):
                     self._files[-1].write(numbers[first:last])
@@ -280,13 +343,20 @@ class StoreWriter:
         if self._types is None:
             return np.zeros(0, "<u2")
         known = self._types
-        numbers = [known.setdefault(name, len(known)) for name in (types if types is not None else [""] * documents)]
+        numbers = [
+            known.setdefault(name, len(known))
+            for name in (types if types is not None else [""] * documents)
+        ]
         if len(known) > MAX_TYPES:
-            raise DataError(f"{self.folder}: the documents have more than {MAX_TYPES} types, the maximum of a store.")
+            raise DataError(
+                f"{self.folder}: the documents have more than {MAX_TYPES} types, the maximum of a store."
+            )
         return np.array(numbers, "<u2")
 
     def _append_open(self, ids: Ids) -> None:
-        assert not self._masked and not self._spans, "only documents without mask and spans can be added in parts"
+        assert not self._masked and not self._spans, (
+            "only documents without mask and spans can be added in parts"
+        )
         self._check_ids(ids)
         if self._growing.documents and self._growing.tokens + ids.size > self._shard_tokens:
             self._next_shard()
@@ -298,7 +368,9 @@ class StoreWriter:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high > self._highest:
                 wrong = low if low < 0 else high
-                raise DataError(f"{self.folder}: token id {wrong} does not fit {self._dtype.name}; ids must be 0 to {self._highest}.")
+                raise DataError(
+                    f"{self.folder}: token id {wrong} does not fit {self._dtype.name}; ids must be 0 to {self._highest}."
+                )
             self._max_id = max(self._max_id, high)
 
     def _next_shard(self) -> None:
@@ -341,7 +413,10 @@ class StoreWriter:
             return
         names = file_names(self._growing.number, self._masked, self._spans, self._types is not None)
         sizes = size_bytes if size_bytes is not None else [0] * len(names)
-        self._files = [HashedFile.create(self.folder / name, size) for name, size in zip(names, sizes, strict=True)]
+        self._files = [
+            HashedFile.create(self.folder / name, size)
+            for name, size in zip(names, sizes, strict=True)
+        ]
         if size_bytes is None:
             self._files[1].write(np.zeros(1, "<i8"))
 
@@ -363,13 +438,24 @@ class StoreWriter:
             given = load_json(journal)
             settings, state = given["settings"], given["state"]
             shards = [
-                StoreShard(s["documents"], s["tokens"], s["spans"], {n: ShardFile(**f) for n, f in s["files"].items()})
+                StoreShard(
+                    s["documents"],
+                    s["tokens"],
+                    s["spans"],
+                    {n: ShardFile(**f) for n, f in s["files"].items()},
+                )
                 for s in given["shards"]
             ]
-            self._growing, self._max_id, sizes = OpenShard(**state["growing"]), state["max_id"], state["sizes"]
+            self._growing, self._max_id, sizes = (
+                OpenShard(**state["growing"]),
+                state["max_id"],
+                state["sizes"],
+            )
             self._types = self._types if self._types is None else dict(state["types"])
         except (ValueError, KeyError, TypeError) as problem:
-            raise DataError(f"{journal}: damaged ({problem}). Remove the folder {self.folder} and build the store again.") from None
+            raise DataError(
+                f"{journal}: damaged ({problem}). Remove the folder {self.folder} and build the store again."
+            ) from None
         if settings != self._settings:
             changed = ", ".join(k for k in self._settings if settings.get(k) != self._settings[k])
             raise DataError(
@@ -380,7 +466,12 @@ class StoreWriter:
         with writing(self.folder):
             for shard in shards:
                 for name, file in shard.files.items():
-                    if not (self.folder / name).exists() or os.path.getsize(self.folder / name) != file.bytes:
-                        raise DataError(f"{self.folder / name}: missing or of the wrong size. Remove the folder and build the store again.")
+                    if (
+                        not (self.folder / name).exists()
+                        or os.path.getsize(self.folder / name) != file.bytes
+                    ):
+                        raise DataError(
+                            f"{self.folder / name}: missing or of the wrong size. Remove the folder and build the store again."
+                        )
             if sizes:
                 self._open_shard(sizes)

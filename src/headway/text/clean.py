@@ -53,19 +53,31 @@ class CleanRules:
     max_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("min_letters", "max_digits", "max_signs", "max_controls", "max_repeated_lines"):
+        for name in (
+            "min_letters",
+            "max_digits",
+            "max_signs",
+            "max_controls",
+            "max_repeated_lines",
+        ):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it is a share between 0 and 1.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it is a share between 0 and 1."
+                )
         for name in ("min_characters", "min_line_length"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
         if self.duplicates not in ("keep", "exact", "near"):
             raise ConfigError(f"duplicates is {self.duplicates!r}; it must be keep, exact or near.")
         if self.max_characters is not None and self.max_characters < self.min_characters:
-            raise ConfigError(f"max_characters is {self.max_characters}, less than min_characters={self.min_characters}.")
+            raise ConfigError(
+                f"max_characters is {self.max_characters}, less than min_characters={self.min_characters}."
+            )
 
 
-ONLY_DUPLICATES = CleanRules(min_characters=0, min_letters=0, max_digits=1, max_signs=1, max_controls=1, max_repeated_lines=1)
+ONLY_DUPLICATES = CleanRules(
+    min_characters=0, min_letters=0, max_digits=1, max_signs=1, max_controls=1, max_repeated_lines=1
+)
 """Rules that only blank documents and duplicates break (`headway data dedup`)."""
 
 
@@ -85,24 +97,39 @@ class CleanReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
         reasons = {
-            reason: {"documents": count, "bytes": self.removed_bytes[reason], "examples": self.examples[reason]}
+            reason: {
+                "documents": count,
+                "bytes": self.removed_bytes[reason],
+                "examples": self.examples[reason],
+            }
             for reason, count in self.removed_documents.most_common()
         }
-        totals = {"documents": self.documents, "bytes": self.bytes, "kept_documents": self.kept_documents, "kept_bytes": self.kept_bytes}
+        totals = {
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "kept_documents": self.kept_documents,
+            "kept_bytes": self.kept_bytes,
+        }
         return {**totals, "removed": reasons, "forgotten_documents": self.forgotten_documents}
 
     def refuse_empty(self, out: Path) -> None:
         """Refuse an output without documents."""
         if not self.kept_documents:
-            raise DataError(f"{out}: no document passed the rules ({', '.join(self.removed_documents)}); nothing was written.")
+            raise DataError(
+                f"{out}: no document passed the rules ({', '.join(self.removed_documents)}); nothing was written."
+            )
 
 
-def clean(documents: Iterable[Document], rules: CleanRules, report: CleanReport) -> Iterator[Document]:
+def clean(
+    documents: Iterable[Document], rules: CleanRules, report: CleanReport
+) -> Iterator[Document]:
     """The documents that pass all rules; `report` is filled on the way."""
     exact = ExactDuplicates() if rules.duplicates != "keep" else None
     near = None
     if rules.duplicates == "near":
-        near = NearDuplicates(rules.similarity, seed=rules.seed, max_memory_bytes=rules.max_memory_bytes)
+        near = NearDuplicates(
+            rules.similarity, seed=rules.seed, max_memory_bytes=rules.max_memory_bytes
+        )
     for document in documents:
         size = len(document.text.encode())
         report.documents += 1
@@ -139,7 +166,9 @@ def clean_files(
     """Clean files into one new file. Records keep all their keys; a template's text goes under `text`. `convert` rewrites texts first."""
     refuse_source(out, expand(sources))
     report = CleanReport()
-    documents = read_documents(sources, text_key=text_key, template=template, split=split, keep_record=True)
+    documents = read_documents(
+        sources, text_key=text_key, template=template, split=split, keep_record=True
+    )
     if convert is not None:
         documents = (replace(document, text=convert(document.text)) for document in documents)
     key = "text" if template is not None else text_key
@@ -181,7 +210,10 @@ def broken_rule(text: str, rules: CleanRules) -> str | None:
         ("many signs", lambda: counted.signs / visible > rules.max_signs),
         ("few letters", lambda: counted.letters / visible < rules.min_letters),
         ("repeated lines", lambda: repeated_share(text) > rules.max_repeated_lines),
-        ("short lines", lambda: rules.min_line_length > 0 and mean_line_length(text) < rules.min_line_length),
+        (
+            "short lines",
+            lambda: rules.min_line_length > 0 and mean_line_length(text) < rules.min_line_length,
+        ),
     )
     return next((name for name, breaks in checks if breaks()), None)
 

@@ -49,7 +49,14 @@ class CharacterCounts:
 def count_characters(text: str) -> CharacterCounts:
     """Count the characters of each kind in a text."""
     counts = np.bincount(_table()[code_points(text)], minlength=6).tolist()
-    return CharacterCounts(counts[LETTER] + counts[HAN], counts[DIGIT], counts[SIGN], counts[SPACE], counts[CONTROL], counts[HAN])
+    return CharacterCounts(
+        counts[LETTER] + counts[HAN],
+        counts[DIGIT],
+        counts[SIGN],
+        counts[SPACE],
+        counts[CONTROL],
+        counts[HAN],
+    )
 
 
 def code_points(text: str) -> npt.NDArray[np.uint32]:
@@ -117,7 +124,10 @@ class SeenHashes:
     def _settle(self) -> None:
         """Move the recent hashes to a sorted array, merged with arrays of similar size, so that there are few."""
         flat = [(key, number) for key, numbers in self.recent.items() for number in numbers]
-        run = _sorted(np.array([key for key, _ in flat], np.uint64), np.array([number for _, number in flat], np.int32))
+        run = _sorted(
+            np.array([key for key, _ in flat], np.uint64),
+            np.array([number for _, number in flat], np.int32),
+        )
         self.recent = {}
         while self.runs and len(self.runs[-1][0]) <= 2 * len(run[0]):
             other = self.runs.pop()
@@ -148,13 +158,23 @@ class ExactDuplicates:
 class NearDuplicates:
     """Detects texts that share at least `similarity` (0 to 1) of their runs of characters with one earlier text."""
 
-    def __init__(self, similarity: float = 0.8, *, seed: int = 0, max_memory_bytes: int | None = None) -> None:
+    def __init__(
+        self, similarity: float = 0.8, *, seed: int = 0, max_memory_bytes: int | None = None
+    ) -> None:
         if not 0.5 <= similarity <= 1:
             raise ConfigError(f"similarity is {similarity}; it must be between 0.5 and 1.")
         self.similarity = similarity
-        self.rows = max(rows for rows in (1, 2, 4, 8) if 1 - (1 - similarity**rows) ** (BINS // rows) >= WANTED_RECALL)
+        self.rows = max(
+            rows
+            for rows in (1, 2, 4, 8)
+            if 1 - (1 - similarity**rows) ** (BINS // rows) >= WANTED_RECALL
+        )
         per_document = BINS + KEY_BYTES * self.bands
-        self.capacity_bytes = None if max_memory_bytes is None else max(BUFFERED_DOCUMENTS * per_document, max_memory_bytes // 2)
+        self.capacity_bytes = (
+            None
+            if max_memory_bytes is None
+            else max(BUFFERED_DOCUMENTS * per_document, max_memory_bytes // 2)
+        )
         self.forgotten = 0
         random = np.random.default_rng(derive(seed, "near duplicates"))
         self._salt = random.integers(1, 1 << 63, dtype=np.uint64)
@@ -172,7 +192,10 @@ class NearDuplicates:
         signature = self.signature(text)
         keys = self.band_keys(signature)
         entries = signature.astype(np.uint8)
-        is_new = not any(index is not None and index.holds(entries, keys, self.similarity) for index in (self._newer, self._older))
+        is_new = not any(
+            index is not None and index.holds(entries, keys, self.similarity)
+            for index in (self._newer, self._older)
+        )
         if self.capacity_bytes is not None and self._newer.bytes >= self.capacity_bytes:
             self.forgotten += 0 if self._older is None else self._older.size
             self._older, self._newer = self._newer, _Index(self.bands)
@@ -184,7 +207,9 @@ class NearDuplicates:
         hashes = run_hashes(text) ^ self._salt
         hashes = _mixed(hashes)
         least = np.full(BINS, np.iinfo(np.uint64).max, np.uint64)
-        np.minimum.at(least, (hashes & np.uint64(BINS - 1)).astype(np.int64), hashes >> np.uint64(7))
+        np.minimum.at(
+            least, (hashes & np.uint64(BINS - 1)).astype(np.int64), hashes >> np.uint64(7)
+        )
         empty = least == np.iinfo(np.uint64).max
         if empty.any():
             # Short texts leave bins empty; each takes the number of another bin, the same one in every text.
@@ -228,8 +253,12 @@ class _Index:
         return self.size * BINS + self._num_keys * KEY_BYTES
 
     def holds(self, entries: npt.NDArray[np.uint8], keys: Hashes, similarity: float) -> bool:
-        candidates = [number for number in dict.fromkeys(self._keys.find(keys)) if number != NOT_KEPT]
-        return bool(candidates) and bool(are_similar((self._entries[candidates] == entries).mean(axis=1), similarity).any())
+        candidates = [
+            number for number in dict.fromkeys(self._keys.find(keys)) if number != NOT_KEPT
+        ]
+        return bool(candidates) and bool(
+            are_similar((self._entries[candidates] == entries).mean(axis=1), similarity).any()
+        )
 
     def add(self, entries: npt.NDArray[np.uint8] | None, keys: Hashes) -> None:
         """Remember a text; one that was not kept (None) only takes its place among the first of its keys."""

@@ -68,15 +68,21 @@ class TextOf:
         if self.template is None:
             return [("", self.text_key)]
         try:
-            found = list(string.Formatter().parse(self.template.replace("\\n", "\n").replace("\\t", "\t")))
+            found = list(
+                string.Formatter().parse(self.template.replace("\\n", "\n").replace("\\t", "\t"))
+            )
         except ValueError as error:
             raise ConfigError(
                 f"template is {self.template!r}: {error}. Write keys as {{key}}, braces themselves as {{{{ and }}}}."
             ) from None
         if not any(key for _, key, _, _ in found):
-            raise ConfigError(f"template is {self.template!r}; it must name at least one key, as in '{{title}}\\n{{content}}'.")
+            raise ConfigError(
+                f"template is {self.template!r}; it must name at least one key, as in '{{title}}\\n{{content}}'."
+            )
         if any(key == "" or form or change for _, key, form, change in found):
-            raise ConfigError(f"template is {self.template!r}; keys are written {{key}}, without numbers, ':' or '!'.")
+            raise ConfigError(
+                f"template is {self.template!r}; keys are written {{key}}, without numbers, ':' or '!'."
+            )
         return [(literal, key) for literal, key, _, _ in found]
 
     def keys(self) -> list[str]:
@@ -105,10 +111,16 @@ class TextOf:
         if value is MISSING:
             have = ", ".join(map(str, record.data)) or "none"
             flag = "text_key" if self.template is None else "template"
-            raise DataError(f"{record.place}: the record has no key {key!r} ({flag}); its keys are {have}.{_other_kind(record.data)}")
+            raise DataError(
+                f"{record.place}: the record has no key {key!r} ({flag}); its keys are {have}.{_other_kind(record.data)}"
+            )
         if value is None and self.template is not None:
             return ""
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and self.template is not None:
+        if (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and self.template is not None
+        ):
             return str(value)
         if not isinstance(value, str):
             raise DataError(f"{record.place}: {key!r} is {_kind(value)}; a text is expected.")

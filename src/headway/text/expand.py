@@ -53,16 +53,24 @@ def snapshot_files(folder: Path, files: Sequence[Path]) -> dict[Part, list[Path]
 def choose(folder: Path, parts: dict[Part, list[Path]], choice: str | None) -> list[Path]:
     """The files of the chosen `split`, `subset` or `subset/split`; without a choice, the split train."""
     names = {part: "/".join(name for name in part if name) for part in parts}
-    chosen = {part: files for part, files in parts.items() if choice is None or choice in (*part, names[part])}
+    chosen = {
+        part: files
+        for part, files in parts.items()
+        if choice is None or choice in (*part, names[part])
+    }
     listed = ", ".join(names.values())
     if not chosen:
         raise DataError(f"{folder}: no split or subset {choice!r}; it holds {listed}.")
     if len({subset for subset, _ in chosen}) > 1:
-        raise DataError(f"{folder}: holds several subsets ({listed}); choose one, as in {folder}:{listed.split(', ')[0]}.")
+        raise DataError(
+            f"{folder}: holds several subsets ({listed}); choose one, as in {folder}:{listed.split(', ')[0]}."
+        )
     if len(chosen) > 1:
         chosen = {part: files for part, files in chosen.items() if part[1] == "train"}
         if not chosen:
-            raise DataError(f"{folder}: holds several splits and none is named train ({listed}); choose one, as in {folder}:test.")
+            raise DataError(
+                f"{folder}: holds several splits and none is named train ({listed}); choose one, as in {folder}:test."
+            )
         log.info("%s: reading split train of %s", folder, listed)
     return [file for files in chosen.values() for file in files]
 
@@ -85,9 +93,13 @@ def _state_files(folder: Path) -> list[Path]:
     try:
         files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
     except (KeyError, TypeError) as error:
-        raise DataError(f"{folder / 'state.json'}: does not list the data files ({error}); save the dataset again.") from None
+        raise DataError(
+            f"{folder / 'state.json'}: does not list the data files ({error}); save the dataset again."
+        ) from None
     if state.get("_indices_data_files"):
-        raise DataError(f"{folder}: the saved dataset has a row selection; call flatten_indices() before save_to_disk.")
+        raise DataError(
+            f"{folder}: the saved dataset has a row selection; call flatten_indices() before save_to_disk."
+        )
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise DataError(f"{missing[0]}: listed in state.json, but missing.")
@@ -118,7 +130,11 @@ def _expand_one(given: Path | str) -> list[Path]:
     if matches:
         for match in matches:
             refuse_stream(match)
-        return [file for match in matches for file in ([match] if match.is_file() else _folder(match, None))]
+        return [
+            file
+            for match in matches
+            for file in ([match] if match.is_file() else _folder(match, None))
+        ]
     base, _, choice = str(given).rpartition(":")
     if base and choice and Path(base).is_dir():
         return _folder(Path(base), choice)
@@ -133,14 +149,18 @@ def _from_hub(given: str) -> list[Path]:
 
     name, _, choice = given.partition(":")
     if not is_hub_id(name):
-        raise DataError(f"{given[:500]}: no such file or folder, and not the name of a dataset on the hub (ORGANISATION/NAME).")
+        raise DataError(
+            f"{given[:500]}: no such file or folder, and not the name of a dataset on the hub (ORGANISATION/NAME)."
+        )
     return _folder(local_or_hub(name, dataset=True), choice or None)
 
 
 def refuse_stream(path: Path) -> None:
     """Refuse a pipe or device: files are read more than once, and a killed build reads them again."""
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise DataError(f"{path}: is a pipe or device, which can be read only once. Write its content to a file and give that.")
+        raise DataError(
+            f"{path}: is a pipe or device, which can be read only once. Write its content to a file and give that."
+        )
 
 
 def _folder(folder: Path, choice: str | None) -> list[Path]:
@@ -148,19 +168,25 @@ def _folder(folder: Path, choice: str | None) -> list[Path]:
 
     if is_mds(folder):
         if choice is not None:
-            raise DataError(f"{folder}: an MDS folder has no split {choice!r}; give the folder of the split.")
+            raise DataError(
+                f"{folder}: an MDS folder has no split {choice!r}; give the folder of the split."
+            )
         return [shard.path for shard in mds_shards(folder)]
     saved = saved_files(folder)
     if saved is not None:
         return choose(folder, saved, choice)
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and _is_data(file.relative_to(folder)))
+    files = sorted(
+        file for file in folder.rglob("*") if file.is_file() and _is_data(file.relative_to(folder))
+    )
     if not files:
         raise DataError(f"{folder}: the folder holds no data. Supported: {SUPPORTED}.")
     parts = snapshot_files(folder, files)
     if parts is not None:
         return choose(folder, parts, choice)
     if choice is not None:
-        raise DataError(f"{folder}: its file names have no splits, so {choice!r} cannot be chosen; use a glob.")
+        raise DataError(
+            f"{folder}: its file names have no splits, so {choice!r} cannot be chosen; use a glob."
+        )
     return files
 
 

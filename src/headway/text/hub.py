@@ -27,7 +27,9 @@ from headway.text.hub_request import TOKENIZER_FILES, UNFINISHED, HubRequest, Ne
 
 log = logging.getLogger("headway")
 
-_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?")
+_ID = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?"
+)
 LOCAL_FOLDERS = {"checkpoints", "data", "datasets", "models", "raw", "runs", "stores"}
 FILE_ENDINGS = {
     ".arrow", ".bin", ".bz2", ".csv", ".gguf", ".gz", ".json", ".jsonl", ".md", ".model", ".parquet", ".pt", ".safetensors", ".tsv",
@@ -49,10 +51,20 @@ def is_hub_id(text: str) -> bool:
         return False
     repo_id, _ = split_revision(text)
     first = Path(repo_id).parts[0]
-    return not (Path(first).is_dir() or first in LOCAL_FOLDERS or Path(repo_id).suffix.lower() in FILE_ENDINGS)
+    return not (
+        Path(first).is_dir()
+        or first in LOCAL_FOLDERS
+        or Path(repo_id).suffix.lower() in FILE_ENDINGS
+    )
 
 
-def local_or_hub(path_or_id: Path | str, *, dataset: bool = False, tokenizer: bool = False, cache_dir: Path | None = None) -> Path:
+def local_or_hub(
+    path_or_id: Path | str,
+    *,
+    dataset: bool = False,
+    tokenizer: bool = False,
+    cache_dir: Path | None = None,
+) -> Path:
     """An existing path, else the folder of a hub id: from a cache, or downloaded into it. Of a `tokenizer` no weights are downloaded."""
     if _exists(path_or_id):
         return Path(path_or_id)
@@ -77,7 +89,13 @@ def _exists(path: Path | str) -> bool:
         return False
 
 
-def in_cache(repo_id: str, *, dataset: bool = False, revision: str | None = None, cache_dir: Path | None = None) -> Path | None:
+def in_cache(
+    repo_id: str,
+    *,
+    dataset: bool = False,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+) -> Path | None:
     """The folder of a hub id downloaded before, or None; uses no network."""
     if not _ID.fullmatch(repo_id):
         return None
@@ -98,8 +116,12 @@ def fetch(
     if not _ID.fullmatch(repo_id):
         raise ConfigError(f"{repo_id!r} is not a hub id; write ORGANISATION/NAME.")
     if own is not None and revision is not None and own != revision:
-        raise ConfigError(f"{repo_id}: names the revision {own!r}, and --revision is {revision!r}. Give one of them.")
-    request = HubRequest(repo, "dataset" if dataset else "everything", revision or own, include, to, cache_dir)
+        raise ConfigError(
+            f"{repo_id}: names the revision {own!r}, and --revision is {revision!r}. Give one of them."
+        )
+    request = HubRequest(
+        repo, "dataset" if dataset else "everything", revision or own, include, to, cache_dir
+    )
     require_library(repo_id)
     with _one_at_a_time(request):
         return download(request)
@@ -121,13 +143,19 @@ def _search(request: HubRequest) -> Path | None:
 def _has_what_is_needed(folder: Path, need: Need) -> bool:
     """Whether a cached folder is complete. A tokenizer may have come alone, and an interrupted download leaves a part of the files."""
     if need == "tokenizer":
-        return any(name != "config.json" for pattern in TOKENIZER_FILES for name in (path.name for path in folder.glob(pattern)))
+        return any(
+            name != "config.json"
+            for pattern in TOKENIZER_FILES
+            for name in (path.name for path in folder.glob(pattern))
+        )
     if (folder.parents[1] / UNFINISHED).exists():
         return False
     if need != "model":
         return True
     lists = [found for index in folder.glob("*.index.json") if (found := _listed(index))]
-    if lists and not any((folder / name).exists() for name in ("model.safetensors", "pytorch_model.bin")):
+    if lists and not any(
+        (folder / name).exists() for name in ("model.safetensors", "pytorch_model.bin")
+    ):
         return any(all((folder / name).exists() for name in names) for names in lists)
     return any(True for pattern in WEIGHTS for _ in folder.glob(pattern))
 

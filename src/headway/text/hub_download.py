@@ -54,20 +54,35 @@ def fetch(request: HubRequest) -> Path:
     """Download a model, tokenizer or dataset and return its folder; continues an interrupted download."""
     require_library(request.repo_id)
     from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     what, quiet = request.what, are_progress_bars_disabled()
     disable_progress_bars()  # there is one bar for the whole download
     try:
         info = _described(request)
         if info is None and request.to is None and request.unfinished.exists():
-            raise DataError(f"{request.repo_id}: an earlier download was interrupted; connect to the network and run this again.")
-        if info is None and request.to is None and not request.include and (here := request.cached()) is not None:
+            raise DataError(
+                f"{request.repo_id}: an earlier download was interrupted; connect to the network and run this again."
+            )
+        if (
+            info is None
+            and request.to is None
+            and not request.include
+            and (here := request.cached()) is not None
+        ):
             log.warning("%s: the hub does not answer; using the cache", request.repo_id)
             return here
-        names = None if info is None else request.choose([one.rfilename for one in info.siblings or []])
+        names = (
+            None if info is None else request.choose([one.rfilename for one in info.siblings or []])
+        )
         if names == [] and request.include:
-            raise DataError(f"{request.repo_id}: no file of the {what} matches {', '.join(request.include)}.")
+            raise DataError(
+                f"{request.repo_id}: no file of the {what} matches {', '.join(request.include)}."
+            )
         with _marked(request, info):
             if info is not None:
                 _fetch_large(request, info, names or [])
@@ -84,11 +99,21 @@ def fetch(request: HubRequest) -> Path:
             f"{request.repo_id}: the {what} needs your consent on its page and a token (HF_TOKEN). Then run this again."
         ) from None
     except errors.RepositoryNotFoundError:
-        hint = "" if what == "dataset" else " (a dataset needs --dataset)" if request.need == "everything" else ""
+        hint = (
+            ""
+            if what == "dataset"
+            else " (a dataset needs --dataset)"
+            if request.need == "everything"
+            else ""
+        )
         token = "" if request.need == "everything" else "; a private one needs a token (HF_TOKEN)"
-        raise DataError(f"{request.repo_id}: the hub has no such {what}{hint}, or it is private{token}.") from None
+        raise DataError(
+            f"{request.repo_id}: the hub has no such {what}{hint}, or it is private{token}."
+        ) from None
     except errors.RevisionNotFoundError:
-        raise DataError(f"{request.repo_id}: the hub has no revision {request.revision!r} of this {what}.") from None
+        raise DataError(
+            f"{request.repo_id}: the hub has no revision {request.revision!r} of this {what}."
+        ) from None
     except (OSError, *_network_errors()) as error:
         raise DataError(_unreachable(request, error)) from None
     finally:
@@ -124,7 +149,9 @@ def _described(request: HubRequest) -> Any:
 
     known = (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
     try:
-        return HfApi().repo_info(request.repo_id, repo_type=request.what, revision=request.revision, files_metadata=True)
+        return HfApi().repo_info(
+            request.repo_id, repo_type=request.what, revision=request.revision, files_metadata=True
+        )
     except known:
         raise
     except (OSError, *_network_errors()):
@@ -140,7 +167,9 @@ class _Transfer:
 
     def done(self) -> int:
         """Bytes that have arrived."""
-        return sum(size if place.is_file() else min(size, _size(part)) for part, place, size in self.parts)
+        return sum(
+            size if place.is_file() else min(size, _size(part)) for part, place, size in self.parts
+        )
 
 
 def _size(path: Path) -> int:
@@ -153,8 +182,16 @@ def _size(path: Path) -> int:
 def _fetch_large(request: HubRequest, info: Any, names: Sequence[str]) -> None:
     """Download the missing large files of a repository, with one bar for all."""
     chosen = set(names)
-    large = [one.rfilename for one in info.siblings or [] if one.rfilename in chosen and (one.size or 0) >= LARGE_BYTES]
-    jobs = [job for job in in_threads([partial(_plan, request, name, str(info.sha)) for name in large]) if job is not None]
+    large = [
+        one.rfilename
+        for one in info.siblings or []
+        if one.rfilename in chosen and (one.size or 0) >= LARGE_BYTES
+    ]
+    jobs = [
+        job
+        for job in in_threads([partial(_plan, request, name, str(info.sha)) for name in large])
+        if job is not None
+    ]
     missing = [job for job in jobs if not _is_complete(job.place, job.size)]
     if not missing:
         return
@@ -162,14 +199,27 @@ def _fetch_large(request: HubRequest, info: Any, names: Sequence[str]) -> None:
     total, before = sum(job.size for job in jobs), transfer.done()
     continued = f", {quantity(before, 'bytes')} of it is here" if before else ""
     where = request.to or request.cache
-    log.info("downloading %s: %s in %d files%s, to %s", request.repo_id, quantity(total, "bytes"), len(jobs), continued, where)
-    with progress(request.repo_id, total=total, unit="bytes") as advance, _watching(transfer, advance):
+    log.info(
+        "downloading %s: %s in %d files%s, to %s",
+        request.repo_id,
+        quantity(total, "bytes"),
+        len(jobs),
+        continued,
+        where,
+    )
+    with (
+        progress(request.repo_id, total=total, unit="bytes") as advance,
+        _watching(transfer, advance),
+    ):
         in_threads([partial(_fetch, request, job) for job in missing])
 
 
 def in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
     """The results of some tasks, a few at a time. Ctrl-C ends the wait at once; a thread that still downloads does not delay the exit."""
-    waiting, done = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, T | None, BaseException | None]]()
+    waiting, done = (
+        queue.SimpleQueue[int](),
+        queue.SimpleQueue[tuple[int, T | None, BaseException | None]](),
+    )
     for index in range(len(tasks)):
         waiting.put(index)
 
@@ -251,7 +301,9 @@ def _plan(request: HubRequest, name: str, commit: str) -> _Job | None:
     place = request.to / name
     if len(found.etag) != SHA256_LENGTH or not place.resolve().is_relative_to(request.to.resolve()):
         return None  # the library accepts only files with a SHA-256 from the hub
-    return _Job(url, found, request.to / ".cache" / "huggingface" / "download" / f"{found.etag}.part", place)
+    return _Job(
+        url, found, request.to / ".cache" / "huggingface" / "download" / f"{found.etag}.part", place
+    )
 
 
 def _fetch(request: HubRequest, job: _Job) -> None:
@@ -284,7 +336,11 @@ def _continue(file: Any, job: _Job) -> None:
         file.truncate(here := 0)
     if here == found.size:
         return
-    headers = {key: value for key, value in build_hf_headers().items() if key.lower() != "authorization" or _same_host(url, found.location)}
+    headers = {
+        key: value
+        for key, value in build_hf_headers().items()
+        if key.lower() != "authorization" or _same_host(url, found.location)
+    }
     http_get(found.location, file, resume_size=here, headers=headers, expected_size=found.size)
 
 

@@ -22,10 +22,25 @@ TOKENIZER_FILES = (
     "tokenizer*.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "chat_template.*", "config.json", "generation_config.json", "*.tiktoken",
 )  # fmt: skip
-OTHER_WEIGHTS = ("*.bin", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.pickle", "*.pkl", "*.pt", "*.pth", "*.tflite")
+OTHER_WEIGHTS = (
+    "*.bin",
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+    "*.ot",
+    "*.pickle",
+    "*.pkl",
+    "*.pt",
+    "*.pth",
+    "*.tflite",
+)
 """Pickles, which can run code when they are loaded, and weights that headway does not read."""
 PICKLES = ("*.bin", "*.ckpt", "*.pickle", "*.pkl", "*.pt", "*.pth")
-DUPLICATES = re.compile(r"consolidated.*\.safetensors|model\.(?!safetensors)\w+(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+DUPLICATES = re.compile(
+    r"consolidated.*\.safetensors|model\.(?!safetensors)\w+(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+)
 """The same weights once more: in Mistral's own format, or in another precision."""
 
 
@@ -51,7 +66,9 @@ class HubRequest:
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
 
-        return (self.cache_dir or Path(constants.HF_HUB_CACHE)) / repo_folder_name(repo_id=self.repo_id, repo_type=self.what)
+        return (self.cache_dir or Path(constants.HF_HUB_CACHE)) / repo_folder_name(
+            repo_id=self.repo_id, repo_type=self.what
+        )
 
     @property
     def unfinished(self) -> Path:
@@ -86,7 +103,13 @@ class HubRequest:
                 f"`headway download {self.repo_id} --include '*.json' --include '*.bin' --include '*.model' --to FOLDER` and give FOLDER."
             )
         whole = [name for name in weights if not DUPLICATES.fullmatch(name)]
-        return [name for name in names if "/" not in name and _matches(name, MODEL_FILES) and not (whole and DUPLICATES.fullmatch(name))]
+        return [
+            name
+            for name in names
+            if "/" not in name
+            and _matches(name, MODEL_FILES)
+            and not (whole and DUPLICATES.fullmatch(name))
+        ]
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -31,7 +31,13 @@ from headway.text.section import FileSection
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-COMPRESSION_SUFFIXES = {".gz": "gzip", ".bz2": "bzip2", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz"}
+COMPRESSION_SUFFIXES = {
+    ".gz": "gzip",
+    ".bz2": "bzip2",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".xz": "xz",
+}
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz"}
 CHUNK_BYTES = 1 << 18
 BLOCK_BYTES = 1 << 20
@@ -69,14 +75,22 @@ class RawFile:
             with reading(self.name), self.section.open() as stream:
                 yield stream
             return
-        with reading(self.name), self.open_stored() as stored, decompressed(stored, self.name) as stream:
+        with (
+            reading(self.name),
+            self.open_stored() as stored,
+            decompressed(stored, self.name) as stream,
+        ):
             yield stream
 
     @contextmanager
     def seekable(self) -> Iterator[IO[bytes]]:
         """The decompressed bytes as a seekable file, copied to a temporary one if needed."""
         with self.open() as stream:
-            if self.path is not None and isinstance(stream, io.BufferedReader) and stream.seekable():
+            if (
+                self.path is not None
+                and isinstance(stream, io.BufferedReader)
+                and stream.seekable()
+            ):
                 yield stream
                 return
             with tempfile.TemporaryFile(prefix="headway-raw-") as copy:
@@ -91,12 +105,18 @@ def reading(name: str) -> Iterator[None]:
     try:
         yield
     except _damage() as error:
-        raise DataError(f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again.") from None
+        raise DataError(
+            f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again."
+        ) from None
     except (tarfile.TarError, zipfile.BadZipFile) as error:
-        raise DataError(f"{name}: the archive is damaged or cut short ({error}); fetch or write it again.") from None
+        raise DataError(
+            f"{name}: the archive is damaged or cut short ({error}); fetch or write it again."
+        ) from None
     except OSError as error:
         if error.errno is None:
-            raise DataError(f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again.") from None
+            raise DataError(
+                f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again."
+            ) from None
         raise DataError(f"{name}: cannot be read: {error.strerror}.") from None
 
 
@@ -116,13 +136,17 @@ def decompressed(stored: io.BufferedReader, name: str) -> Iterator[io.BufferedIO
     if promised is not None and not head:
         raise DataError(f"{name}: the file is empty; {promised} data is expected.")
     if promised is not None and found != promised:
-        raise DataError(f"{name}: the name promises {promised} data, but the content is {found or 'not compressed'}.")
+        raise DataError(
+            f"{name}: the name promises {promised} data, but the content is {found or 'not compressed'}."
+        )
     if found is None:
         yield stored
         return
     if found == "zstd":
         need("zstandard", name)
-    stream = {"gzip": _gzip, "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile, "zstd": _zstd}[found](stored)
+    stream = {"gzip": _gzip, "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile, "zstd": _zstd}[found](
+        stored
+    )
     try:
         yield stream
     finally:
@@ -205,7 +229,11 @@ def whole_characters(data: bytes) -> int:
     for back in range(1, min(4, len(data) + 1)):
         byte = data[-back]
         if byte >= 0xC0:
-            return len(data) - back if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else len(data)
+            return (
+                len(data) - back
+                if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
+                else len(data)
+            )
         if byte < 0x80:
             break
     return len(data)
@@ -214,7 +242,9 @@ def whole_characters(data: bytes) -> int:
 def decode(data: bytes, name: str, line: int, column: int = 0) -> str:
     """Text of UTF-8 bytes that begin at `column` of `line`; invalid bytes are an error. A byte order mark at the start is dropped."""
     if line == 1 and not column and data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(f"{name}: the text is UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
+        raise DataError(
+            f"{name}: the text is UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)."
+        )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -241,9 +271,14 @@ def _zip(raw: RawFile) -> Iterator[RawFile]:
             archive = zipfile.ZipFile(stream)
         for entry in archive.infolist():
             if entry.flag_bits & 1:
-                raise DataError(f"{raw.name}:{entry.filename}: the member is encrypted; unpack the archive first.")
+                raise DataError(
+                    f"{raw.name}:{entry.filename}: the member is encrypted; unpack the archive first."
+                )
             if entry.filename and not entry.is_dir():
-                yield RawFile(f"{raw.name}:{entry.filename}", lambda entry=entry: _open_zip_member(archive, entry))
+                yield RawFile(
+                    f"{raw.name}:{entry.filename}",
+                    lambda entry=entry: _open_zip_member(archive, entry),
+                )
 
 
 def _open_zip_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> io.BufferedReader:
@@ -272,7 +307,9 @@ def _tar(raw: RawFile) -> Iterator[RawFile]:
     with open_tar(raw) as archive:
         for entry in archive:
             if entry.isfile():
-                yield RawFile(f"{raw.name}:{entry.name}", lambda entry=entry: _extract(archive, entry))
+                yield RawFile(
+                    f"{raw.name}:{entry.name}", lambda entry=entry: _extract(archive, entry)
+                )
 
 
 class _StrictEntry(tarfile.TarInfo):

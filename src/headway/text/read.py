@@ -91,13 +91,17 @@ def no_documents(path: Path | str) -> DataError:
     return DataError(f"{path}: no documents; the file is empty.")
 
 
-def documents_of(file: RawFile, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[Document]:
+def documents_of(
+    file: RawFile, text_of: TextOf, split: TextSplit, keys: list[str] | None
+) -> Iterator[Document]:
     """The documents of one file, or of the part of it that `file` states."""
     for kind, raw in _data_files(file):
         yield from read_text(raw, split) if kind == "txt" else map(text_of, _read(kind, raw, keys))
 
 
-def blocks_of(file: RawFile, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[tuple[Document, Iterator[str]]]:
+def blocks_of(
+    file: RawFile, text_of: TextOf, split: TextSplit, keys: list[str] | None
+) -> Iterator[tuple[Document, Iterator[str]]]:
     """The documents of one file, each with its text in blocks."""
     for kind, raw in _data_files(file):
         if kind == "txt" and split == "file":
@@ -113,7 +117,9 @@ def records_of(file: RawFile) -> Iterator[Record]:
     """The records of one file, or of the part of it that `file` states."""
     for kind, raw in _data_files(file):
         if kind == "txt":
-            raise DataError(f"{raw.name}: a text file holds no records; give json, jsonl, csv or parquet.")
+            raise DataError(
+                f"{raw.name}: a text file holds no records; give json, jsonl, csv or parquet."
+            )
         yield from _read(kind, raw, None)
 
 
@@ -131,7 +137,9 @@ def read_text(raw: RawFile, split: TextSplit = "file") -> Iterator[Document]:
 
 
 def _read(kind: str, raw: RawFile, keys: list[str] | None) -> Iterator[Record]:
-    return getattr(importlib.import_module(f"headway.text.formats.{MODULES[kind]}"), f"read_{kind}")(raw, keys)
+    return getattr(
+        importlib.import_module(f"headway.text.formats.{MODULES[kind]}"), f"read_{kind}"
+    )(raw, keys)
 
 
 def _data_files(raw: RawFile) -> Iterator[tuple[str, RawFile]]:
@@ -143,7 +151,9 @@ def _data_files(raw: RawFile) -> Iterator[tuple[str, RawFile]]:
     for member in archive_members(raw, kind):
         inner = FORMATS.get(member.suffix)
         if inner in ("zip", "tar"):
-            raise DataError(f"{member.name}: an archive inside an archive is not read; unpack the outer one.")
+            raise DataError(
+                f"{member.name}: an archive inside an archive is not read; unpack the outer one."
+            )
         if inner is not None:
             yield inner, member
 
@@ -153,7 +163,12 @@ def _sniff(raw: RawFile) -> str:
     with raw.open() as stream:
         head = stream.read(SNIFF_BYTES)
     begin = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-    for magic, kind in ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"PK\x03\x04", "zip"), (b"<mediawiki", "mediawiki")):
+    for magic, kind in (
+        (b"PAR1", "parquet"),
+        (b"ARROW1", "arrow"),
+        (b"PK\x03\x04", "zip"),
+        (b"<mediawiki", "mediawiki"),
+    ):
         if begin.startswith(magic):
             return kind
     if head[257:262] == b"ustar":

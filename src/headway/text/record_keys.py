@@ -25,10 +25,32 @@ PAIR = ("chosen", "rejected")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MAIN = frozenset((*LISTS, *QUESTIONS, *ANSWERS, *PAIR, "chat", "plain_text"))
-CONTENT = MAIN | {*SYSTEMS, *TOOLS, *MEDIA, *THOUGHTS, "context", "history", "function_call", "tool_calls"}
+CONTENT = MAIN | {
+    *SYSTEMS,
+    *TOOLS,
+    *MEDIA,
+    *THOUGHTS,
+    "context",
+    "history",
+    "function_call",
+    "tool_calls",
+}
 """Keys that carry content in some known shape; a record with such a key unread is refused."""
-TURN_CONTENT = frozenset(("content", "value", "text", "message", "tool_calls", "function_call", *MEDIA, *THOUGHTS))
-NAMES = ("messages", "prompt", "context", "response", "chosen", "rejected", "system", "history", "tools", "label")
+TURN_CONTENT = frozenset(
+    ("content", "value", "text", "message", "tool_calls", "function_call", *MEDIA, *THOUGHTS)
+)
+NAMES = (
+    "messages",
+    "prompt",
+    "context",
+    "response",
+    "chosen",
+    "rejected",
+    "system",
+    "history",
+    "tools",
+    "label",
+)
 TURN_NAMES = ("role", "content")
 SPEAKER_NAMES = ("user", "assistant", "tool")
 
@@ -46,7 +68,9 @@ class KeyMap:
         for name, key in pairs:
             if key and name not in (*NAMES, *TURN_NAMES, *SPEAKER_NAMES):
                 known = ", ".join((*NAMES, *TURN_NAMES, *SPEAKER_NAMES))
-                raise ConfigError(f"{where} names {name!r}, which is not one of {known}; write NAME=KEY, KEY being the record's.")
+                raise ConfigError(
+                    f"{where} names {name!r}, which is not one of {known}; write NAME=KEY, KEY being the record's."
+                )
         return KeyMap(pairs)
 
     @staticmethod
@@ -56,7 +80,9 @@ class KeyMap:
         for part in text.split(",") if text else ():
             name, equals, key = (one.strip() for one in part.partition("="))
             if not equals or not name or name in found:
-                raise ConfigError(f"--keys is {text!r}; write NAME=KEY pairs, each name once, as in prompt=question,response=answer.")
+                raise ConfigError(
+                    f"--keys is {text!r}; write NAME=KEY pairs, each name once, as in prompt=question,response=answer."
+                )
             found[name] = key
         return KeyMap.of(found, "--keys")
 
@@ -92,7 +118,9 @@ class Fields:
         for name, key in names.items():
             value = look_up(record.data, key.removesuffix("?"))
             if value is MISSING and not key.endswith("?"):
-                raise DataError(f"{self.place}: no key {key!r}, which keys give for {name}; its keys are {self.keys}.")
+                raise DataError(
+                    f"{self.place}: no key {key!r}, which keys give for {name}; its keys are {self.keys}."
+                )
             self._values[name] = None if value is MISSING else value
         mapped = {key.removesuffix("?") for key in names.values()}
         has_main = not MAIN.isdisjoint(names)
@@ -102,7 +130,11 @@ class Fields:
             inner = [path for path in mapped if path.startswith(f"{key}.")]
             if inner and isinstance(value, dict):
                 rest = cast(dict[str, Any], value)
-                self._left |= {f"{key}.{sub}": one for sub, one in rest.items() if not any(p.startswith(f"{key}.{sub}") for p in inner)}
+                self._left |= {
+                    f"{key}.{sub}": one
+                    for sub, one in rest.items()
+                    if not any(p.startswith(f"{key}.{sub}") for p in inner)
+                }
             elif key in names or (has_main and key in MAIN):
                 self._left[key] = value
             else:
@@ -112,7 +144,10 @@ class Fields:
     def first(self, names: Iterable[str]) -> str | None:
         """The first name with a value that is not empty, else the first name with a value."""
         present = [name for name in names if self._values.get(name) is not None]
-        return next((name for name in present if not is_empty(self._values[name])), present[0] if present else None)
+        return next(
+            (name for name in present if not is_empty(self._values[name])),
+            present[0] if present else None,
+        )
 
     def peek(self, name: str) -> Any:
         """A value, without marking it as read; None if missing."""
@@ -127,7 +162,9 @@ class Fields:
 
     def unread(self, texts: set[str]) -> list[str]:
         """The unread keys; refused if one carries content that is not among the texts that were read."""
-        left = self._left | {name: value for name, value in self._values.items() if name not in self._read}
+        left = self._left | {
+            name: value for name, value in self._values.items() if name not in self._read
+        }
         found = [key for key, value in left.items() if not is_empty(value)]
         for key in found:
             if key in CONTENT and not _repeats(left[key], texts):
@@ -139,16 +176,20 @@ def _refusal(key: str, keys: str) -> str:
     if key in PAIR:
         return f"{key} is not part of a conversation: set kind: preference (--kind preference), or ignore it with --keys {key}=."
     if key in MEDIA:
-        return (
-            f"{key} is not text, and chat data holds text only: set kind: multimodal (--kind multimodal), or ignore it with --keys {key}=."
-        )
-    remedy = "name the keys, as in --keys prompt=KEY,response=KEY (in a recipe keys: {prompt: KEY, ...})"
+        return f"{key} is not text, and chat data holds text only: set kind: multimodal (--kind multimodal), or ignore it with --keys {key}=."
+    remedy = (
+        "name the keys, as in --keys prompt=KEY,response=KEY (in a recipe keys: {prompt: KEY, ...})"
+    )
     return f"{key} carries content that is not read in a record with the keys {keys}; {remedy}, or ignore it with --keys {key}=."
 
 
 def is_empty(value: Any) -> bool:
     """Whether a value is null or an empty text, list or object."""
-    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, (list, dict)) and not value)
+    return (
+        value is None
+        or (isinstance(value, str) and not value.strip())
+        or (isinstance(value, (list, dict)) and not value)
+    )
 
 
 def _repeats(value: Any, texts: set[str]) -> bool:
@@ -158,5 +199,8 @@ def _repeats(value: Any, texts: set[str]) -> bool:
     if isinstance(value, list):
         return all(_repeats(one, texts) for one in cast(list[Any], value))
     if isinstance(value, dict):
-        return all(key in ("role", "from") or _repeats(one, texts) for key, one in cast(dict[str, Any], value).items())
+        return all(
+            key in ("role", "from") or _repeats(one, texts)
+            for key, one in cast(dict[str, Any], value).items()
+        )
     return value is None or isinstance(value, (bool, int, float))

@@ -19,7 +19,9 @@ from headway.text.read import read_documents
 from headway.text.write import record_file
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}}
-_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)} | {k: 1000**p for p, k in enumerate("kmgt", 1)}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)} | {
+    k: 1000**p for p, k in enumerate("kmgt", 1)
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class SourceShare:
         try:
             share = SourceShare(path, float(weight))
         except ValueError:
-            raise ConfigError(f"input is {text!r}; after @ comes the source's share, as in {path}@0.7.") from None
+            raise ConfigError(
+                f"input is {text!r}; after @ comes the source's share, as in {path}@0.7."
+            ) from None
         if not 0 < share.weight < float("inf"):
             raise ConfigError(f"input is {text!r}; the share after @ must be more than 0.")
         return share
@@ -84,7 +88,9 @@ def sample(
     return taken
 
 
-def choose_documents(documents: Iterable[Document], max_bytes: int, seed: int) -> tuple[list[tuple[int, Document]], int, int]:
+def choose_documents(
+    documents: Iterable[Document], max_bytes: int, seed: int
+) -> tuple[list[tuple[int, Document]], int, int]:
     """A random choice of documents of at most `max_bytes`, with the number each drew; and the number and bytes of all documents."""
     heap: list[tuple[int, int, Document]] = []
     used = count = size = 0
@@ -115,7 +121,9 @@ def check_share(taken: SampledSource, total_bytes: int, part: float, split: Text
         )
     if not taken.documents:
         remedy = " or --split line" if split == "file" else ""
-        raise DataError(f"{taken.path}: no document fits the {taken.wanted_bytes} bytes of its share; request more bytes{remedy}.")
+        raise DataError(
+            f"{taken.path}: no document fits the {taken.wanted_bytes} bytes of its share; request more bytes{remedy}."
+        )
 
 
 def parse_bytes(text: str, name: str) -> int:

@@ -37,7 +37,10 @@ def output_kind(path: Path) -> str:
 @contextmanager
 def record_file(path: Path) -> Iterator[Write]:
     """Gives a function that writes one record; the file appears when the block ends without an error."""
-    with _new_file(path) as (file, kind), _parquet(file, path) if kind == ".parquet" else _lines(file, kind) as write:
+    with (
+        _new_file(path) as (file, kind),
+        _parquet(file, path) if kind == ".parquet" else _lines(file, kind) as write,
+    ):
         yield write
 
 
@@ -53,7 +56,9 @@ def line_file(path: Path) -> Iterator[Callable[[bytes], object]]:
         else:
             with _text(file, kind) as text:
                 # Line by line: how a compressor cuts its blocks may depend on what is written at once.
-                yield lambda lines: [text.write(line) for line in lines.decode().splitlines(keepends=True)]
+                yield lambda lines: [
+                    text.write(line) for line in lines.decode().splitlines(keepends=True)
+                ]
 
 
 @contextmanager
@@ -84,7 +89,9 @@ def _lines(file: IO[bytes], kind: str) -> Iterator[Write]:
 def _text(file: IO[bytes], kind: str) -> Iterator[io.TextIOWrapper]:
     packed: Any = file
     if kind.endswith(".gz"):
-        packed = gzip.GzipFile("", mode="wb", fileobj=file, mtime=0)  # without the temporary name, so that equal records give equal bytes
+        packed = gzip.GzipFile(
+            "", mode="wb", fileobj=file, mtime=0
+        )  # without the temporary name, so that equal records give equal bytes
     elif kind.endswith(".zst"):
         import zstandard
 
@@ -121,8 +128,12 @@ def _parquet(file: IO[bytes], path: Path) -> Iterator[Write]:
         try:
             rows = pa.Table.from_pylist(waiting, schema=None if writer is None else writer.schema)
         except pa.ArrowException as error:
-            raise DataError(f"{path}: records of different shapes do not fit one table ({error}); write .jsonl instead.") from None
-        writer = writer or pq.ParquetWriter(file, rows.schema, compression="zstd", write_page_checksum=True)
+            raise DataError(
+                f"{path}: records of different shapes do not fit one table ({error}); write .jsonl instead."
+            ) from None
+        writer = writer or pq.ParquetWriter(
+            file, rows.schema, compression="zstd", write_page_checksum=True
+        )
         writer.write_table(rows)
         waiting.clear()
 

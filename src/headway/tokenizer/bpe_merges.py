@@ -56,7 +56,9 @@ def learn_merges(
 
 
 class _Learner:
-    def __init__(self, words: Sequence[bytes], counts: Sequence[int], byte_ids: Sequence[int], min_count: int) -> None:
+    def __init__(
+        self, words: Sequence[bytes], counts: Sequence[int], byte_ids: Sequence[int], min_count: int
+    ) -> None:
         self.min_count = min_count
         self.tokens: list[bytes] = [b""] * 256
         for byte, number in enumerate(byte_ids):
@@ -105,20 +107,26 @@ class _Learner:
         self.count.pop(pair, None)
         second = self.next[first]
         before, after = self.previous[first], self.next[second]
-        self._forget_pairs(np.unique(np.concatenate([before[before >= 0], first, second[after >= 0]])))
+        self._forget_pairs(
+            np.unique(np.concatenate([before[before >= 0], first, second[after >= 0]]))
+        )
         self.symbol[first] = result
         self.symbol[second] = -1
         self.next[first] = after
         self.previous[after[after >= 0]] = first[after >= 0]
         before = self.previous[first]
-        self._note_pairs(np.unique(np.concatenate([before[before >= 0], first[self.next[first] >= 0]])))
+        self._note_pairs(
+            np.unique(np.concatenate([before[before >= 0], first[self.next[first] >= 0]]))
+        )
         return BpeMerge(left, right, result)
 
     def _live_positions(self, pair: int, left: int, right: int) -> Positions:
         """Where the pair still occurs, leftmost first and without overlaps (`aaa` holds one `aa`)."""
         positions = self.positions.pop(pair)
         following = self.next[positions]
-        positions = positions[(self.symbol[positions] == left) & (following >= 0) & (self.symbol[following] == right)]
+        positions = positions[
+            (self.symbol[positions] == left) & (following >= 0) & (self.symbol[following] == right)
+        ]
         if left == right and len(positions):
             chained = np.concatenate([[False], self.next[positions[:-1]] == positions[1:]])
             index = np.arange(len(positions))
@@ -128,12 +136,19 @@ class _Learner:
 
     def _sums(self, positions: Positions) -> tuple[list[int], list[int], Positions, list[int]]:
         """Distinct pairs that begin at these positions, their weights, the positions in the order of pairs, each slice's end."""
-        pairs = self.symbol[positions].astype(np.int64) << ID_BITS | self.symbol[self.next[positions]]
+        pairs = (
+            self.symbol[positions].astype(np.int64) << ID_BITS | self.symbol[self.next[positions]]
+        )
         order = np.argsort(pairs, kind="stable")
         pairs, positions = pairs[order], positions[order]
         starts = np.flatnonzero(np.concatenate([[True], pairs[1:] != pairs[:-1]]))
         sums = np.add.reduceat(self.weight[self.word[positions]], starts)
-        return pairs[starts].tolist(), sums.tolist(), positions, [*starts[1:].tolist(), len(positions)]
+        return (
+            pairs[starts].tolist(),
+            sums.tolist(),
+            positions,
+            [*starts[1:].tolist(), len(positions)],
+        )
 
     def _forget_pairs(self, positions: Positions) -> None:
         pairs, sums, _, _ = self._sums(positions)

@@ -35,7 +35,9 @@ CL100K = _CLITICS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 _SELF = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _SELF]
 
-BYTE_TO_CHAR: tuple[str, ...] = tuple(chr(byte) if byte in _SELF else chr(0x100 + _OTHERS.index(byte)) for byte in range(256))
+BYTE_TO_CHAR: tuple[str, ...] = tuple(
+    chr(byte) if byte in _SELF else chr(0x100 + _OTHERS.index(byte)) for byte in range(256)
+)
 CHAR_TO_BYTE: dict[str, int] = {char: byte for byte, char in enumerate(BYTE_TO_CHAR)}
 
 
@@ -46,7 +48,9 @@ def spell(data: bytes) -> str:
 
 def unspell(token: str) -> bytes | None:
     """The bytes a token spells, or None if it is no byte-level spelling."""
-    return bytes(map(CHAR_TO_BYTE.__getitem__, token)) if CHAR_TO_BYTE.keys() >= set(token) else None
+    return (
+        bytes(map(CHAR_TO_BYTE.__getitem__, token)) if CHAR_TO_BYTE.keys() >= set(token) else None
+    )
 
 
 def byte_level(pattern: str | None) -> tokenizers.pre_tokenizers.PreTokenizer:

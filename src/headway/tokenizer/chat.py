@@ -76,16 +76,25 @@ def find_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
 
     if name == TOKENIZER_TEMPLATE:
         if tokenizer.chat_template is None:
-            raise ConfigError(f"template is {name!r}, but the tokenizer has no chat template; choose one of {', '.join(BUILT_IN)}.")
+            raise ConfigError(
+                f"template is {name!r}, but the tokenizer has no chat template; choose one of {', '.join(BUILT_IN)}."
+            )
         return CustomTemplate.of(name, tokenizer.chat_template, tokenizer)
     path = Path(name)
     if path.suffix in (".jinja", ".jinja2", ".j2") and path.is_file():
         return CustomTemplate.of(name, path.read_text(encoding="utf-8"), tokenizer)
     names = ", ".join(BUILT_IN)
-    raise ConfigError(f"template is {name!r}; it must be one of {names}, 'tokenizer' for the tokenizer's, or a .jinja file.")
+    raise ConfigError(
+        f"template is {name!r}; it must be one of {names}, 'tokenizer' for the tokenizer's, or a .jinja file."
+    )
 
 
-def render(turns: Sequence[Turn], template: ChatTemplate | str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
+def render(
+    turns: Sequence[Turn],
+    template: ChatTemplate | str,
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Rendered:
     """A whole conversation as ids and loss mask."""
     found = find_template(template, tokenizer) if isinstance(template, str) else template
     return _one(encode_segments([found.segments(turns, tools)], found.name, tokenizer))
@@ -106,7 +115,11 @@ def render_prompt(
 
 
 def prompt_segments(
-    turns: Sequence[Turn], template: ChatTemplate, tools: Sequence[Mapping[str, Any]] = (), *, continues: bool = False
+    turns: Sequence[Turn],
+    template: ChatTemplate,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    continues: bool = False,
 ) -> list[Segment]:
     """A conversation for generation. `continues`: its last turn is the beginning of the assistant's answer, and the model continues it.
 
@@ -117,12 +130,17 @@ def prompt_segments(
         return template.prompt(turns, tools)
     last = turns[-1]
     if last.role != "assistant" or last.calls:
-        raise DataError("the last turn is no text of the assistant, so there is nothing to continue.")
+        raise DataError(
+            "the last turn is no text of the assistant, so there is nothing to continue."
+        )
     if not last.content:
         return template.prompt(turns[:-1], tools)
     # A mark of its own at the end of the words shows where the template ends them.
     mark = unused_private_characters(turns, tools, 1)[0]
-    marked = [*(replace(turn, learn=False) for turn in turns[:-1]), replace(last, content=last.content + mark)]
+    marked = [
+        *(replace(turn, learn=False) for turn in turns[:-1]),
+        replace(last, content=last.content + mark),
+    ]
     try:
         whole = template.segments(marked, tools)
     except DataError:
@@ -138,18 +156,30 @@ def prompt_segments(
 def answer_end(template: ChatTemplate | str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The id that ends an answer in a template, as a tuple; empty where the template ends answers with nothing."""
     found = find_template(template, tokenizer) if isinstance(template, str) else template
-    targets = [piece for piece in found.segments([Turn("user", "question"), Turn("assistant", "answer")]) if piece.target]
+    targets = [
+        piece
+        for piece in found.segments([Turn("user", "question"), Turn("assistant", "answer")])
+        if piece.target
+    ]
     ends = [piece for piece in targets if isinstance(piece.part, ControlToken)] or targets
     rendered = encode_segments([[Segment(ends[-1].part, True)]], found.name, tokenizer)[0]
-    return () if isinstance(rendered, DataError) or not len(rendered.ids) else (int(rendered.ids[-1]),)
+    return (
+        () if isinstance(rendered, DataError) or not len(rendered.ids) else (int(rendered.ids[-1]),)
+    )
 
 
-def encode_segments(many: Sequence[Sequence[Segment]], name: str, tokenizer: Tokenizer, threads: bool = True) -> list[Rendered | DataError]:
+def encode_segments(
+    many: Sequence[Sequence[Segment]], name: str, tokenizer: Tokenizer, threads: bool = True
+) -> list[Rendered | DataError]:
     """Many conversations as ids and masks, encoded together; one whose text holds control tokens yields its error."""
     runs = [list(_runs(pieces)) for pieces in many]
     # Headers recur in every turn: each text is encoded once.
     texts = list(dict.fromkeys(part for one in runs for part, _ in one if isinstance(part, str)))
-    encoded = tokenizer.encode_batch(texts) if threads else [ids for text in texts for ids in tokenizer.encode_batch([text])]
+    encoded = (
+        tokenizer.encode_batch(texts)
+        if threads
+        else [ids for text in texts for ids in tokenizer.encode_batch([text])]
+    )
     ids: dict[Part, list[int]] = dict(zip(texts, encoded, strict=True))
     others = dict.fromkeys(part for one in runs for part, _ in one if not isinstance(part, str))
     ids |= {part: _control_ids(part, name, tokenizer) for part in others}
@@ -162,15 +192,28 @@ def _one(found: list[Rendered | DataError]) -> Rendered:
     return found[0]
 
 
-def _assemble(runs: list[tuple[Part, bool]], ids: Mapping[Part, list[int]], name: str, tokenizer: Tokenizer) -> Rendered | DataError:
+def _assemble(
+    runs: list[tuple[Part, bool]], ids: Mapping[Part, list[int]], name: str, tokenizer: Tokenizer
+) -> Rendered | DataError:
     encoded = [ids[part] for part, _ in runs]
-    controls = {number for (part, _), found in zip(runs, encoded, strict=True) if isinstance(part, ControlToken) for number in found}
+    controls = {
+        number
+        for (part, _), found in zip(runs, encoded, strict=True)
+        if isinstance(part, ControlToken)
+        for number in found
+    }
     for (part, _), found in zip(runs, encoded, strict=True):
         if isinstance(part, str) and not controls.isdisjoint(found):
             spelled = tokenizer.decode([next(number for number in found if number in controls)])
-            return DataError(f"the text holds {spelled!r}, which this tokenizer reads as a control token of template {name}. Remove it.")
-    mask = np.repeat(np.array([target for _, target in runs], dtype=np.bool_), [len(found) for found in encoded])
-    return Rendered(np.fromiter(chain.from_iterable(encoded), dtype=np.int64, count=len(mask)), mask)
+            return DataError(
+                f"the text holds {spelled!r}, which this tokenizer reads as a control token of template {name}. Remove it."
+            )
+    mask = np.repeat(
+        np.array([target for _, target in runs], dtype=np.bool_), [len(found) for found in encoded]
+    )
+    return Rendered(
+        np.fromiter(chain.from_iterable(encoded), dtype=np.int64, count=len(mask)), mask
+    )
 
 
 def _control_ids(part: Part, name: str, tokenizer: Tokenizer) -> list[int]:
@@ -206,20 +249,30 @@ def _special(token: ControlToken, template: str, tokenizer: Tokenizer) -> int | 
         number, spelled = tokenizer.token_to_id(token.spelling), f"token {token.spelling!r}"
     if number is None and not token.optional:
         have = ", ".join(list(tokenizer.special_tokens)[:12]) or "none"
-        raise ConfigError(f"template {template} needs the {spelled}, which the tokenizer lacks (it has {have}). Choose another template.")
+        raise ConfigError(
+            f"template {template} needs the {spelled}, which the tokenizer lacks (it has {have}). Choose another template."
+        )
     return number
 
 
 def _continued(text: str, tokenizer: Tokenizer) -> list[int]:
     before, both = tokenizer.encode_batch(["x", "x" + text])
-    return both[len(before) :] if both[: len(before)] == before else tokenizer.encode_batch([text])[0]
+    return (
+        both[len(before) :] if both[: len(before)] == before else tokenizer.encode_batch([text])[0]
+    )
 
 
 def bos_ids(tokenizer: Tokenizer) -> list[int]:
     """The ids the tokenizer puts before every text."""
     if tokenizer.is_sentencepiece:
-        return [tokenizer.bos_id] if tokenizer.config.get("add_bos_token") and tokenizer.bos_id is not None else []
-    bare, full = (tokenizer.fast.encode("a", add_special_tokens=added).ids for added in (False, True))
+        return (
+            [tokenizer.bos_id]
+            if tokenizer.config.get("add_bos_token") and tokenizer.bos_id is not None
+            else []
+        )
+    bare, full = (
+        tokenizer.fast.encode("a", add_special_tokens=added).ids for added in (False, True)
+    )
     return next(full[:at] for at in range(len(full)) if full[at : at + len(bare)] == bare)
 
 
@@ -233,7 +286,9 @@ def expected_bos_ids(tokenizer: Tokenizer, bos: bool | None = None) -> list[int]
         return []
     if bos:
         if tokenizer.bos_id is None:
-            raise ConfigError("--bos was given, but the model's tokenizer has no begin token. Remove --bos.")
+            raise ConfigError(
+                "--bos was given, but the model's tokenizer has no begin token. Remove --bos."
+            )
         return [tokenizer.bos_id]
     return bos_ids(tokenizer) or _bos_of_chats(tokenizer)
 

@@ -88,11 +88,15 @@ class ChatTemplate(Protocol):
         """What decides how it writes; part of the key of cached token stores."""
         ...
 
-    def segments(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
+    def segments(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Segment]:
         """A whole conversation, for training."""
         ...
 
-    def prompt(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
+    def prompt(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Segment]:
         """A conversation up to where the assistant's next answer begins, for generation."""
         ...
 
@@ -113,11 +117,15 @@ class BuiltInTemplate:
     has_input_section: bool = False
     """The template writes the context of a turn itself."""
 
-    def segments(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
+    def segments(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Segment]:
         """A whole conversation, for training."""
         return self._write(turns, tools, prompt=False)
 
-    def prompt(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
+    def prompt(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Segment]:
         """A conversation up to where the assistant's next answer begins, for generation."""
         return self._write(turns, tools, prompt=True)
 
@@ -125,7 +133,10 @@ class BuiltInTemplate:
         """The template as jinja with its tokens spelled out, without {% generation %}, which not every server knows."""
         if not self.is_text:
             return None
-        lines = [f"{{%- set {variable} = {json.dumps(_spelled(part, tokenizer))} -%}}\n" for variable, part in self.controls.items()]
+        lines = [
+            f"{{%- set {variable} = {json.dumps(_spelled(part, tokenizer))} -%}}\n"
+            for variable, part in self.controls.items()
+        ]
         return "".join(lines) + GENERATION_TAG.sub("", self.source)
 
     @cached_property
@@ -138,7 +149,11 @@ class BuiltInTemplate:
         """The key that earlier versions gave the same template, or its source if it was changed since."""
         known = _known_keys().get(self.name, {})
         given = repr((self.source, dict(self.controls)))
-        return known["key"] if known.get("sha256") == hashlib.sha256(given.encode()).hexdigest() else given
+        return (
+            known["key"]
+            if known.get("sha256") == hashlib.sha256(given.encode()).hexdigest()
+            else given
+        )
 
     @cached_property
     def _render(self) -> Callable[..., str]:
@@ -146,7 +161,9 @@ class BuiltInTemplate:
 
         return partial(render, trusted_environment().from_string(self.source), self.name)
 
-    def _write(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], prompt: bool) -> list[Segment]:
+    def _write(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], prompt: bool
+    ) -> list[Segment]:
         start, end, *characters = unused_private_characters(turns, tools, 2 + len(self.controls))
         text = self._render(
             messages=[self._message(turn) for turn in turns],
@@ -174,8 +191,17 @@ class BuiltInTemplate:
     def _message(self, turn: Turn) -> dict[str, Any]:
         calls = [{"name": call.name, "arguments": call.arguments} for call in turn.calls]
         if turn.context and not self.has_input_section:
-            return {"role": turn.role, "content": f"{turn.content}\n{turn.context}", "tool_calls": calls}
-        return {"role": turn.role, "content": turn.content, "context": turn.context, "tool_calls": calls}
+            return {
+                "role": turn.role,
+                "content": f"{turn.content}\n{turn.context}",
+                "tool_calls": calls,
+            }
+        return {
+            "role": turn.role,
+            "content": turn.content,
+            "context": turn.context,
+            "tool_calls": calls,
+        }
 
 
 @cache
@@ -195,14 +221,28 @@ def _spelled(part: ControlToken | ContinuedText, tokenizer: Tokenizer) -> str:
     return part.spelling or tokenizer.roles.get(part.role, "")
 
 
-def unused_private_characters(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], count: int, source: str = "") -> Sequence[str]:
+def unused_private_characters(
+    turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], count: int, source: str = ""
+) -> Sequence[str]:
     """Characters for private use that nothing in a conversation or template holds."""
-    texts = [source, *(turn.content for turn in turns), *(turn.context for turn in turns if turn.context)]
+    texts = [
+        source,
+        *(turn.content for turn in turns),
+        *(turn.context for turn in turns if turn.context),
+    ]
     calls = [[call.name, call.arguments] for turn in turns for call in turn.calls]
     if tools or calls:
         texts.append(json.dumps([list(tools), calls], ensure_ascii=False))
-    used = {character for text in texts if not text.isascii() for character in PRIVATE.findall(text)}
-    return [character for character in ALL_PRIVATE[: count + len(used)] if character not in used][:count] if used else ALL_PRIVATE[:count]
+    used = {
+        character for text in texts if not text.isascii() for character in PRIVATE.findall(text)
+    }
+    return (
+        [character for character in ALL_PRIVATE[: count + len(used)] if character not in used][
+            :count
+        ]
+        if used
+        else ALL_PRIVATE[:count]
+    )
 
 
 IM_START, IM_END = ControlToken("<|im_start|>"), ControlToken("<|im_end|>")
@@ -222,7 +262,11 @@ BUILT_IN: dict[str, ChatTemplate] = {
                 "eot": ControlToken("<|eot_id|>"),
             },
         ),
-        BuiltInTemplate("alpaca", {"bos_token": ControlToken(role="bos", optional=True), "eos_token": EOS}, has_input_section=True),
+        BuiltInTemplate(
+            "alpaca",
+            {"bos_token": ControlToken(role="bos", optional=True), "eos_token": EOS},
+            has_input_section=True,
+        ),
         BuiltInTemplate(
             "internlm",
             {

@@ -48,18 +48,38 @@ class CustomTemplate:
     @staticmethod
     def of(name: str, source: str, tokenizer: Tokenizer) -> CustomTemplate:
         """The template with what it may name (`bos_token`, ...) and the special tokens it may write."""
-        flags = {token.content: (token.lstrip, token.rstrip) for token in tokenizer.fast.get_added_tokens_decoder().values()}
-        specials = {spelled: flags.get(spelled, (False, False)) for spelled in tokenizer.special_tokens}
-        return CustomTemplate(name, source, {f"{role}_token": spelled for role, spelled in tokenizer.roles.items()}, specials)
+        flags = {
+            token.content: (token.lstrip, token.rstrip)
+            for token in tokenizer.fast.get_added_tokens_decoder().values()
+        }
+        specials = {
+            spelled: flags.get(spelled, (False, False)) for spelled in tokenizer.special_tokens
+        }
+        return CustomTemplate(
+            name,
+            source,
+            {f"{role}_token": spelled for role, spelled in tokenizer.roles.items()},
+            specials,
+        )
 
-    def segments(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
+    def segments(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Segment]:
         """A whole conversation, for training."""
         rendering = Rendering(self, turns, tools)
         answers = rendering.answers()
-        check_written(self.name, rendering.whole, rendering.messages, rendering.tools or [], answers)
-        return self._split(rendering.whole, [span for i, span in answers.items() if turns[i].learn], rendering.breaker)
+        check_written(
+            self.name, rendering.whole, rendering.messages, rendering.tools or [], answers
+        )
+        return self._split(
+            rendering.whole,
+            [span for i, span in answers.items() if turns[i].learn],
+            rendering.breaker,
+        )
 
-    def prompt(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
+    def prompt(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Segment]:
         """A conversation up to where the assistant's next answer begins, for generation."""
         rendering = Rendering(self, turns, tools)
         text = rendering.text(len(turns), prompt=True)
@@ -94,9 +114,13 @@ class CustomTemplate:
         try:
             return sandbox.compiled(self.source)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"chat template {self.name}: not valid jinja: {one_line(error)}.") from None
+            raise ConfigError(
+                f"chat template {self.name}: not valid jinja: {one_line(error)}."
+            ) from None
         except Exception as error:
-            raise ConfigError(f"chat template {self.name} cannot be compiled: {one_line(error)}.") from None
+            raise ConfigError(
+                f"chat template {self.name} cannot be compiled: {one_line(error)}."
+            ) from None
 
     def _split(self, whole: str, spans: Sequence[tuple[int, int]], breaker: str) -> list[Segment]:
         edges = sorted({0, len(whole), *(edge for span in spans for edge in span)})
@@ -125,10 +149,15 @@ class CustomTemplate:
 class Rendering:
     """One conversation rendered: in whole, and up to each answer. Special tokens typed in it are broken by a private character."""
 
-    def __init__(self, template: CustomTemplate, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, template: CustomTemplate, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
         self.template = template
         self.turns = turns
-        others = json.dumps([list(tools), [[call.name, call.arguments] for turn in turns for call in turn.calls]], ensure_ascii=False)
+        others = json.dumps(
+            [list(tools), [[call.name, call.arguments] for turn in turns for call in turn.calls]],
+            ensure_ascii=False,
+        )
         self.size = len(others) + sum(len(turn.content) + len(turn.context) for turn in turns)
         self.breaker, *marks = unused_private_characters(turns, tools, 3, template.source)
         self.marks = (marks[0], marks[1])
@@ -154,7 +183,9 @@ class Rendering:
             else:
                 span = self._answer(i)
             if span[0] < last:
-                raise DataError(f"chat template {self.template.name}: answers overlap, so the loss mask is unclear. {ADVICE}")
+                raise DataError(
+                    f"chat template {self.template.name}: answers overlap, so the loss mask is unclear. {ADVICE}"
+                )
             spans[i], last = span, span[1]
         return spans
 
@@ -165,7 +196,9 @@ class Rendering:
     def _answer(self, i: int) -> tuple[int, int]:
         """The span of answer `i`, found by rendering what comes before it."""
         if i == 0:
-            raise DataError(f"chat template {self.template.name}: the conversation begins with the assistant; there is nothing to answer.")
+            raise DataError(
+                f"chat template {self.template.name}: the conversation begins with the assistant; there is nothing to answer."
+            )
         prompt = self.text(i, prompt=True)
         if not self.whole.startswith(prompt):
             raise DataError(
@@ -180,9 +213,13 @@ class Rendering:
         while at >= 0 and not self.template.end_pattern.match(self.whole, at + len(content)):
             at = self.whole.find(content, at + 1)
         if first < 0:
-            raise DataError(f"chat template {self.template.name} changes the assistant's text, so its loss mask is unclear. {ADVICE}")
+            raise DataError(
+                f"chat template {self.template.name} changes the assistant's text, so its loss mask is unclear. {ADVICE}"
+            )
         if at >= 0 and self.whole[start:at].strip() and prompt == self.text(i, prompt=False):
-            raise DataError(f"chat template {self.template.name} has no generation prompt, so its loss mask is unclear. {ADVICE}")
+            raise DataError(
+                f"chat template {self.template.name} has no generation prompt, so its loss mask is unclear. {ADVICE}"
+            )
         return start, self._end_token(start, (first if at < 0 else at) + len(content), i)
 
     def _end_of_call(self, i: int, start: int) -> int:
@@ -190,7 +227,9 @@ class Rendering:
         closed = self.text(i + 1, prompt=False)
         ends = [found.end() for found in self.template.special_pattern.finditer(closed, start)]
         if not self.whole.startswith(closed) or not ends:
-            raise DataError(f"chat template {self.template.name}: where the answer in turn {i} ends is unclear. {ADVICE}")
+            raise DataError(
+                f"chat template {self.template.name}: where the answer in turn {i} ends is unclear. {ADVICE}"
+            )
         return ends[-1]
 
     def _end_token(self, start: int, stop: int, i: int) -> int:
@@ -221,7 +260,12 @@ class Rendering:
         sandbox = cast(Sandbox, compiled.environment)
         sandbox.marks, sandbox.budget = self.marks, Budget(self.size)
         return render(
-            compiled, self.template.name, messages=messages, tools=self.tools, add_generation_prompt=prompt, **self.template.variables
+            compiled,
+            self.template.name,
+            messages=messages,
+            tools=self.tools,
+            add_generation_prompt=prompt,
+            **self.template.variables,
         )
 
     def _unmarked(self, text: str) -> str:
@@ -232,7 +276,12 @@ class Rendering:
         message: dict[str, Any] = {"role": turn.role, "content": self._escaped(content)}
         if turn.calls:
             message["tool_calls"] = [
-                {"type": "function", "function": self._without_specials({"name": call.name, "arguments": call.arguments})}
+                {
+                    "type": "function",
+                    "function": self._without_specials(
+                        {"name": call.name, "arguments": call.arguments}
+                    ),
+                }
                 for call in turn.calls
             ]
         return message
@@ -244,14 +293,25 @@ class Rendering:
         if isinstance(value, list):
             return [self._without_specials(one) for one in cast(list[Any], value)]
         if isinstance(value, dict):
-            return {self._without_specials(key): self._without_specials(one) for key, one in cast(dict[Any, Any], value).items()}
+            return {
+                self._without_specials(key): self._without_specials(one)
+                for key, one in cast(dict[Any, Any], value).items()
+            }
         return value
 
     def _escaped(self, text: str) -> str:
-        return self.template.special_pattern.sub(lambda found: found[0][0] + self.breaker + found[0][1:], text)
+        return self.template.special_pattern.sub(
+            lambda found: found[0][0] + self.breaker + found[0][1:], text
+        )
 
 
-def check_written(name: str, text: str, messages: Sequence[Message], tools: Sequence[Message], answers: Mapping[int, Span]) -> None:
+def check_written(
+    name: str,
+    text: str,
+    messages: Sequence[Message],
+    tools: Sequence[Message],
+    answers: Mapping[int, Span],
+) -> None:
     """Refuse a text in which something of the conversation is missing; `answers`: the span of each assistant turn, if known."""
     start = 0
     for number, message in enumerate(messages):
@@ -260,9 +320,13 @@ def check_written(name: str, text: str, messages: Sequence[Message], tools: Sequ
             _check_answer(name, number, message, text[start:stop])
             start = stop
         elif message["role"] != "assistant":
-            stop = next((answers[later][0] for later in sorted(answers) if later > number), len(text))
+            stop = next(
+                (answers[later][0] for later in sorted(answers) if later > number), len(text)
+            )
             first = number == 0 and message["role"] == "system"
-            found = _find(str(message["content"]), text, 0 if first else start, len(text) if first else stop)
+            found = _find(
+                str(message["content"]), text, 0 if first else start, len(text) if first else stop
+            )
             if found is None:
                 _refuse(name, f"turn {number} ({message['role']})")
             start = start if first else found
@@ -303,7 +367,16 @@ def _forms(value: Any) -> tuple[str, ...]:
     """How a template may write a value."""
     if isinstance(value, str):
         inner = value.strip()
-        return tuple(dict.fromkeys((inner, json.dumps(inner, ensure_ascii=False)[1:-1], json.dumps(inner)[1:-1], repr(inner)[1:-1])))
+        return tuple(
+            dict.fromkeys(
+                (
+                    inner,
+                    json.dumps(inner, ensure_ascii=False)[1:-1],
+                    json.dumps(inner)[1:-1],
+                    repr(inner)[1:-1],
+                )
+            )
+        )
     return tuple(dict.fromkeys((json.dumps(value), str(value))))
 
 

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 CONFIG, MAP, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 ROLES = ("bos", "eos", "pad", "unk")
 LARGEST_ID = 1 << 31
-GUESSES = {"bos": ("<s>", "<|begin_of_text|>", "<bos>"), "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")}
+GUESSES = {
+    "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>"),
+}
 DIGESTED = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
 )  # fmt: skip
@@ -47,7 +50,9 @@ KNOWN_FILES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or a 
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a model's folder holds a tokenizer that `read_folder` opens."""
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    ):
         return True
     return any(folder.glob("*.tiktoken")) or is_zero2all(read_config(folder))
 
@@ -61,8 +66,16 @@ def read_folder(folder: Path) -> Tokenizer:
     if (folder / "tokenizer.json").is_file():
         return finish(read_fast(folder / "tokenizer.json"), config)
     kind = str(config.get("tokenizer_class", "GPT2Tokenizer")).removesuffix("Fast")
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file() and kind in ("GPT2Tokenizer", "Qwen2Tokenizer"):
-        return finish(_read_vocab_and_merges(folder, qwen=kind == "Qwen2Tokenizer"), config, ("<|endoftext|>",))
+    if (
+        (folder / "vocab.json").is_file()
+        and (folder / "merges.txt").is_file()
+        and kind in ("GPT2Tokenizer", "Qwen2Tokenizer")
+    ):
+        return finish(
+            _read_vocab_and_merges(folder, qwen=kind == "Qwen2Tokenizer"),
+            config,
+            ("<|endoftext|>",),
+        )
     if (folder / "tokenizer.model").is_file():
         from headway.tokenizer.sentencepiece_model import read_model
 
@@ -97,7 +110,11 @@ def is_tokenizer_file(name: str) -> bool:
 def _only_file(folder: Path) -> Path | None:
     """The only tokenizer file of a folder, under any name."""
     found = [path for path in sorted(folder.glob("*.model")) if path.is_file()]
-    found += [path for path in sorted(folder.glob("*.json")) if path.is_file() and not path.name.endswith(OTHER_JSON)]
+    found += [
+        path
+        for path in sorted(folder.glob("*.json"))
+        if path.is_file() and not path.name.endswith(OTHER_JSON)
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -110,42 +127,67 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
     return finish(backend, config)
 
 
-def finish(backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special: tuple[str, ...] = ()) -> Tokenizer:
+def finish(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special: tuple[str, ...] = ()
+) -> Tokenizer:
     """Make a `Tokenizer` of a backend: special tokens the config names are added, roles and chat template are read."""
     with _one_line_errors("the tokenizer cannot be completed"):
         return _finish(backend, config, extra_special)
 
 
-def _finish(backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special: tuple[str, ...]) -> Tokenizer:
+def _finish(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special: tuple[str, ...]
+) -> Tokenizer:
     from tokenizers import AddedToken
 
     def special(token: Any) -> AddedToken:
         if isinstance(token, dict):
-            flags = {k: bool(token[k]) for k in ("single_word", "lstrip", "rstrip", "normalized") if k in token}
-            return AddedToken(str(cast(Any, token["content"])), special=bool(token.get("special", True)), **flags)
+            flags = {
+                k: bool(token[k])
+                for k in ("single_word", "lstrip", "rstrip", "normalized")
+                if k in token
+            }
+            return AddedToken(
+                str(cast(Any, token["content"])), special=bool(token.get("special", True)), **flags
+            )
         return AddedToken(str(token), special=True, normalized=False)
 
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared: dict[str, Any] = config.get("added_tokens_decoder") or {}
     for number, token in sorted(declared.items(), key=lambda item: int(item[0])):
         if token["content"] not in known:
-            backend.add_special_tokens([special(token)]) if token.get("special") else backend.add_tokens([special(token)])
+            backend.add_special_tokens([special(token)]) if token.get(
+                "special"
+            ) else backend.add_tokens([special(token)])
         if backend.token_to_id(token["content"]) != int(number):
             raise DataError(
                 f"tokenizer_config.json gives {token['content'][:80]!r} the id {number}, "
                 f"but the vocabulary gives it {backend.token_to_id(token['content'])}; the two files are not of one tokenizer."
             )
     named = [config.get(f"{role}_token") for role in ROLES]
-    named += _as_list(config.get("additional_special_tokens")) + _as_list(config.get("extra_special_tokens"))
+    named += _as_list(config.get("additional_special_tokens")) + _as_list(
+        config.get("extra_special_tokens")
+    )
     named += [token for token in extra_special if backend.token_to_id(token) is not None]
     for token in (special(t) for t in named if t is not None):
-        if token.content not in {t.content for t in backend.get_added_tokens_decoder().values() if t.special}:
+        if token.content not in {
+            t.content for t in backend.get_added_tokens_decoder().values() if t.special
+        }:
             backend.add_special_tokens([token])
     _check_typed(backend)
-    roles = {role: special(config[f"{role}_token"]).content for role in ROLES if config.get(f"{role}_token") is not None}
+    roles = {
+        role: special(config[f"{role}_token"]).content
+        for role in ROLES
+        if config.get(f"{role}_token") is not None
+    }
     if not config:
         vocabulary = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
-        roles = {role: name for role, names in GUESSES.items() for name in reversed(names) if name in vocabulary}
+        roles = {
+            role: name
+            for role, names in GUESSES.items()
+            for name in reversed(names)
+            if name in vocabulary
+        }
     if not backend.get_vocab_size(with_added_tokens=True):
         raise DataError("the tokenizer's vocabulary is empty. Fetch or train it again.")
     return Tokenizer(backend, roles, config, default_template(config.get("chat_template")))
@@ -168,35 +210,53 @@ def write_folder(tokenizer: Tokenizer, folder: Path) -> None:
     from headway.runtime.storage import write_atomic
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = {k: v for k, v in tokenizer.config.items() if k not in ("auto_map", "chat_template", "added_tokens_decoder")}
+    config = {
+        k: v
+        for k, v in tokenizer.config.items()
+        if k not in ("auto_map", "chat_template", "added_tokens_decoder")
+    }
     roles = {f"{role}_token": token for role, token in tokenizer.roles.items()}
     others = [token for token in tokenizer.special_tokens if token not in roles.values()]
     if "auto_map" in tokenizer.config or "tokenizer_class" not in config:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    config = {**config, **roles, "clean_up_tokenization_spaces": config.get("clean_up_tokenization_spaces", False)}
+    config = {
+        **config,
+        **roles,
+        "clean_up_tokenization_spaces": config.get("clean_up_tokenization_spaces", False),
+    }
     if "additional_special_tokens" not in config and "extra_special_tokens" not in config:
         config["additional_special_tokens"] = others
     config.setdefault("model_max_length", int(1e30))
     if tokenizer.chat_template is not None:
         config["chat_template"] = tokenizer.chat_template
     if tokenizer.is_sentencepiece:
-        write_atomic(folder / "tokenizer.model", cast(Any, tokenizer.backend).serialized_model_proto())
+        write_atomic(
+            folder / "tokenizer.model", cast(Any, tokenizer.backend).serialized_model_proto()
+        )
     write_atomic(folder / "tokenizer.json", _with_begin(tokenizer).to_str(pretty=True))
-    write_atomic(folder / "special_tokens_map.json", _pretty({**roles, "additional_special_tokens": others}))
+    write_atomic(
+        folder / "special_tokens_map.json", _pretty({**roles, "additional_special_tokens": others})
+    )
     write_atomic(folder / "tokenizer_config.json", _pretty(config))
 
 
 def _with_begin(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """The backend, putting the begin token before texts for tools that ask for it, where its config says so and its file does not."""
     begin = tokenizer.roles.get("bos")
-    if not tokenizer.config.get("add_bos_token") or begin is None or tokenizer.fast.post_processor is not None:
+    if (
+        not tokenizer.config.get("add_bos_token")
+        or begin is None
+        or tokenizer.fast.post_processor is not None
+    ):
         return tokenizer.fast
     from tokenizers import Tokenizer as Backend
     from tokenizers.processors import TemplateProcessing
 
     clone = Backend.from_str(tokenizer.fast.to_str())
     number = tokenizer.special_tokens[begin]
-    clone.post_processor = TemplateProcessing(single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=[(begin, number)])
+    clone.post_processor = TemplateProcessing(
+        single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=[(begin, number)]
+    )
     return clone
 
 
@@ -222,7 +282,9 @@ def _check_prefix(path: Path, text: str) -> None:
     for merge in model.get("merges", []):
         right = merge[1] if isinstance(merge, list) else merge.split(" ", 1)[1]
         if not right.startswith(prefix):
-            raise DataError(f"{path}: continuing_subword_prefix is {prefix[:40]!r}, but the merge {str(merge)[:80]} has no such prefix.")
+            raise DataError(
+                f"{path}: continuing_subword_prefix is {prefix[:40]!r}, but the merge {str(merge)[:80]} has no such prefix."
+            )
 
 
 def _read_vocab_and_merges(folder: Path, *, qwen: bool) -> tokenizers.Tokenizer:
@@ -243,11 +305,17 @@ def _read_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     need("transformers", f"{folder}: a tokenizer of this class")
     from transformers import AutoTokenizer
 
-    with _one_line_errors(f"{folder} holds a tokenizer that neither headway nor transformers can read"):
-        found: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    with _one_line_errors(
+        f"{folder} holds a tokenizer that neither headway nor transformers can read"
+    ):
+        found: Any = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     backend = getattr(found, "backend_tokenizer", None)
     if backend is None:
-        raise DataError(f"{folder} holds a slow tokenizer ({type(found).__name__}); convert it to a tokenizer.json first.")
+        raise DataError(
+            f"{folder} holds a slow tokenizer ({type(found).__name__}); convert it to a tokenizer.json first."
+        )
     return backend
 
 
@@ -275,7 +343,10 @@ def read_bytes(path: Path) -> bytes:
 def default_template(template: Any) -> str | None:
     """The one template, or the one called `default` where a folder holds several named ones."""
     if isinstance(template, list):
-        named = {str(entry["name"]): str(entry["template"]) for entry in cast(list[dict[str, Any]], template)}
+        named = {
+            str(entry["name"]): str(entry["template"])
+            for entry in cast(list[dict[str, Any]], template)
+        }
         return named.get("default")
     return template
 
@@ -338,19 +409,31 @@ def _is_decoder(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     listed = cast(dict[str, Any], value).items()
-    numbers = all(number.isascii() and number.isdigit() and len(number) < 11 and int(number) < LARGEST_ID for number, _ in listed)
+    numbers = all(
+        number.isascii() and number.isdigit() and len(number) < 11 and int(number) < LARGEST_ID
+        for number, _ in listed
+    )
     return numbers and all(isinstance(token, dict) and _is_token(token) for _, token in listed)
 
 
 def _are_tokens(value: Any) -> bool:
-    return isinstance(value, (list, dict)) and all(map(_is_token, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (list, dict)) and all(
+        map(_is_token, value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _is_template(value: Any) -> bool:
     if isinstance(value, str):
         return _encodes(value)
-    named = isinstance(value, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in value)
-    return named and all(isinstance(one["name"], str) and isinstance(one["template"], str) and _encodes(one["template"]) for one in value)
+    named = isinstance(value, list) and all(
+        isinstance(one, dict) and {"name", "template"} <= one.keys() for one in value
+    )
+    return named and all(
+        isinstance(one["name"], str)
+        and isinstance(one["template"], str)
+        and _encodes(one["template"])
+        for one in value
+    )
 
 
 def _is_switch(value: Any) -> bool:

@@ -32,9 +32,7 @@ SPACE = "▁"
 WHOLE = "tokenizer.huggingface.json"
 GPT2: None = None
 """The pattern inside the ByteLevel pre-tokenizer."""
-LETTERS_AND_MARKS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LETTERS_AND_MARKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE_NAMES: dict[str, tuple[str | None, bool]] = {
     "gpt-2": (GPT2, False),
     "smollm": (GPT2, False),
@@ -56,25 +54,34 @@ def to_metadata(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     content = json.loads(tokenizer.fast.to_str())
     model = content["model"]
     if model["type"] != "BPE":
-        raise ConfigError(f"the tokenizer is of type {model['type']}; GGUF takes BPE vocabularies only. Export with `headway export hf`.")
+        raise ConfigError(
+            f"the tokenizer is of type {model['type']}; GGUF takes BPE vocabularies only. Export with `headway export hf`."
+        )
     tokens, types = [f"[PAD{number}]" for number in range(rows)], [UNUSED] * rows
     for token, number in model["vocab"].items():
         tokens[number], types[number] = token, NORMAL
     for token in content["added_tokens"]:
-        tokens[token["id"]], types[token["id"]] = token["content"], CONTROL if token["special"] else USER_DEFINED
+        tokens[token["id"]], types[token["id"]] = (
+            token["content"],
+            CONTROL if token["special"] else USER_DEFINED,
+        )
     values: dict[str, Any] = {}
     if _is_byte_level(content["pre_tokenizer"]):
         values["tokenizer.ggml.model"] = "gpt2"
         values["tokenizer.ggml.pre"] = _pre_name(content)
         values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"] = tokens, types
-        values["tokenizer.ggml.merges"] = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]]
+        values["tokenizer.ggml.merges"] = [
+            one if isinstance(one, str) else " ".join(one) for one in model["merges"]
+        ]
     else:
         values |= _sentencepiece(tokenizer, content, tokens, types)
     for role, key in ROLE_KEYS.items():
         number = tokenizer.token_to_id(tokenizer.roles.get(role))
         if number is not None:
             values[f"tokenizer.ggml.{key}_token_id"] = number
-    values["tokenizer.ggml.add_bos_token"] = tokenizer.bos_id is not None and bos_ids(tokenizer) == [tokenizer.bos_id]
+    values["tokenizer.ggml.add_bos_token"] = tokenizer.bos_id is not None and bos_ids(
+        tokenizer
+    ) == [tokenizer.bos_id]
     values["tokenizer.ggml.add_eos_token"] = False
     if tokenizer.chat_template is not None:
         values["tokenizer.chat_template"] = tokenizer.chat_template
@@ -98,13 +105,19 @@ def _pre_name(content: Mapping[str, Any]) -> str:
     """llama.cpp's name for how words are split. headway's own pattern has none; it is written as the nearest, which the log says."""
     strange = [part["type"] for part in _parts(content["normalizer"]) if part["type"] != "NFC"]
     if strange:
-        raise ConfigError(f"the tokenizer normalises texts with {strange[0]}, which llama.cpp does not. Export with `headway export hf`.")
+        raise ConfigError(
+            f"the tokenizer normalises texts with {strange[0]}, which llama.cpp does not. Export with `headway export hf`."
+        )
     parts = _parts(content["pre_tokenizer"])
     taken = bool(content["model"].get("ignore_merges"))
     kinds = [part["type"] for part in parts]
     if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
         return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits") and parts[1].get("use_regex", True):
+    if (
+        kinds == ["Digits", "ByteLevel"]
+        and parts[0].get("individual_digits")
+        and parts[1].get("use_regex", True)
+    ):
         return "smollm"
     pattern = parts[0].get("pattern", {}).get("Regex") if kinds == ["Split", "ByteLevel"] else None
     if pattern == WORDS:
@@ -122,11 +135,15 @@ def _pre_name(content: Mapping[str, Any]) -> str:
     )
 
 
-def _sentencepiece(tokenizer: Tokenizer, content: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+def _sentencepiece(
+    tokenizer: Tokenizer, content: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> dict[str, Any]:
     """The values of a sentencepiece vocabulary. A token's score is its place among the merges, which is the order of joining."""
     model = content["model"]
     if not model.get("byte_fallback"):
-        raise ConfigError("the tokenizer is neither byte-level nor falls back to bytes; llama.cpp has no rules for it.")
+        raise ConfigError(
+            "the tokenizer is neither byte-level nor falls back to bytes; llama.cpp has no rules for it."
+        )
     scores = [0.0] * len(tokens)
     for place, pair in enumerate(model["merges"]):
         token = model["vocab"].get("".join(pair if isinstance(pair, list) else pair.split(" ", 1)))
@@ -142,8 +159,14 @@ def _sentencepiece(tokenizer: Tokenizer, content: Mapping[str, Any], tokens: lis
             types[number] = UNKNOWN
     steps = _parts(content["normalizer"]) + _parts(content["pre_tokenizer"])
     if any(step["type"] == "Precompiled" for step in steps):
-        log.info("the tokenizer normalises texts (nmt_nfkc), and llama.cpp does not: texts that it changes get other ids there.")
-    prefix = any(step["type"] == "Prepend" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never") for step in steps)
+        log.info(
+            "the tokenizer normalises texts (nmt_nfkc), and llama.cpp does not: texts that it changes get other ids there."
+        )
+    prefix = any(
+        step["type"] == "Prepend"
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+        for step in steps
+    )
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
@@ -175,7 +198,9 @@ def write_files(values: Mapping[str, Any], folder: Path) -> None:
     if isinstance(values.get("tokenizer.chat_template"), str):
         config["chat_template"] = values["tokenizer.chat_template"]
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, ensure_ascii=False), encoding="utf-8"
+    )
 
 
 def _build(values: Mapping[str, Any], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
@@ -187,48 +212,84 @@ def _build(values: Mapping[str, Any], tokens: list[str], types: list[int]) -> to
     raise DataError(f"tokenizer.ggml.model is {str(kind)[:80]!r}; headway reads gpt2 and llama")
 
 
-def _byte_level_backend(values: Mapping[str, Any], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+def _byte_level_backend(
+    values: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> tokenizers.Tokenizer:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
     pre, merges = values.get("tokenizer.ggml.pre", "default"), values.get("tokenizer.ggml.merges")
     name = SAME_NAME.get(str(pre), str(pre))
     if name not in PRE_NAMES:
-        raise DataError(f"tokenizer.ggml.pre is {str(pre)[:80]!r}; headway knows {', '.join([*PRE_NAMES, *SAME_NAME])}")
-    if not isinstance(merges, list) or not all(isinstance(one, str) and one.count(" ") == 1 for one in merges):
+        raise DataError(
+            f"tokenizer.ggml.pre is {str(pre)[:80]!r}; headway knows {', '.join([*PRE_NAMES, *SAME_NAME])}"
+        )
+    if not isinstance(merges, list) or not all(
+        isinstance(one, str) and one.count(" ") == 1 for one in merges
+    ):
         raise DataError("tokenizer.ggml.merges is no list of pairs")
     pattern, taken = PRE_NAMES[name]
     vocabulary = {token: number for number, token in enumerate(tokens) if types[number] == NORMAL}
     pairs = [tuple(one.split(" ")) for one in merges]
-    if any(left not in vocabulary or right not in vocabulary or left + right not in vocabulary for left, right in pairs):
+    if any(
+        left not in vocabulary or right not in vocabulary or left + right not in vocabulary
+        for left, right in pairs
+    ):
         raise DataError("tokenizer.ggml.merges joins tokens that the vocabulary does not hold")
-    added = [(number, token) for number, token in enumerate(tokens) if types[number] in (CONTROL, USER_DEFINED)]
+    added = [
+        (number, token)
+        for number, token in enumerate(tokens)
+        if types[number] in (CONTROL, USER_DEFINED)
+    ]
     vocabulary |= {token: number for number, token in added}
     backend = Backend(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=taken))  # pyright: ignore[reportArgumentType]
     spelled = byte_level(pattern)
     digits = pre_tokenizers.Digits(individual_digits=True)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, spelled]) if name == "smollm" else spelled
+    backend.pre_tokenizer = (
+        pre_tokenizers.Sequence([digits, spelled]) if name == "smollm" else spelled
+    )
     backend.decoder = decoders.ByteLevel()
     for number, token in added:
         special = types[number] == CONTROL
-        (backend.add_special_tokens if special else backend.add_tokens)([AddedToken(token, special=special, normalized=False)])
+        (backend.add_special_tokens if special else backend.add_tokens)(
+            [AddedToken(token, special=special, normalized=False)]
+        )
     return backend
 
 
-def _sentencepiece_backend(values: Mapping[str, Any], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+def _sentencepiece_backend(
+    values: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> tokenizers.Tokenizer:
     from headway.tokenizer.sentencepiece_model import convert
 
     scores = values.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(isinstance(one, float) for one in scores):
+    if (
+        not isinstance(scores, list)
+        or len(scores) != len(tokens)
+        or not all(isinstance(one, float) for one in scores)
+    ):
         raise DataError("tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
-    names = {"NORMAL": NORMAL, "UNKNOWN": UNKNOWN, "CONTROL": CONTROL, "USER_DEFINED": USER_DEFINED, "UNUSED": UNUSED, "BYTE": BYTE}
-    pieces = [SimpleNamespace(piece=token, type=types[n], score=scores[n], **names) for n, token in enumerate(tokens)]
+    names = {
+        "NORMAL": NORMAL,
+        "UNKNOWN": UNKNOWN,
+        "CONTROL": CONTROL,
+        "USER_DEFINED": USER_DEFINED,
+        "UNUSED": UNUSED,
+        "BYTE": BYTE,
+    }
+    pieces = [
+        SimpleNamespace(piece=token, type=types[n], score=scores[n], **names)
+        for n, token in enumerate(tokens)
+    ]
     unknown = next((number for number, kind in enumerate(types) if kind == UNKNOWN), None)
     if unknown is None:
         raise DataError("tokenizer.ggml.token_type names no unknown token")
     prefix = values.get("tokenizer.ggml.add_space_prefix", True)
     rules = SimpleNamespace(
-        precompiled_charsmap=b"", remove_extra_whitespaces=False, add_dummy_prefix=bool(prefix), escape_whitespaces=True
+        precompiled_charsmap=b"",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=bool(prefix),
+        escape_whitespaces=True,
     )
     trained = SimpleNamespace(unk_id=unknown, byte_fallback=BYTE in types)
     return convert(SimpleNamespace(pieces=pieces, trainer_spec=trained, normalizer_spec=rules))

@@ -76,12 +76,17 @@ class TokenizerReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
-        rates = {name: {**vars(found), "bytes_per_token": round(found.bytes_per_token, 4)} for name, found in self.compression.items()}
+        rates = {
+            name: {**vars(found), "bytes_per_token": round(found.bytes_per_token, 4)}
+            for name, found in self.compression.items()
+        }
         longest = [{"id": number, "token": token} for number, token in self.longest]
         return {**vars(self), "compression": rates, "longest": longest, "round_trip": not self.lost}
 
 
-def inspect(tokenizer: Tokenizer, texts: Mapping[str, Iterable[tuple[str, str]]] | None = None) -> TokenizerReport:
+def inspect(
+    tokenizer: Tokenizer, texts: Mapping[str, Iterable[tuple[str, str]]] | None = None
+) -> TokenizerReport:
     """Report on a tokenizer; `texts` are the user's by name, each a stream of (location, text)."""
     lost: list[str] = []
     compression: dict[str, Compression] = {}
@@ -119,7 +124,12 @@ def measure(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], lost: list[s
         encoded = tokenizer.encode_batch([text for _, text in batch])
         for (location, text), ids in zip(batch, encoded, strict=True):
             data = text.encode()
-            count, size, characters, tokens = count + 1, size + len(data), characters + len(text), tokens + len(ids)
+            count, size, characters, tokens = (
+                count + 1,
+                size + len(data),
+                characters + len(text),
+                tokens + len(ids),
+            )
             if tokenizer.decode_bytes(ids) != data:
                 lost.append(location)
     return Compression(count, size, characters, tokens)

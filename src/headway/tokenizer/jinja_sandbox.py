@@ -51,18 +51,28 @@ def render(template: jinja2.Template, name: str, **variables: Any) -> str:
     try:
         return template.render(variables)
     except jinja2.TemplateError as error:
-        raise DataError(f"chat template {name} refuses the conversation: {one_line(error)}.") from None
+        raise DataError(
+            f"chat template {name} refuses the conversation: {one_line(error)}."
+        ) from None
     except Exception as error:
-        raise DataError(f"chat template {name} cannot write the conversation: {one_line(error)}.") from None
+        raise DataError(
+            f"chat template {name} cannot write the conversation: {one_line(error)}."
+        ) from None
 
 
 def one_line(error: Exception) -> str:
     """The message of an error in one line."""
     said = " ".join(str(error).split())[:MAX_MESSAGE]
-    return said if isinstance(error, jinja2.TemplateError) and said else f"{type(error).__name__}{': ' if said else ''}{said}"
+    return (
+        said
+        if isinstance(error, jinja2.TemplateError) and said
+        else f"{type(error).__name__}{': ' if said else ''}{said}"
+    )
 
 
-def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
     """The filter `tojson` as transformers defines it."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
@@ -80,7 +90,10 @@ class GenerationTags(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        start, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in ("generation_start", "generation_end"))
+        start, end = (
+            nodes.Output([nodes.Name(name, "load")], lineno=line)
+            for name in ("generation_start", "generation_end")
+        )
         return [start, *body, end]
 
 
@@ -109,14 +122,18 @@ class Budget:
         """Count one operation and the characters or elements it made."""
         self.steps -= 1 + units // UNITS_PER_STEP
         if self.steps < 0 or time.monotonic() > self.deadline:
-            raise OverBudget("it does not end (more loop passes and calls than any conversation needs)")
+            raise OverBudget(
+                "it does not end (more loop passes and calls than any conversation needs)"
+            )
         if units > self.text:
             self.room(units)
 
     def room(self, units: int) -> None:
         """Reject a result of this many characters or elements before it is made."""
         if units > self.text:
-            raise OverBudget(f"it makes a text or list of more than {self.text} characters or elements")
+            raise OverBudget(
+                f"it makes a text or list of more than {self.text} characters or elements"
+            )
 
 
 def size_of(value: Any, most: int) -> int:
@@ -157,16 +174,26 @@ class CountingTags(Extension):
     def counted(self, tree: nodes.Template) -> None:
         """Change the tree: each loop pass counts, joined texts and made lists are measured."""
         for loop in tree.find_all(nodes.For):
-            loop.body.insert(0, nodes.ExprStmt(self.attr("counts", lineno=loop.lineno)).set_lineno(loop.lineno))
+            loop.body.insert(
+                0, nodes.ExprStmt(self.attr("counts", lineno=loop.lineno)).set_lineno(loop.lineno)
+            )
             if loop.test is not None:
-                loop.test = nodes.And(self.attr("counts", lineno=loop.lineno), loop.test).set_lineno(loop.lineno)
+                loop.test = nodes.And(
+                    self.attr("counts", lineno=loop.lineno), loop.test
+                ).set_lineno(loop.lineno)
         _replace(tree, self._measured)
 
     def _measured(self, node: nodes.Node) -> nodes.Node:
         if isinstance(node, nodes.Concat):
             return self._call("_join", node.nodes, node)
-        made = isinstance(node, (nodes.List, nodes.Dict)) or (isinstance(node, nodes.Tuple) and node.ctx == "load")
-        if made and next(node.find_all((nodes.Name, nodes.Call, nodes.BinExpr, nodes.Filter)), None) is not None:
+        made = isinstance(node, (nodes.List, nodes.Dict)) or (
+            isinstance(node, nodes.Tuple) and node.ctx == "load"
+        )
+        if (
+            made
+            and next(node.find_all((nodes.Name, nodes.Call, nodes.BinExpr, nodes.Filter)), None)
+            is not None
+        ):
             return self._call("_make", [cast(nodes.Expr, node)], node)
         return node
 
@@ -186,7 +213,9 @@ class CountingTags(Extension):
         return True
 
     def _join(self, *parts: Any) -> str:
-        self.environment.budget.room(sum(size_of(part, self.environment.budget.text) for part in parts))
+        self.environment.budget.room(
+            sum(size_of(part, self.environment.budget.text) for part in parts)
+        )
         return "".join(map(str, parts))
 
     def _make(self, value: Any) -> Any:
@@ -215,7 +244,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         self.budget = Budget(0)
         self.marks: tuple[str, str] = ("", "")
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[CountingTags, "jinja2.ext.loopcontrols"], finalize=self._written)
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[CountingTags, "jinja2.ext.loopcontrols"],
+            finalize=self._written,
+        )
         self.filters["tojson"] = to_json
         self.globals["raise_exception"] = raise_exception
         for name in REMOVED_GLOBALS:
@@ -227,10 +261,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """A template ready to render; raises jinja's errors."""
         self.budget = Budget(0)
         if len(source) > MAX_SOURCE:
-            raise jinja2.TemplateError(f"it is {len(source)} characters long; at most {MAX_SOURCE} are read")
+            raise jinja2.TemplateError(
+                f"it is {len(source)} characters long; at most {MAX_SOURCE} are read"
+            )
         return self.from_string(source)
 
-    def _generate(self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False) -> str:
+    def _generate(
+        self,
+        source: nodes.Template,
+        name: str | None,
+        filename: str | None,
+        defer_init: bool = False,
+    ) -> str:
         for one in self.iter_extensions():
             if isinstance(one, CountingTags):
                 one.counted(source)
@@ -254,7 +296,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         _check_method(budget, getattr(__obj, "__wrapped__", __obj), [*args, *kwargs.values()])
         result = super().call(__context, __obj, *args, **kwargs)
         # Only what is newly made of given values can be larger than they are.
-        budget.step(size_of(result, budget.text) if __obj in (Namespace, dict) else length_of(result))
+        budget.step(
+            size_of(result, budget.text) if __obj in (Namespace, dict) else length_of(result)
+        )
         return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -263,7 +307,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
             budget.step(len(left) + len(right))
             return left + right
-        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MAX_BITS:
+        if (
+            operator == "**"
+            and isinstance(left, int)
+            and isinstance(right, int)
+            and left.bit_length() * abs(right) > MAX_BITS
+        ):
             raise OverBudget("it makes a number of too many digits")
         if operator == "*":
             _check_product(budget, left, right)
@@ -287,7 +336,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             budget = self.budget
-            value, options = (args[hidden] if len(args) > hidden else None), [*args[hidden + 1 :], *kwargs.values()]
+            value, options = (
+                (args[hidden] if len(args) > hidden else None),
+                [*args[hidden + 1 :], *kwargs.values()],
+            )
             size = length_of(value) if name in SHALLOW_FILTERS else size_of(value, budget.text)
             budget.step(size)
             _check_filter(budget, name, value, size, options)
@@ -309,7 +361,9 @@ def _check_product(budget: Budget, left: Any, right: Any) -> None:
             raise OverBudget("it makes a number of too many digits")
     elif isinstance(left, int) or isinstance(right, int):
         times, what = (left, right) if isinstance(left, int) else (right, left)
-        budget.room(max(0, times) * size_of(what, budget.text) if not isinstance(what, float) else 0)
+        budget.room(
+            max(0, times) * size_of(what, budget.text) if not isinstance(what, float) else 0
+        )
 
 
 def _check_format(budget: Budget, pattern: str | bytes, values: Any) -> None:

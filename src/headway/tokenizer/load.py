@@ -83,9 +83,15 @@ class Tokenizer:
         """Every special token and its id, in the order of ids."""
         if self.is_sentencepiece:
             sp: Any = self.backend
-            found = {sp.id_to_piece(i): i for i in range(sp.get_piece_size()) if sp.is_control(i) or sp.is_unknown(i)}
+            found = {
+                sp.id_to_piece(i): i
+                for i in range(sp.get_piece_size())
+                if sp.is_control(i) or sp.is_unknown(i)
+            }
         else:
-            found = {t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special}
+            found = {
+                t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special
+            }
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
     @property
@@ -113,12 +119,20 @@ class Tokenizer:
             return number if sp.id_to_piece(number) == token else None
         return self.fast.token_to_id(token)
 
-    def encode(self, text: str, *, allowed_special: Collection[str] | Literal["all"] = ()) -> list[int]:
+    def encode(
+        self, text: str, *, allowed_special: Collection[str] | Literal["all"] = ()
+    ) -> list[int]:
         """Ids of a text. Special tokens in it are ordinary text, save those named in `allowed_special`."""
-        allowed = frozenset(self.special_tokens) if allowed_special == "all" else frozenset(allowed_special)
+        allowed = (
+            frozenset(self.special_tokens)
+            if allowed_special == "all"
+            else frozenset(allowed_special)
+        )
         unknown = sorted(allowed - self.special_tokens.keys())
         if unknown:
-            raise ConfigError(f"allowed_special names {unknown[0]!r}; the special tokens are {', '.join(self.special_tokens) or 'none'}.")
+            raise ConfigError(
+                f"allowed_special names {unknown[0]!r}; the special tokens are {', '.join(self.special_tokens) or 'none'}."
+            )
         if not any(token in text for token in allowed):
             return self.encode_batch([text])[0]
         return self._allowing(allowed).encode(text, add_special_tokens=False).ids
@@ -127,7 +141,10 @@ class Tokenizer:
         """Ids of many texts, in parallel threads; no special token is added, and none in the texts is recognised."""
         if all(len(text) <= WHOLE_CHARACTERS for text in texts):
             return self._encode(self.backend, texts)
-        return [[number for piece in self.pieces([text]) for number in self.encode_pieces([piece])[0]] for text in texts]
+        return [
+            [number for piece in self.pieces([text]) for number in self.encode_pieces([piece])[0]]
+            for text in texts
+        ]
 
     def pieces(self, blocks: Iterable[str]) -> Iterator[TextPiece]:
         """A text that comes in blocks, in pieces for `encode_pieces`; one that is not long is one piece."""
@@ -157,21 +174,29 @@ class Tokenizer:
         continued = iter(self._encode(self.split_points.continued, others) if others else ())
         return [next(begun if piece.first else continued) for piece in pieces]
 
-    def _encode(self, backend: tokenizers.Tokenizer | SentencePieceProcessor, texts: Sequence[str]) -> list[list[int]]:
+    def _encode(
+        self, backend: tokenizers.Tokenizer | SentencePieceProcessor, texts: Sequence[str]
+    ) -> list[list[int]]:
         try:
             if self.is_sentencepiece:
                 from headway.tokenizer.sentencepiece_model import encode_batch
 
                 return encode_batch(backend, texts)  # pyright: ignore[reportArgumentType]
             found: Any = backend
-            return [one.ids for one in found.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [
+                one.ids for one in found.encode_batch_fast(list(texts), add_special_tokens=False)
+            ]
         except (TypeError, UnicodeEncodeError) as error:
-            raise DataError(f"text cannot be tokenized: {error}. Texts must be Unicode without lone surrogates.") from None
+            raise DataError(
+                f"text cannot be tokenized: {error}. Texts must be Unicode without lone surrogates."
+            ) from None
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """The text of some ids; bytes that are no UTF-8 (an id sequence cut inside a character) show as U+FFFD."""
         if self.is_sentencepiece or self._token_bytes is not None:
-            return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", errors="replace")
+            return self.decode_bytes(ids, skip_special=skip_special).decode(
+                "utf-8", errors="replace"
+            )
         return self.fast.decode(list(ids), skip_special_tokens=skip_special)
 
     def decode_bytes(self, ids: Iterable[int], skip_special: bool = False) -> bytes:
@@ -183,13 +208,17 @@ class Tokenizer:
         try:
             joined = b"".join([table[i] for i in ids if i not in drop])
         except KeyError as missing:
-            raise DataError(f"id {missing.args[0]} is not in the vocabulary of {self.vocab_size} ids.") from None
+            raise DataError(
+                f"id {missing.args[0]} is not in the vocabulary of {self.vocab_size} ids."
+            ) from None
         return joined[1:] if self._strips_first_space and joined.startswith(b" ") else joined
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over vocabulary, merges, special tokens, normaliser and pre-tokenizer: what decides the ids of a text."""
-        packed = json.dumps(canonical(self.fast), ensure_ascii=True, separators=(",", ":"), sort_keys=True)
+        packed = json.dumps(
+            canonical(self.fast), ensure_ascii=True, separators=(",", ":"), sort_keys=True
+        )
         return hashlib.sha256(packed.encode()).hexdigest()
 
     def with_chat_template(self, template: str | None) -> Tokenizer:
@@ -239,7 +268,9 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     if path.is_dir():
         return folder.read_folder(path)
     if not path.is_file():
-        raise ConfigError(f"tokenizer is {str(path)!r}, which does not exist; give a folder, a tokenizer.json or a sentencepiece .model.")
+        raise ConfigError(
+            f"tokenizer is {str(path)!r}, which does not exist; give a folder, a tokenizer.json or a sentencepiece .model."
+        )
     folder.check_files(path.parent)
     if path.suffix == ".json":
         return folder.read_tokenizer_json(path)
@@ -251,7 +282,9 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         from headway.tokenizer.tiktoken_ranks import read_ranks
 
         return read_ranks(path)
-    raise ConfigError(f"tokenizer is {str(path)!r}; it must be a folder, a tokenizer.json, a sentencepiece .model or a .tiktoken file.")
+    raise ConfigError(
+        f"tokenizer is {str(path)!r}; it must be a folder, a tokenizer.json, a sentencepiece .model or a .tiktoken file."
+    )
 
 
 def canonical(backend: tokenizers.Tokenizer) -> dict[str, Any]:
@@ -282,8 +315,14 @@ def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
         for token, i in backend.get_vocab(with_added_tokens=False).items():
             table[i] = spelled if (spelled := unspell(token)) is not None else token.encode()
     else:
-        table |= {i: bytes([int(t[3:5], 16)]) for t, i in backend.get_vocab(with_added_tokens=False).items() if _is_byte(t)}
-    return table | {i: token.content.encode() for i, token in backend.get_added_tokens_decoder().items()}
+        table |= {
+            i: bytes([int(t[3:5], 16)])
+            for t, i in backend.get_vocab(with_added_tokens=False).items()
+            if _is_byte(t)
+        }
+    return table | {
+        i: token.content.encode() for i, token in backend.get_added_tokens_decoder().items()
+    }
 
 
 def strips_first_space(backend: tokenizers.Tokenizer) -> bool:
@@ -292,8 +331,13 @@ def strips_first_space(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _plain_tokens(backend: tokenizers.Tokenizer, escaped: bool) -> list[tuple[int, str]]:
-    replaces = escaped and any(p["type"] == "Replace" and p["pattern"] == {"String": "▁"} for p in _decoders(backend))
-    return [(i, t.replace("▁", " ") if replaces else t) for t, i in backend.get_vocab(with_added_tokens=False).items()]
+    replaces = escaped and any(
+        p["type"] == "Replace" and p["pattern"] == {"String": "▁"} for p in _decoders(backend)
+    )
+    return [
+        (i, t.replace("▁", " ") if replaces else t)
+        for t, i in backend.get_vocab(with_added_tokens=False).items()
+    ]
 
 
 def _is_byte(token: str) -> bool:
@@ -302,7 +346,9 @@ def _is_byte(token: str) -> bool:
 
 def _decoders(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
-    return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder] if decoder else []
+    return (
+        decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder] if decoder else []
+    )
 
 
 def _plain(part: Any) -> Any:

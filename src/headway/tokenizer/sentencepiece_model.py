@@ -24,7 +24,9 @@ BPE = 2
 ROLE_IDS = ("bos", "eos", "pad", "unk")
 
 
-def read_model(path: Path, config: dict[str, Any] | None = None, special: Sequence[str] = ()) -> Tokenizer:
+def read_model(
+    path: Path, config: dict[str, Any] | None = None, special: Sequence[str] = ()
+) -> Tokenizer:
     """Open a .model file; `config` is that of its folder, where there is one.
 
     `special` tokens become control pieces: user-defined pieces of the model keep their ids, the others follow the last piece.
@@ -43,8 +45,14 @@ def read_model(path: Path, config: dict[str, Any] | None = None, special: Sequen
     if _adds_tokens(proto, config) or _holds_null(proto):
         return finish(convert(proto), {**_role_tokens(proto), **config})
     roles = {role.removesuffix("_token"): token for role, token in _role_tokens(proto).items()}
-    roles |= {role: _content(config[f"{role}_token"]) for role in ROLE_IDS if config.get(f"{role}_token") is not None}
-    return Tokenizer(_processor(path, data), roles, config, default_template(config.get("chat_template")))
+    roles |= {
+        role: _content(config[f"{role}_token"])
+        for role in ROLE_IDS
+        if config.get(f"{role}_token") is not None
+    }
+    return Tokenizer(
+        _processor(path, data), roles, config, default_template(config.get("chat_template"))
+    )
 
 
 def _parse(path: Path, data: bytes) -> Any:
@@ -58,9 +66,13 @@ def _parse(path: Path, data: bytes) -> Any:
     try:
         proto.ParseFromString(data)
     except DecodeError as error:
-        raise DataError(f"{path} is not a sentencepiece model: {error}. Fetch or train it again.") from None
+        raise DataError(
+            f"{path} is not a sentencepiece model: {error}. Fetch or train it again."
+        ) from None
     if not proto.pieces or not 0 <= proto.trainer_spec.unk_id < len(proto.pieces):
-        raise DataError(f"{path} is not a sentencepiece model: it has {len(proto.pieces)} pieces. Fetch or train it again.")
+        raise DataError(
+            f"{path} is not a sentencepiece model: it has {len(proto.pieces)} pieces. Fetch or train it again."
+        )
     return proto
 
 
@@ -73,7 +85,9 @@ def _processor(path: Path, data: bytes) -> SentencePieceProcessor:
         sp.LoadFromSerializedProto(data)
     except RuntimeError as error:
         version = sentencepiece.__version__
-        raise DataError(f"{path}: sentencepiece {version} cannot open it: {str(error).rstrip('.')}. Fetch or train it again.") from None
+        raise DataError(
+            f"{path}: sentencepiece {version} cannot open it: {str(error).rstrip('.')}. Fetch or train it again."
+        ) from None
     return sp
 
 
@@ -93,7 +107,11 @@ def _holds_null(proto: Any) -> bool:
 def _role_tokens(proto: Any) -> dict[str, str]:
     """`bos_token` and so on, as the model itself numbers them."""
     numbers = {role: getattr(proto.trainer_spec, f"{role}_id") for role in ROLE_IDS}
-    return {f"{role}_token": proto.pieces[number].piece for role, number in numbers.items() if 0 <= number < len(proto.pieces)}
+    return {
+        f"{role}_token": proto.pieces[number].piece
+        for role, number in numbers.items()
+        if 0 <= number < len(proto.pieces)
+    }
 
 
 def _neutral(config: dict[str, Any]) -> dict[str, Any]:
@@ -109,9 +127,13 @@ def _check_kind(proto: Any, path: Path) -> None:
     """Refuse models whose ids a tokenizer.json could not give, or whose pieces a user could type as special tokens."""
     trained = proto.trainer_spec
     if trained.model_type != BPE:
-        raise DataError(f"{path} is a sentencepiece model of another type than bpe; only bpe keeps special tokens out of typed text.")
+        raise DataError(
+            f"{path} is a sentencepiece model of another type than bpe; only bpe keeps special tokens out of typed text."
+        )
     if trained.treat_whitespace_as_suffix:
-        raise DataError(f"{path} writes spaces after words (treat_whitespace_as_suffix), which no tokenizer.json can say.")
+        raise DataError(
+            f"{path} writes spaces after words (treat_whitespace_as_suffix), which no tokenizer.json can say."
+        )
 
 
 def encode_batch(sp: SentencePieceProcessor, texts: Sequence[str]) -> list[list[int]]:
@@ -127,14 +149,29 @@ def convert(proto: Any) -> tokenizers.Tokenizer:
     trained, rules = proto.trainer_spec, proto.normalizer_spec
     vocabulary = {piece.piece: i for i, piece in enumerate(proto.pieces)}
     merges = _merges(proto, vocabulary)
-    model = models.BPE(vocabulary, merges, unk_token=proto.pieces[trained.unk_id].piece, fuse_unk=True, byte_fallback=trained.byte_fallback)
+    model = models.BPE(
+        vocabulary,
+        merges,
+        unk_token=proto.pieces[trained.unk_id].piece,
+        fuse_unk=True,
+        byte_fallback=trained.byte_fallback,
+    )
     backend = Backend(model)
-    steps: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
+    steps: list[Any] = (
+        [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
+    )
     if rules.remove_extra_whitespaces:
         from tokenizers import Regex
 
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    steps += [normalizers.Prepend(SPACE if rules.escape_whitespaces else " ")] if rules.add_dummy_prefix else []
+        steps += [
+            normalizers.Replace(Regex(r"\A +| +\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    steps += (
+        [normalizers.Prepend(SPACE if rules.escape_whitespaces else " ")]
+        if rules.add_dummy_prefix
+        else []
+    )
     steps += [normalizers.Replace(" ", SPACE)] if rules.escape_whitespaces else []
     if steps:
         backend.normalizer = normalizers.Sequence(steps)
@@ -181,7 +218,10 @@ def _adds_tokens(proto: Any, config: dict[str, Any]) -> bool:
     declared = [token["content"] for token in (config.get("added_tokens_decoder") or {}).values()]
     named = [config.get(f"{role}_token") for role in ROLE_IDS]
     named += list(config.get("additional_special_tokens") or ())
-    return any(token not in pieces for token in declared + [_content(token) for token in named if token is not None])
+    return any(
+        token not in pieces
+        for token in declared + [_content(token) for token in named if token is not None]
+    )
 
 
 def _content(token: Any) -> str:

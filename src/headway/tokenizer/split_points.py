@@ -32,7 +32,12 @@ BLOCK_CHARACTERS = 1 << 20
 SPACE = "▁"
 # What may follow the letter at a word's end: neither letter, mark, digit, Han nor apostrophe, and never joined to what is before it.
 AFTER_WORD = frozenset(' \t\n\r,.;:!?()[]"/-，。！？；：、（）《》“”…—')
-_FORMS: dict[str, Literal["NFC", "NFD", "NFKC", "NFKD"]] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFKC", "NFKD": "NFKD"}
+_FORMS: dict[str, Literal["NFC", "NFD", "NFKC", "NFKD"]] = {
+    "NFC": "NFC",
+    "NFD": "NFD",
+    "NFKC": "NFKC",
+    "NFKD": "NFKD",
+}
 _NORMALISED_MODELS = ("identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
 # Branches of patterns that match any letter; none continues from a letter to a character of AFTER_WORD.
 _LETTERS = frozenset({
@@ -43,7 +48,12 @@ _HAN_AND_OTHERS = frozenset({r"\p{Han}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}&&[^\p{
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CLITIC = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED = [
-    frozenset({rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}"})
+    frozenset(
+        {
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}",
+        }
+    )
     for end in ("", _CLITIC + "?")
 ]
 _COVERS = [*(frozenset({one}) for one in _LETTERS), _HAN_AND_OTHERS, *_CASED]
@@ -163,23 +173,40 @@ def _sentencepiece_points(sp: Any) -> SplitPoints:
 
 
 def _backend_points(backend: tokenizers.Tokenizer) -> SplitPoints:
-    normaliser, splitter = _parts(backend.normalizer, "normalizers"), _parts(backend.pre_tokenizer, "pretokenizers")
+    normaliser, splitter = (
+        _parts(backend.normalizer, "normalizers"),
+        _parts(backend.pre_tokenizer, "pretokenizers"),
+    )
     added = backend.get_added_tokens_decoder().values()
-    prefixed = any(part["type"] == "Prepend" for part in normaliser) or any(map(_puts_prefix, splitter))
-    simple = all(_is_simple(part) for part in normaliser) and not any(token.single_word for token in added)
+    prefixed = any(part["type"] == "Prepend" for part in normaliser) or any(
+        map(_puts_prefix, splitter)
+    )
+    simple = all(_is_simple(part) for part in normaliser) and not any(
+        token.single_word for token in added
+    )
     # What is put before a text is put after added tokens as well, so the pieces need it too.
     if not simple or (prefixed and any(not token.special for token in added)):
         return SplitPoints(None, backend)
     continued = _without_prefix(backend) if prefixed else backend
     contents = [token.content for token in added]
-    shown = contents if backend.normalizer is None else contents + [backend.normalizer.normalize_str(one) for one in contents]
+    shown = (
+        contents
+        if backend.normalizer is None
+        else contents + [backend.normalizer.normalize_str(one) for one in contents]
+    )
     in_added = _pairs(shown)
     greedy_ends = {token.content[-1] for token in added if token.rstrip and token.content}
     merged = _NoToken(backend)
 
     def safe(before: str, after: str) -> bool:
         left, right = _normalised(before, normaliser), _normalised(after, normaliser)
-        if left is None or right is None or before.isspace() or (before, after) in in_added or (left[-1], right[0]) in in_added:
+        if (
+            left is None
+            or right is None
+            or before.isspace()
+            or (before, after) in in_added
+            or (left[-1], right[0]) in in_added
+        ):
             return False
         if before in greedy_ends and after.isspace():
             return False
@@ -198,7 +225,9 @@ def _stays_apart(before: str, after: str, splitter: list[dict[str, Any]], merged
         if ends is not False:
             return ends is True
         if step["type"] == "Metaspace":
-            before, after = (step.get("replacement", SPACE) if one == " " else one for one in (before, after))
+            before, after = (
+                step.get("replacement", SPACE) if one == " " else one for one in (before, after)
+            )
         bytes_spelled = step["type"] == "ByteLevel"
     return merged(before, after, bytes_spelled)
 
@@ -257,7 +286,12 @@ class _NoToken:
         from tokenizers import models
 
         model = cast(Any, self._backend.model)
-        if not isinstance(model, models.BPE) or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
+        if (
+            not isinstance(model, models.BPE)
+            or model.dropout
+            or model.continuing_subword_prefix
+            or model.end_of_word_suffix
+        ):
             return False
         if self._read is None:
             vocabulary = self._backend.get_vocab(with_added_tokens=False)
@@ -266,7 +300,9 @@ class _NoToken:
         if bytes_spelled:
             return (spell(before.encode())[-1], spell(after.encode())[0]) not in joined
         # Neighbours that are both unknown may become one token.
-        known = after in vocabulary or (model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in after.encode()))
+        known = after in vocabulary or (
+            model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in after.encode())
+        )
         return (before, after) not in joined and (known or not model.fuse_unk)
 
 
@@ -283,7 +319,11 @@ def _parts(step: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _flat(step: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    return [part for inner in step[key] for part in _flat(inner, key)] if step["type"] == "Sequence" else [step]
+    return (
+        [part for inner in step[key] for part in _flat(inner, key)]
+        if step["type"] == "Sequence"
+        else [step]
+    )
 
 
 def _is_simple(part: dict[str, Any]) -> bool:
@@ -301,7 +341,14 @@ def _normalised(character: str, normaliser: list[dict[str, Any]]) -> str | None:
         elif part["type"] in _FORMS:
             alone = unicodedata.normalize(_FORMS[part["type"]], character) == character
             decomposes = unicodedata.normalize("NFD", character) != character
-            if not alone or decomposes or any(unicodedata.category(c)[0] == "M" or "\u1100" <= c <= "\u11ff" for c in character):
+            if (
+                not alone
+                or decomposes
+                or any(
+                    unicodedata.category(c)[0] == "M" or "\u1100" <= c <= "\u11ff"
+                    for c in character
+                )
+            ):
                 return None
     return character
 
@@ -317,11 +364,21 @@ def _without_prefix(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
     content = json.loads(backend.to_str())
     if content["normalizer"] is not None:
-        kept = [part for part in _flat(content["normalizer"], "normalizers") if part["type"] != "Prepend"]
+        kept = [
+            part
+            for part in _flat(content["normalizer"], "normalizers")
+            if part["type"] != "Prepend"
+        ]
         content["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
-    steps = [] if content["pre_tokenizer"] is None else _flat(content["pre_tokenizer"], "pretokenizers")
+    steps = (
+        [] if content["pre_tokenizer"] is None else _flat(content["pre_tokenizer"], "pretokenizers")
+    )
     for step in filter(_puts_prefix, steps):
-        step.update({"add_prefix_space": False} if step["type"] == "ByteLevel" else {"prepend_scheme": "never"})
+        step.update(
+            {"add_prefix_space": False}
+            if step["type"] == "ByteLevel"
+            else {"prepend_scheme": "never"}
+        )
     if steps:
         content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
     clone = tokenizers.Tokenizer.from_str(json.dumps(content))

@@ -24,10 +24,25 @@ _LLAMA3 = (
 )  # fmt: skip
 # Number of ranks -> word pattern, whether texts are NFC-normalised first, special tokens from the next id on, roles.
 KNOWN: dict[int, tuple[str | None, bool, tuple[str, ...], dict[str, str]]] = {
-    151643: (QWEN, True, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}),
-    128000: (CL100K, False, _LLAMA3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}),
+    151643: (
+        QWEN,
+        True,
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+    ),
+    128000: (
+        CL100K,
+        False,
+        _LLAMA3,
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+    ),
     100256: (CL100K, False, ("<|reserved_0|>", "<|endoftext|>"), {"eos_token": "<|endoftext|>"}),
-    50256: (None, False, ("<|endoftext|>",), {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}),
+    50256: (
+        None,
+        False,
+        ("<|endoftext|>",),
+        {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+    ),
 }
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n?")
 
@@ -46,7 +61,9 @@ def read_ranks(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
 
     ranks = _parse(path)
     if len(ranks) not in KNOWN:
-        raise DataError(f"{path} has {len(ranks)} ranks; the word pattern is known only for {', '.join(map(str, KNOWN))} ranks.")
+        raise DataError(
+            f"{path} has {len(ranks)} ranks; the word pattern is known only for {', '.join(map(str, KNOWN))} ranks."
+        )
     pattern, composed, special, roles = KNOWN[len(ranks)]
     vocabulary = {spell(token): rank for token, rank in ranks.items()}
     merges = [(spell(left), spell(right)) for left, right in _merges(ranks)]
@@ -70,15 +87,25 @@ def _parse(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise DataError(f"{path}:{number}: not a rank line; expected base64 bytes, a space and a number.") from None
-    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([b]) not in ranks for b in range(256)):
-        raise DataError(f"{path}: the ranks have gaps or lack some of the 256 bytes; the file is damaged or cut short.")
+            raise DataError(
+                f"{path}:{number}: not a rank line; expected base64 bytes, a space and a number."
+            ) from None
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(
+        bytes([b]) not in ranks for b in range(256)
+    ):
+        raise DataError(
+            f"{path}: the ranks have gaps or lack some of the 256 bytes; the file is damaged or cut short."
+        )
     return ranks
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     """The two halves of every token of more than one byte, in the order of ranks."""
-    return [_halves(token, rank, ranks) for token, rank in sorted(ranks.items(), key=lambda item: item[1]) if len(token) > 1]
+    return [
+        _halves(token, rank, ranks)
+        for token, rank in sorted(ranks.items(), key=lambda item: item[1])
+        if len(token) > 1
+    ]
 
 
 def _halves(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
@@ -87,7 +114,9 @@ def _halves(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, by
         joined = [ranks.get(parts[i] + parts[i + 1], rank) for i in range(len(parts) - 1)]
         best = min(joined)
         if best >= rank:
-            raise DataError(f"token {token!r} cannot be made from tokens of lower rank; the rank file is damaged.")
+            raise DataError(
+                f"token {token!r} cannot be made from tokens of lower rank; the rank file is damaged."
+            )
         at = joined.index(best)
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]

@@ -80,7 +80,9 @@ def train_sentencepiece(
     need("sentencepiece", "a sentencepiece tokenizer")
     need("google.protobuf", "a sentencepiece tokenizer")
     check_vocabulary(vocab_size, (*special_tokens, UNKNOWN), 256, max_memory_bytes)
-    words = counted_words(documents, SENTENCEPIECE_WORDS, max_memory_bytes, TRAINER_BYTES_PER_BYTE, workers)
+    words = counted_words(
+        documents, SENTENCEPIECE_WORDS, max_memory_bytes, TRAINER_BYTES_PER_BYTE, workers
+    )
     with temporary_folder("sentencepiece") as folder:
         corpus = folder / "words.tsv"
         _write_words(words, corpus)
@@ -89,23 +91,39 @@ def train_sentencepiece(
         path.write_bytes(_with_plain_spaces(model))
         roles = {"eos_token": special_tokens[0]} if special_tokens else {}
         roles |= {"pad_token": PAD} if PAD in special_tokens else {}
-        tokenizer = read_model(path, {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": UNKNOWN, **roles})
+        tokenizer = read_model(
+            path, {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": UNKNOWN, **roles}
+        )
     tokenizer.save(out)
     return tokenizer
 
 
-def check_vocabulary(vocab_size: int, special_tokens: Sequence[str], base: int, max_memory_bytes: int | None) -> None:
+def check_vocabulary(
+    vocab_size: int, special_tokens: Sequence[str], base: int, max_memory_bytes: int | None
+) -> None:
     """Refuse impossible settings before any text is read."""
     if len(set(special_tokens)) != len(special_tokens) or "" in special_tokens:
-        raise ConfigError(f"special tokens are {', '.join(special_tokens)}; each must be given once and not be empty.")
+        raise ConfigError(
+            f"special tokens are {', '.join(special_tokens)}; each must be given once and not be empty."
+        )
     least = base + len(special_tokens) + 1
     if not least <= vocab_size < 1 << 20:
-        raise ConfigError(f"vocab_size is {vocab_size}; it must be at least {least} ({base} bytes and special tokens) and under 1048576.")
+        raise ConfigError(
+            f"vocab_size is {vocab_size}; it must be at least {least} ({base} bytes and special tokens) and under 1048576."
+        )
     if max_memory_bytes is not None and max_memory_bytes < LEAST_MEMORY_BYTES:
-        raise ConfigError(f"max_memory is {max_memory_bytes} bytes; it must be at least {LEAST_MEMORY_BYTES} (256MB).")
+        raise ConfigError(
+            f"max_memory is {max_memory_bytes} bytes; it must be at least {LEAST_MEMORY_BYTES} (256MB)."
+        )
 
 
-def counted_words(documents: Iterable[str], pattern: str, max_memory_bytes: int | None, learner_bytes: int, workers: int) -> WordCounts:
+def counted_words(
+    documents: Iterable[str],
+    pattern: str,
+    max_memory_bytes: int | None,
+    learner_bytes: int,
+    workers: int,
+) -> WordCounts:
     """Count the words of a corpus within a memory budget, and select what a learner that needs `learner_bytes` per byte can hold."""
     free = None if max_memory_bytes is None else max_memory_bytes - BASE_MEMORY_BYTES
     with WordTable(None if free is None else int(free * 0.4)) as table:
@@ -123,14 +141,18 @@ def counted_words(documents: Iterable[str], pattern: str, max_memory_bytes: int 
     return words
 
 
-def _assemble(vocabulary: dict[str, int], merges: list[tuple[str, str]], special_tokens: Sequence[str]) -> Tokenizer:
+def _assemble(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], special_tokens: Sequence[str]
+) -> Tokenizer:
     from tokenizers import AddedToken, decoders, models
     from tokenizers import Tokenizer as Backend
 
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = byte_level(WORDS)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special_tokens]
+    )
     roles = {"eos_token": special_tokens[0]} if special_tokens else {}
     if PAD in special_tokens:
         roles["pad_token"] = PAD
@@ -144,7 +166,9 @@ def _write_words(words: WordCounts, path: Path) -> None:
                 file.write(f"{word}\t{number}\n")
 
 
-def _train(corpus: Path, vocab_size: int, special_tokens: Sequence[str], character_coverage: float) -> bytes:
+def _train(
+    corpus: Path, vocab_size: int, special_tokens: Sequence[str], character_coverage: float
+) -> bytes:
     from sentencepiece import SentencePieceTrainer
 
     settings: dict[str, Any] = {
@@ -158,7 +182,9 @@ def _train(corpus: Path, vocab_size: int, special_tokens: Sequence[str], charact
         SentencePieceTrainer.train(**settings)  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError as error:
         why = str(error).rsplit("] ", 1)[-1].strip().rstrip(".")
-        raise DataError(f"vocab_size is {vocab_size}, which this corpus cannot give: {why}.") from None
+        raise DataError(
+            f"vocab_size is {vocab_size}, which this corpus cannot give: {why}."
+        ) from None
     return corpus.with_suffix(".model").read_bytes()
 
 

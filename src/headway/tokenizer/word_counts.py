@@ -84,7 +84,9 @@ class WordTable:
         try:
             for word, number in self.counts.items():
                 data = word.encode()
-                files[zlib.crc32(data) % PARTS].write(b"%d %s\n" % (number, data.replace(b"\n", b"\xff")))
+                files[zlib.crc32(data) % PARTS].write(
+                    b"%d %s\n" % (number, data.replace(b"\n", b"\xff"))
+                )
         finally:
             for file in files:
                 file.close()
@@ -100,7 +102,14 @@ class WordCounts:
     covered: float
 
 
-def count_words(texts: Iterable[str], pattern: str, table: WordTable, *, workers: int = 1, advance: Advance | None = None) -> int:
+def count_words(
+    texts: Iterable[str],
+    pattern: str,
+    table: WordTable,
+    *,
+    workers: int = 1,
+    advance: Advance | None = None,
+) -> int:
     """Split texts into words at `pattern` and count them; returns the bytes of text that were read."""
     total = 0
     for counts, size in _counted(_batches(texts), pattern, workers):
@@ -111,7 +120,9 @@ def count_words(texts: Iterable[str], pattern: str, table: WordTable, *, workers
     return total
 
 
-def _counted(batches: Iterator[list[str]], pattern: str, workers: int) -> Iterator[tuple[Counter[str], int]]:
+def _counted(
+    batches: Iterator[list[str]], pattern: str, workers: int
+) -> Iterator[tuple[Counter[str], int]]:
     if workers <= 1:
         for batch in batches:
             yield _count_batch(batch, pattern)
@@ -172,10 +183,16 @@ def select_words(table: WordTable, max_word_bytes: int | None) -> WordCounts:
     selected: Counter[str] = Counter()
     total, left_out = _select(table, max_word_bytes, RUN_LENGTHS, selected)
     ordered = sorted(selected.items(), key=lambda item: (-item[1], item[0]))
-    return WordCounts([word for word, _ in ordered], [number for _, number in ordered], 1 - left_out / max(1, total))
+    return WordCounts(
+        [word for word, _ in ordered],
+        [number for _, number in ordered],
+        1 - left_out / max(1, total),
+    )
 
 
-def _select(table: WordTable, room: int | None, lengths: tuple[int, ...], selected: Counter[str]) -> tuple[int, int]:
+def _select(
+    table: WordTable, room: int | None, lengths: tuple[int, ...], selected: Counter[str]
+) -> tuple[int, int]:
     """Move what fits from `table` to `selected`, split the rest shorter and try again; returns bytes seen and bytes left out."""
     least, total = _least_count(table, room, last=not lengths)
     left_out = selected_bytes = 0

@@ -61,8 +61,17 @@ def full_config() -> dict[str, Any]:
 
 def is_bare(backend: tokenizers.Tokenizer) -> bool:
     """Whether a tokenizer.json is zero2all's without its special tokens."""
-    if backend.get_vocab_size(with_added_tokens=True) != FIRST or backend.get_added_tokens_decoder():
+    if (
+        backend.get_vocab_size(with_added_tokens=True) != FIRST
+        or backend.get_added_tokens_decoder()
+    ):
         return False
-    cuts = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer is not None else {}
-    patterns = [part.get("pattern", {}).get("Regex", "") for part in cuts.get("pretokenizers", [cuts])]
+    cuts = (
+        json.loads(backend.pre_tokenizer.__getstate__())
+        if backend.pre_tokenizer is not None
+        else {}
+    )
+    patterns = [
+        part.get("pattern", {}).get("Regex", "") for part in cuts.get("pretokenizers", [cuts])
+    ]
     return any(pattern.endswith(CUT) for pattern in patterns)

@@ -33,22 +33,43 @@ class Config(TrackerConfig):
     """Send a message when something happens to a run."""
 
     kind: str = setting("alert", "alert.", on_resume="free")
-    form: Form = setting("webhook", "Message format: feishu, slack, webhook (all fields as JSON), or command.", on_resume="free")
-    url_env: str = setting("ALERT_WEBHOOK", "Environment variable that holds the address to post to.", on_resume="free", min_length=1)
+    form: Form = setting(
+        "webhook",
+        "Message format: feishu, slack, webhook (all fields as JSON), or command.",
+        on_resume="free",
+    )
+    url_env: str = setting(
+        "ALERT_WEBHOOK",
+        "Environment variable that holds the address to post to.",
+        on_resume="free",
+        min_length=1,
+    )
     command: tuple[str, ...] = setting(
-        (), "For form: command, the program and its arguments; it reads the message as JSON on stdin.", on_resume="free"
+        (),
+        "For form: command, the program and its arguments; it reads the message as JSON on stdin.",
+        on_resume="free",
     )
     events: tuple[Event, ...] = setting(get_args(Event), EVENTS_DOC, on_resume="free")
-    every_seconds: float = setting(300.0, "Minimum seconds between two messages about the same event.", ge=0, on_resume="free")
-    timeout_seconds: float = setting(30.0, "Seconds to wait for the receiver's answer.", gt=0, on_resume="free")
+    every_seconds: float = setting(
+        300.0, "Minimum seconds between two messages about the same event.", ge=0, on_resume="free"
+    )
+    timeout_seconds: float = setting(
+        30.0, "Seconds to wait for the receiver's answer.", gt=0, on_resume="free"
+    )
 
     def build(self, run_dir: Path, run_name: str) -> Alert:
         """Make the tracker; raises ConfigError if the address is not set or the program does not exist."""
         if self.form != "command":
             address = address_from_environment(self.url_env, "track url_env")
-            return Alert(self, run_name, poster(address, self.timeout_seconds, lambda answer: _refusal(self.form, answer)))
+            return Alert(
+                self,
+                run_name,
+                poster(address, self.timeout_seconds, lambda answer: _refusal(self.form, answer)),
+            )
         if not self.command or shutil.which(self.command[0]) is None:
-            raise ConfigError(f"track command is {list(self.command)}; form: command needs a program that can be run, and its arguments.")
+            raise ConfigError(
+                f"track command is {list(self.command)}; form: command needs a program that can be run, and its arguments."
+            )
         return Alert(self, run_name, self._call)
 
     def build_outside(self, run_dir: Path, run_name: str) -> Alert:
@@ -59,12 +80,23 @@ class Config(TrackerConfig):
         """Run the command with the message on stdin; returns the reason of a failure."""
         null = subprocess.DEVNULL
         try:
-            done = subprocess.run(self.command, input=message, stdout=null, stderr=null, timeout=self.timeout_seconds, check=False)
+            done = subprocess.run(
+                self.command,
+                input=message,
+                stdout=null,
+                stderr=null,
+                timeout=self.timeout_seconds,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return f"{self.command[0]} took longer than {self.timeout_seconds:g} s"
         except OSError as problem:
             return f"{self.command[0]}: {problem.strerror}"
-        return None if done.returncode == 0 else f"{self.command[0]} ended with exit code {done.returncode}"
+        return (
+            None
+            if done.returncode == 0
+            else f"{self.command[0]} ended with exit code {done.returncode}"
+        )
 
 
 class Alert:
@@ -131,7 +163,11 @@ class AlertMessage:
         content: dict[str, Any] = asdict(self)
         if form == "feishu":
             post = {"title": self.title, "content": [[{"tag": "text", "text": self.text}]]}
-            content = {"timestamp": self.timestamp, "msg_type": "post", "content": {"post": {"zh_cn": post}}}
+            content = {
+                "timestamp": self.timestamp,
+                "msg_type": "post",
+                "content": {"post": {"zh_cn": post}},
+            }
         elif form == "slack":
             content = {"text": f"*{self.title}*\n{self.text}"}
         return json.dumps(content, ensure_ascii=False, allow_nan=False).encode()

@@ -45,24 +45,43 @@ class ProgressBar:
             self.status.show(self._line)
 
     def _line(self, width: int) -> str:
-        return bar_line(self._record, self.total_steps, self._valid, width, is_plain=self.status.is_plain, has_colour=wants_colour())
+        return bar_line(
+            self._record,
+            self.total_steps,
+            self._valid,
+            width,
+            is_plain=self.status.is_plain,
+            has_colour=wants_colour(),
+        )
 
 
 def _valid_loss(valid: Mapping[str, Any]) -> float | None:
     """The validation loss: of the only set, else the mean over the sets."""
-    losses = [one["loss"] for one in valid.values() if isinstance(one, Mapping) and isinstance(one.get("loss"), (int, float))]
+    losses = [
+        one["loss"]
+        for one in valid.values()
+        if isinstance(one, Mapping) and isinstance(one.get("loss"), (int, float))
+    ]
     return sum(losses) / len(losses) if losses else None
 
 
 def bar_line(
-    record: Mapping[str, Any], total_steps: int | None, valid: float | None, width: int, *, is_plain: bool = False, has_colour: bool = True
+    record: Mapping[str, Any],
+    total_steps: int | None,
+    valid: float | None,
+    width: int,
+    *,
+    is_plain: bool = False,
+    has_colour: bool = True,
 ) -> str:
     """The line of a step in at most `width` columns."""
     step, numbers = record["step"], flatten(record)
     count = f"{step}/{total_steps}" if total_steps else f"step {step}"
     parts = {
         "loss": _known(numbers.get("loss"), lambda value: f"loss {value:.4g}"),
-        "eta": _known(numbers.get("eta_seconds"), lambda value: f"eta {duration(value)}") if step != total_steps else "",
+        "eta": _known(numbers.get("eta_seconds"), lambda value: f"eta {duration(value)}")
+        if step != total_steps
+        else "",
         "valid": _known(valid, lambda value: f"valid {value:.4g}"),
         "speed": _known(numbers.get("tokens_per_second"), lambda value: f"{quantity(value)} tok/s"),
         "mfu": _known(numbers.get("mfu_causal"), lambda value: f"mfu {value:.0%}"),

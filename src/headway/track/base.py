@@ -11,7 +11,18 @@ from headway.config.kinds import KindConfig
 from headway.errors import ConfigError
 
 Value = float | int | str | None
-Event = Literal["start", "finish", "crash", "hang", "spike", "nan", "save_failure", "slow_rank", "callback", "tracker_failure"]
+Event = Literal[
+    "start",
+    "finish",
+    "crash",
+    "hang",
+    "spike",
+    "nan",
+    "save_failure",
+    "slow_rank",
+    "callback",
+    "tracker_failure",
+]
 """What a run reports besides its metrics."""
 
 
@@ -61,7 +72,9 @@ class TrackerConfig(KindConfig):
 
     def build(self, run_dir: Path, run_name: str) -> Tracker | None:
         """Make the tracker of a run; None if it cannot work here, which it has logged."""
-        raise ConfigError(f"{type(self).__module__} defines no Config.build(run_dir, run_name); a tracker needs one.")
+        raise ConfigError(
+            f"{type(self).__module__} defines no Config.build(run_dir, run_name); a tracker needs one."
+        )
 
     def build_outside(self, run_dir: Path, run_name: str) -> Tracker | None:
         """Make a tracker that only reports events, for the supervisor or a failing rank; None if this kind reports no events."""
@@ -74,7 +87,9 @@ def flatten(record: Mapping[str, Any]) -> dict[str, Value]:
     for key, value in record.items():
         if isinstance(value, Mapping):
             if list(value) == [key] and isinstance(value[key], Mapping):
-                value = value[key]  # a single validation set needs no name: valid/loss, not valid/valid/loss
+                value = value[
+                    key
+                ]  # a single validation set needs no name: valid/loss, not valid/valid/loss
             prefix = "" if key == "time" else f"{key}/"
             flat.update({prefix + name: below for name, below in flatten(value).items()})
         elif key != "step":

@@ -55,12 +55,20 @@ class Callback:
 class CallbackThreads:
     """The callbacks of one call of `train`, each with its thread; none on other ranks than the first."""
 
-    def __init__(self, callbacks: Sequence[Callback] = (), *, hang_seconds: float = HANG_SECONDS, end_seconds: float = END_SECONDS) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[Callback] = (),
+        *,
+        hang_seconds: float = HANG_SECONDS,
+        end_seconds: float = END_SECONDS,
+    ) -> None:
         self.hang_seconds, self.end_seconds = hang_seconds, end_seconds
         self.summary: Mapping[str, Any] = {}
         """What `on_end` receives."""
         self.report: Callable[[str], object] = lambda text: log.warning("%s", text)
-        self._workers = [_Worker(callback, lambda text: self.report(text)) for callback in callbacks]
+        self._workers = [
+            _Worker(callback, lambda text: self.report(text)) for callback in callbacks
+        ]
 
     def record(self, record: Mapping[str, Any], at_start: str = "") -> None:
         """Pass on the record of a step; `at_start` is the key of a validation before it. Returns at once."""
@@ -91,7 +99,9 @@ class CallbackThreads:
         for worker in self._workers:
             worker.thread.join(max(0.0, end - time.monotonic()))
             if worker.thread.is_alive():
-                worker.drop(f"has not returned from {worker.method} at the end of the run, after {self.end_seconds:g} s")
+                worker.drop(
+                    f"has not returned from {worker.method} at the end of the run, after {self.end_seconds:g} s"
+                )
 
 
 class _Worker:
@@ -105,17 +115,23 @@ class _Worker:
         self._queue: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._change = threading.Condition()
         self._ends = self._dropped = False
-        self.thread = threading.Thread(target=self._run, name=f"headway-callback-{type(callback).__name__}", daemon=True)
+        self.thread = threading.Thread(
+            target=self._run, name=f"headway-callback-{type(callback).__name__}", daemon=True
+        )
         self.thread.start()
 
     def put(self, method: str, *given: Any) -> None:
-        if method in ("on_step", "on_validate", "on_save", "on_end") and getattr(type(self.callback), method) is getattr(Callback, method):
+        if method in ("on_step", "on_validate", "on_save", "on_end") and getattr(
+            type(self.callback), method
+        ) is getattr(Callback, method):
             return  # not defined by this callback
         with self._change:
             if self._dropped:
                 return
             if len(self._queue) >= MAX_QUEUED:
-                oldest = next((at for at, (name, _) in enumerate(self._queue) if name == "on_step"), 0)
+                oldest = next(
+                    (at for at, (name, _) in enumerate(self._queue) if name == "on_step"), 0
+                )
                 del self._queue[oldest]
             self._queue.append((method, given))
             self._change.notify()

@@ -38,7 +38,10 @@ class Console:
     """Writes steps to headway's log, which goes to the terminal and to train.log."""
 
     def __init__(
-        self, total_steps: int | None = None, status: StatusLine | None = None, style: Literal["headway", "internlm"] = "headway"
+        self,
+        total_steps: int | None = None,
+        status: StatusLine | None = None,
+        style: Literal["headway", "internlm"] = "headway",
     ) -> None:
         self.total_steps, self.style = total_steps, style
         self.bar = None if status is None else ProgressBar(status, total_steps)
@@ -52,21 +55,35 @@ class Console:
         """Show one step; validation results get a separate line."""
         flat = flatten(metrics)
         valid = {name: value for name, value in flat.items() if name.startswith("valid")}
-        if any(name.endswith(RETRIEVAL) for name in valid):  # dozens of numbers; metrics.jsonl and trackers have them all
-            valid = {name: value for name, value in valid.items() if name.endswith((RETRIEVAL, "/loss"))}
+        if any(
+            name.endswith(RETRIEVAL) for name in valid
+        ):  # dozens of numbers; metrics.jsonl and trackers have them all
+            valid = {
+                name: value for name, value in valid.items() if name.endswith((RETRIEVAL, "/loss"))
+            }
         # Validation before the first step has no training metrics.
         at_start = "validated at the start: " if valid and "loss" not in flat else ""
         if not at_start:
-            line = step_line(step, self.total_steps, flat) if self.style == "headway" else internlm_line(step, flat)
+            line = (
+                step_line(step, self.total_steps, flat)
+                if self.style == "headway"
+                else internlm_line(step, flat)
+            )
             log.info("%s", line, extra=None if self.bar is None else FILE_ONLY)
         if valid:
             line = at_start + "  ".join(f"{name} {_number(value)}" for name, value in valid.items())
             log.info("%s", line, extra=None if self.bar is None else FILE_ONLY)
             if self.bar is not None:
                 log.info("step %d  valid: %s", step, _short(valid), extra=SCREEN_ONLY)
-        rest = {name: value for name, value in flat.items() if name not in SHOWN and not name.startswith("valid") and value is not None}
+        rest = {
+            name: value
+            for name, value in flat.items()
+            if name not in SHOWN and not name.startswith("valid") and value is not None
+        }
         if rest:
-            log.debug("%s", "  " + "  ".join(f"{name} {_number(value)}" for name, value in rest.items()))
+            log.debug(
+                "%s", "  " + "  ".join(f"{name} {_number(value)}" for name, value in rest.items())
+            )
 
     def note(self, text: str) -> None:
         """Show a note."""
@@ -93,7 +110,10 @@ def step_line(step: int, total_steps: int | None, metrics: Mapping[str, Value]) 
             parts.append(write(metrics[name]))
     if isinstance(sparsity := metrics.get("sparsity"), (int, float)):
         target = metrics.get("sparsity_target")
-        parts.append(f"sparsity {sparsity:.3f}" + (f"/{target:.3f}" if isinstance(target, (int, float)) else ""))
+        parts.append(
+            f"sparsity {sparsity:.3f}"
+            + (f"/{target:.3f}" if isinstance(target, (int, float)) else "")
+        )
     speed = metrics.get("tokens_per_second")
     if isinstance(speed, (int, float)):
         parts.append(f"{quantity(speed)} tok/s")
@@ -121,7 +141,11 @@ def _loss(value: Value) -> str:
 
 
 def _rate(value: Value) -> str:
-    return f"lr {value:.1e}".replace("e-0", "e-").replace("e+00", "e0") if isinstance(value, (int, float)) else f"lr {value}"
+    return (
+        f"lr {value:.1e}".replace("e-0", "e-").replace("e+00", "e0")
+        if isinstance(value, (int, float))
+        else f"lr {value}"
+    )
 
 
 def _norm(value: Value) -> str:
@@ -131,7 +155,11 @@ def _norm(value: Value) -> str:
 
 
 def _utilisation(full: Value, causal: Value) -> str:
-    known = [f"{name} {value:.0%}" for name, value in (("full", full), ("causal", causal)) if isinstance(value, (int, float))]
+    known = [
+        f"{name} {value:.0%}"
+        for name, value in (("full", full), ("causal", causal))
+        if isinstance(value, (int, float))
+    ]
     return f"mfu {' '.join(known)}" if known else ""
 
 
@@ -142,4 +170,8 @@ def _number(value: Value) -> str:
 def _short(valid: Mapping[str, Value]) -> str:
     """Validation results for a terminal: without the first word of their names and without counts."""
     names = {name: name.removeprefix("valid/") for name in valid}
-    return "  ".join(f"{names[name]} {_number(value)}" for name, value in valid.items() if not name.endswith("/tokens"))
+    return "  ".join(
+        f"{names[name]} {_number(value)}"
+        for name, value in valid.items()
+        if not name.endswith("/tokens")
+    )

@@ -44,7 +44,12 @@ class CurvePoints:
         """A value of a step; what is no finite number is left out. Later steps that are there already were rolled back."""
         while self.points and self.points[-1][0] >= step:
             self.points.pop()
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or value != value
+            or abs(value) == float("inf")
+        ):
             return
         self.seen += 1
         if (self.seen - 1) % self.stride == 0:
@@ -57,22 +62,38 @@ class TrainingCurve:
     """The curves of a run, by panel and name."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
-        self.panels: dict[str, dict[str, CurvePoints]] = {"loss": {}, "score": {}, "learning rate": {}, "gradient norm": {}}
+        self.panels: dict[str, dict[str, CurvePoints]] = {
+            "loss": {},
+            "score": {},
+            "learning rate": {},
+            "gradient norm": {},
+        }
         for record in records:
             self.add(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """The numbers of one step."""
         step = int(record["step"])
-        for panel, name, key in (("loss", "training", "loss"), ("learning rate", "lr", "lr"), ("gradient norm", "grad_norm", "grad_norm")):
+        for panel, name, key in (
+            ("loss", "training", "loss"),
+            ("learning rate", "lr", "lr"),
+            ("gradient norm", "grad_norm", "grad_norm"),
+        ):
             self._add(panel, name, step, record.get(key))
         sets = record.get("valid")
         for each, numbers in cast(dict[str, Any], sets).items() if isinstance(sets, dict) else ():
-            for name, value in flatten(cast(dict[str, Any], numbers)).items() if isinstance(numbers, dict) else ():
+            for name, value in (
+                flatten(cast(dict[str, Any], numbers)).items() if isinstance(numbers, dict) else ()
+            ):
                 if name == "loss":
                     self._add("loss", each, step, value)
                 elif name.rsplit("/", 1)[-1].endswith(SCORES):
-                    self._add("score", name if len(cast(dict[str, Any], sets)) == 1 else f"{each}/{name}", step, value)
+                    self._add(
+                        "score",
+                        name if len(cast(dict[str, Any], sets)) == 1 else f"{each}/{name}",
+                        step,
+                        value,
+                    )
 
     def _add(self, panel: str, name: str, step: int, value: object) -> None:
         curves = self.panels[panel]
@@ -82,20 +103,31 @@ class TrainingCurve:
     def svg(self, title: str) -> str:
         """The picture; panels without a point are left out."""
         shown = {
-            panel: some for panel, curves in self.panels.items() if (some := {name: one for name, one in curves.items() if one.points})
+            panel: some
+            for panel, curves in self.panels.items()
+            if (some := {name: one for name, one in curves.items() if one.points})
         }
         height = TOP + len(shown) * (HEIGHT + TOP) + 10
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + RIGHT} {height}" font-family="sans-serif" font-size="12">',
             f'<rect width="{WIDTH + RIGHT}" height="{height}" fill="#fff"/><text x="{LEFT}" y="18" font-size="14">{escape(title)}</text>',
         ]
-        steps = [one.points[at][0] for curves in shown.values() for one in curves.values() for at in (0, -1)]
+        steps = [
+            one.points[at][0]
+            for curves in shown.values()
+            for one in curves.values()
+            for at in (0, -1)
+        ]
         for number, (panel, curves) in enumerate(shown.items()):
-            parts += _panel(panel, curves, TOP + 10 + number * (HEIGHT + TOP), (min(steps), max(steps)))
+            parts += _panel(
+                panel, curves, TOP + 10 + number * (HEIGHT + TOP), (min(steps), max(steps))
+            )
         return "\n".join([*parts, "</svg>", ""])
 
 
-def _panel(panel: str, curves: Mapping[str, CurvePoints], top: int, steps: tuple[int, int]) -> list[str]:
+def _panel(
+    panel: str, curves: Mapping[str, CurvePoints], top: int, steps: tuple[int, int]
+) -> list[str]:
     values = [value for one in curves.values() for _, value in one.points]
     (first, last), low, high = steps, min(values), max(values)
     wide, tall = max(1, last - first), (high - low) or abs(high) or 1.0
@@ -104,20 +136,30 @@ def _panel(panel: str, curves: Mapping[str, CurvePoints], top: int, steps: tuple
     def at(step: int, value: float) -> str:
         return f"{LEFT + (step - first) / wide * (right - LEFT):.1f},{bottom - (value - low) / tall * (bottom - top):.1f}"
 
-    parts = [f'<rect x="{LEFT}" y="{top}" width="{right - LEFT}" height="{bottom - top}" fill="none" stroke="#bbb"/>']
+    parts = [
+        f'<rect x="{LEFT}" y="{top}" width="{right - LEFT}" height="{bottom - top}" fill="none" stroke="#bbb"/>'
+    ]
     for value, y in ((high, top + 10), (low, bottom)):
         parts.append(f'<text x="{LEFT - 6}" y="{y}" text-anchor="end">{value:.4g}</text>')
-    parts.append(f'<text x="{LEFT}" y="{bottom + 15}">{first}</text><text x="{right}" y="{bottom + 15}" text-anchor="end">{last}</text>')
-    parts.append(f'<text x="{(LEFT + right) // 2}" y="{bottom + 15}" text-anchor="middle">{escape(panel)} by step</text>')
+    parts.append(
+        f'<text x="{LEFT}" y="{bottom + 15}">{first}</text><text x="{right}" y="{bottom + 15}" text-anchor="end">{last}</text>'
+    )
+    parts.append(
+        f'<text x="{(LEFT + right) // 2}" y="{bottom + 15}" text-anchor="middle">{escape(panel)} by step</text>'
+    )
     for number, (name, one) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
         line = " ".join(at(step, value) for step, value in one.points)
         if len(one.points) == 1:
             x, y = line.split(",")
             parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>')
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(
+            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        )
         label = f"{name}: {one.points[-1][1]:.4g}"
-        parts.append(f'<text x="{WIDTH}" y="{top + 12 + 16 * number}" fill="{colour}">{escape(label)}</text>')
+        parts.append(
+            f'<text x="{WIDTH}" y="{top + 12 + 16 * number}" fill="{colour}">{escape(label)}</text>'
+        )
     return parts
 
 

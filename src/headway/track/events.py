@@ -25,14 +25,19 @@ LAST_LINES = 10
 MAX_CLAIM_BYTES = 1 << 20
 
 
-def append_event(run_dir: Path, event: Event, text: str, step: int, writes: Deferred | None = None, **facts: Any) -> None:
+def append_event(
+    run_dir: Path, event: Event, text: str, step: int, writes: Deferred | None = None, **facts: Any
+) -> None:
     """Append an event to events.jsonl as one line of JSON. Does nothing before the run folder exists.
 
     If the line cannot be written (a full disk), it waits in `writes`: reporting an event must never fail.
     """
     if not run_dir.is_dir():
         return
-    line = json.dumps({"time": round(time.time(), 3), "event": event, "step": step, "text": text, **facts}, ensure_ascii=False)
+    line = json.dumps(
+        {"time": round(time.time(), 3), "event": event, "step": step, "text": text, **facts},
+        ensure_ascii=False,
+    )
     (writes or Deferred()).append(run_dir / EVENTS, line.encode(errors="backslashreplace") + b"\n")
 
 
@@ -52,7 +57,12 @@ def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def report_event(
-    configs: Sequence[TrackerConfig], run_dir: Path, event: Event, text: str, step: int = 0, writes: Deferred | None = None
+    configs: Sequence[TrackerConfig],
+    run_dir: Path,
+    event: Event,
+    text: str,
+    step: int = 0,
+    writes: Deferred | None = None,
 ) -> None:
     """Record an event and send it through every tracker that works without a run; waits briefly for the messages to be sent."""
     append_event(run_dir, event, text, step, writes)
@@ -63,7 +73,9 @@ def report_event(
             tracker.close()
 
 
-def send_crash_alert(configs: Sequence[TrackerConfig], run_dir: Path, text: str, step: int = 0) -> bool:
+def send_crash_alert(
+    configs: Sequence[TrackerConfig], run_dir: Path, text: str, step: int = 0
+) -> bool:
     """Report a crash unless another process already did; returns whether it was reported."""
     if not claim_crash_report(run_dir, text):
         return False

@@ -25,13 +25,27 @@ class Config(TrackerConfig):
     """Post metrics to a monitor every few steps."""
 
     kind: str = setting("heartbeat", "heartbeat.", on_resume="free")
-    url_env: str = setting("MONITOR_ADDRESS", "Environment variable that holds the address to post to.", on_resume="free", min_length=1)
-    every: int = setting(50, "Steps between heartbeats; sent with the first logged step at or after each.", gt=0, on_resume="free")
-    timeout_seconds: float = setting(5.0, "Seconds to wait for the monitor's answer.", gt=0, on_resume="free")
+    url_env: str = setting(
+        "MONITOR_ADDRESS",
+        "Environment variable that holds the address to post to.",
+        on_resume="free",
+        min_length=1,
+    )
+    every: int = setting(
+        50,
+        "Steps between heartbeats; sent with the first logged step at or after each.",
+        gt=0,
+        on_resume="free",
+    )
+    timeout_seconds: float = setting(
+        5.0, "Seconds to wait for the monitor's answer.", gt=0, on_resume="free"
+    )
 
     def build(self, run_dir: Path, run_name: str) -> HeartbeatPost:
         """Make the tracker; raises ConfigError if the address is not set."""
-        return HeartbeatPost(self, run_name, address_from_environment(self.url_env, "track url_env"))
+        return HeartbeatPost(
+            self, run_name, address_from_environment(self.url_env, "track url_env")
+        )
 
 
 class HeartbeatPost:
@@ -39,7 +53,12 @@ class HeartbeatPost:
 
     def __init__(self, config: Config, run_name: str, address: str) -> None:
         self._every = config.every
-        self._identity = {"msg_type": "train_metrics", "cluster": cluster_name(), "job": job_id(), "run": run_name}
+        self._identity = {
+            "msg_type": "train_metrics",
+            "cluster": cluster_name(),
+            "job": job_id(),
+            "run": run_name,
+        }
         self._sender = Sender("heartbeats", poster(address, config.timeout_seconds), capacity=2)
         self._next = 0
 
@@ -48,8 +67,15 @@ class HeartbeatPost:
         if step < self._next:
             return
         self._next = (step // self._every + 1) * self._every
-        numbers = {re.sub(r"\W", "_", name, flags=re.ASCII): _finite(value) for name, value in flatten(metrics).items()}
-        self._sender.put(json.dumps({**self._identity, "step": step, **numbers}, ensure_ascii=False, allow_nan=False).encode())
+        numbers = {
+            re.sub(r"\W", "_", name, flags=re.ASCII): _finite(value)
+            for name, value in flatten(metrics).items()
+        }
+        self._sender.put(
+            json.dumps(
+                {**self._identity, "step": step, **numbers}, ensure_ascii=False, allow_nan=False
+            ).encode()
+        )
 
     def note(self, text: str) -> None:
         """Ignored: a heartbeat carries only metrics."""

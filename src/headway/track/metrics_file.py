@@ -39,7 +39,9 @@ class MetricsFile:
         plain = {key: _finite(value, key, non_finite) for key, value in record.items()}
         if non_finite:
             plain["non_finite"] = non_finite
-        self.writes.append(self.path, json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        self.writes.append(
+            self.path, json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        )
 
     def sync(self) -> None:
         """Flush all lines to disk, e.g. before a checkpoint is written."""
@@ -64,7 +66,9 @@ class MetricsFile:
         except FileNotFoundError:
             return
         except OSError as problem:
-            log.warning("%s: cannot remove the lines after step %d: %s", self.path, step, problem.strerror)
+            log.warning(
+                "%s: cannot remove the lines after step %d: %s", self.path, step, problem.strerror
+            )
 
     def repair(self) -> None:
         """Rewrite the file without its damaged lines. If that fails, the file stays unchanged."""
@@ -99,13 +103,22 @@ class MetricsReader:
                     record = _record(line)
                     if record is not None:
                         yield record
-                    elif line.endswith(b"\n"):  # otherwise incomplete: a run is writing, or was killed
+                    elif line.endswith(
+                        b"\n"
+                    ):  # otherwise incomplete: a run is writing, or was killed
                         self.damaged += 1
                         self.first_damaged = self.first_damaged or number
         except OSError as problem:
-            raise DataError(f"{self.path}: cannot be read: {problem.strerror}. Give the metrics.jsonl of a run folder.") from None
+            raise DataError(
+                f"{self.path}: cannot be read: {problem.strerror}. Give the metrics.jsonl of a run folder."
+            ) from None
         if self.damaged:
-            log.warning("%s: skipped %d damaged lines; the first is line %d", self.path, self.damaged, self.first_damaged)
+            log.warning(
+                "%s: skipped %d damaged lines; the first is line %d",
+                self.path,
+                self.damaged,
+                self.first_damaged,
+            )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

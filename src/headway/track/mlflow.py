@@ -28,21 +28,34 @@ class Config(ServiceConfig):
     PACKAGE: ClassVar[str] = "mlflow"
     kind: str = setting("mlflow", "mlflow.", on_resume="free")
     uri: str | None = setting(
-        None, "Address of the tracking server; null = the environment variable MLFLOW_TRACKING_URI.", on_resume="free"
+        None,
+        "Address of the tracking server; null = the environment variable MLFLOW_TRACKING_URI.",
+        on_resume="free",
     )
-    experiment: str = setting("headway", "Experiment of the run; made if it does not exist.", on_resume="free", min_length=1)
+    experiment: str = setting(
+        "headway",
+        "Experiment of the run; made if it does not exist.",
+        on_resume="free",
+        min_length=1,
+    )
     artifacts: bool = setting(
-        True, "Upload the training curve, reports, the recipe and the final metrics when the run has finished.", on_resume="free"
+        True,
+        "Upload the training curve, reports, the recipe and the final metrics when the run has finished.",
+        on_resume="free",
     )
     weights: bool = setting(
-        False, "Upload final/, too. It must arrive within timeout_seconds, or the tracker is dropped.", on_resume="free"
+        False,
+        "Upload final/, too. It must arrive within timeout_seconds, or the tracker is dropped.",
+        on_resume="free",
     )
 
     def check(self) -> None:
         """Refuse a missing package, a missing address, and a password in the recipe."""
         super().check()
         if self.uri is None and not has_secret(URI):
-            raise ConfigError(f"track kind mlflow has no uri, and {URI} is not set. Set one of them to the server's address.")
+            raise ConfigError(
+                f"track kind mlflow has no uri, and {URI} is not set. Set one of them to the server's address."
+            )
         if self.uri is not None:
             without_password(self.uri, "track uri of kind mlflow")
 
@@ -54,7 +67,12 @@ class Config(ServiceConfig):
         """What is there of a finished run, by the folder of its artifacts."""
         found: list[tuple[Path, str]] = []
         if self.artifacts:
-            named = ((CURVE, "plots"), ("recipe.yaml", "config"), ("environment.json", "config"), ("summary.json", "metrics"))
+            named = (
+                (CURVE, "plots"),
+                ("recipe.yaml", "config"),
+                ("environment.json", "config"),
+                ("summary.json", "metrics"),
+            )
             found += [(run_dir / name, place) for name, place in named]
             found += [(path, "reports") for path in sorted(run_dir.glob("*.html"))]
         if self.weights:
@@ -68,8 +86,12 @@ class Config(ServiceConfig):
             client.update_run(run.id, status="RUNNING")
             return ServerRun(client, entities, run.id)
         found = client.get_experiment_by_name(self.experiment)
-        experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
-        made = client.create_run(experiment, run_name=run.name, tags={"headway.folder": str(run.folder)})
+        experiment = (
+            client.create_experiment(self.experiment) if found is None else found.experiment_id
+        )
+        made = client.create_run(
+            experiment, run_name=run.name, tags={"headway.folder": str(run.folder)}
+        )
         params = [entities.Param(key, str(value)[:LONGEST]) for key, value in leaves(run.params)]
         for start in range(0, len(params), PARAMS_AT_ONCE):
             client.log_batch(made.info.run_id, params=params[start : start + PARAMS_AT_ONCE])
@@ -85,7 +107,13 @@ class ServerRun:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to every curve, in one request."""
         now = int(time.time() * 1000)
-        self.client.log_batch(self.id, metrics=[self.entities.Metric(name, float(value), now, step) for name, value in values.items()])
+        self.client.log_batch(
+            self.id,
+            metrics=[
+                self.entities.Metric(name, float(value), now, step)
+                for name, value in values.items()
+            ],
+        )
 
     def event(self, name: str, text: str, step: int) -> None:
         """The last event of each kind is a tag."""

@@ -48,7 +48,9 @@ class Sender:
             return
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._warn_once(f"the receiver does not answer; {self._waiting.qsize()} messages are still queued")
+            self._warn_once(
+                f"the receiver does not answer; {self._waiting.qsize()} messages are still queued"
+            )
 
     def _work(self) -> None:
         while (message := self._waiting.get()) is not None:
@@ -62,7 +64,11 @@ class Sender:
             log.warning("%s cannot be sent: %s; later failures are not logged", self._what, problem)
 
 
-def poster(address: str, timeout_seconds: float, refusal: Callable[[bytes], str | None] = lambda answer: None) -> Send:
+def poster(
+    address: str,
+    timeout_seconds: float,
+    refusal: Callable[[bytes], str | None] = lambda answer: None,
+) -> Send:
     """A `Send` that posts JSON to an address, which is never logged. `refusal` returns the error that an HTTP 200 answer contains."""
     opener = direct_opener()
 
@@ -78,6 +84,10 @@ def poster(address: str, timeout_seconds: float, refusal: Callable[[bytes], str 
         except urllib.error.URLError as error:
             return f"{error.reason}"
         except (OSError, http.client.HTTPException) as error:
-            return type(error).__name__ if not isinstance(error, TimeoutError) else f"no answer in {timeout_seconds:g} s"
+            return (
+                type(error).__name__
+                if not isinstance(error, TimeoutError)
+                else f"no answer in {timeout_seconds:g} s"
+            )
 
     return send

@@ -83,7 +83,10 @@ class ServiceConfig(TrackerConfig):
 
     PACKAGE: ClassVar[str] = ""
     timeout_seconds: float = setting(
-        60.0, "Seconds without an answer after which the tracker is dropped and training continues.", gt=0, on_resume="free"
+        60.0,
+        "Seconds without an answer after which the tracker is dropped and training continues.",
+        gt=0,
+        on_resume="free",
     )
 
     def check(self) -> None:
@@ -114,7 +117,9 @@ class ServiceConfig(TrackerConfig):
 
     def open(self, run: TrackedRun) -> ServiceClient:
         """Begin or continue a run; called in the package's process."""
-        raise ConfigError(f"{type(self).__module__} defines no Config.open(run); a tracker of a service needs one.")
+        raise ConfigError(
+            f"{type(self).__module__} defines no Config.open(run); a tracker of a service needs one."
+        )
 
 
 class _DroppedError(Exception):
@@ -145,7 +150,11 @@ class Service:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Queue a record; values that are not finite numbers are left out."""
-        values = {name: value for name, value in flatten(metrics).items() if isinstance(value, (int, float)) and math.isfinite(value)}
+        values = {
+            name: value
+            for name, value in flatten(metrics).items()
+            if isinstance(value, (int, float)) and math.isfinite(value)
+        }
         self._put({"do": "log", "step": step, "values": values})
 
     def note(self, text: str) -> None:
@@ -170,9 +179,15 @@ class Service:
             self._put({"do": "finish"})
             self._thread.join(self.config.timeout_seconds)
             if self._thread.is_alive():
-                self._drop(f"it did not finish in {self.config.timeout_seconds:g} s; {self._queue.qsize()} messages were not sent")
+                self._drop(
+                    f"it did not finish in {self.config.timeout_seconds:g} s; {self._queue.qsize()} messages were not sent"
+                )
         if self._lost:
-            log.warning("%s was slower than training: %d records were not sent; metrics.jsonl has them", self.config.kind, self._lost)
+            log.warning(
+                "%s was slower than training: %d records were not sent; metrics.jsonl has them",
+                self.config.kind,
+                self._lost,
+            )
         self._kill()
 
     def _put(self, message: dict[str, Any]) -> None:
@@ -183,7 +198,9 @@ class Service:
             self._drop(f"it does not answer for {self.config.timeout_seconds:g} s")
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"headway-{self.config.kind}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, name=f"headway-{self.config.kind}", daemon=True
+            )
             self._thread.start()
         try:
             self._queue.put_nowait(message)
@@ -238,7 +255,9 @@ class Service:
                 child.wait(self.config.timeout_seconds)
                 return
 
-    def _ask(self, child: subprocess.Popen[bytes], message: dict[str, Any], place: Path) -> dict[str, Any]:
+    def _ask(
+        self, child: subprocess.Popen[bytes], message: dict[str, Any], place: Path
+    ) -> dict[str, Any]:
         assert child.stdin is not None and child.stdout is not None
         self._asked_at = time.monotonic()
         try:
@@ -262,21 +281,38 @@ class Service:
             params: Any = parse_yaml(recipe.read_text(encoding="utf-8"), recipe.name)
         except (OSError, ConfigError):
             params = {}
-        run = {"folder": str(self.run_dir), "name": self.run_name, "id": self._ids().get(self.config.target()), "params": params}
-        return {"do": "open", "kind": self.config.kind, "settings": self.config.model_dump(mode="json"), "run": run}
+        run = {
+            "folder": str(self.run_dir),
+            "name": self.run_name,
+            "id": self._ids().get(self.config.target()),
+            "params": params,
+        }
+        return {
+            "do": "open",
+            "kind": self.config.kind,
+            "settings": self.config.model_dump(mode="json"),
+            "run": run,
+        }
 
     def _ids(self) -> dict[str, str]:
         try:
             found: Any = load_json(self.run_dir / IDS)
         except (OSError, ValueError, ConfigError):
             return {}
-        return {str(key): str(value) for key, value in cast(Any, found).items()} if isinstance(found, dict) else {}
+        return (
+            {str(key): str(value) for key, value in cast(Any, found).items()}
+            if isinstance(found, dict)
+            else {}
+        )
 
     def _keep_id(self, given: str) -> None:
         with self.ids_lock:
             ids = self._ids()
             if given and ids.get(self.config.target()) != given:
-                write_atomic(self.run_dir / IDS, json.dumps(ids | {self.config.target(): given}, indent=1) + "\n")
+                write_atomic(
+                    self.run_dir / IDS,
+                    json.dumps(ids | {self.config.target(): given}, indent=1) + "\n",
+                )
 
 
 def _answer(stdout: IO[bytes]) -> dict[str, Any] | None:

@@ -20,16 +20,22 @@ class Config(ServiceConfig):
     PACKAGE: ClassVar[str] = "swanlab"
     kind: str = setting("swanlab", "swanlab.", on_resume="free")
     project: str = setting("headway", "Project of the run.", on_resume="free", min_length=1)
-    workspace: str | None = setting(None, "Workspace of the project; null = the key's own.", on_resume="free")
+    workspace: str | None = setting(
+        None, "Workspace of the project; null = the key's own.", on_resume="free"
+    )
     mode: Literal["offline", "online"] = setting(
-        "offline", "offline writes files for `swanlab sync`; online sends, with the key in SWANLAB_API_KEY.", on_resume="free"
+        "offline",
+        "offline writes files for `swanlab sync`; online sends, with the key in SWANLAB_API_KEY.",
+        on_resume="free",
     )
 
     def check(self) -> None:
         """Refuse a missing package, and online without a key."""
         super().check()
         if self.mode == "online" and not has_secret(KEY):
-            raise ConfigError(f"track kind swanlab has mode 'online', but {KEY} is not set. Set it, or use mode: offline.")
+            raise ConfigError(
+                f"track kind swanlab has mode 'online', but {KEY} is not set. Set it, or use mode: offline."
+            )
 
     def target(self) -> str:
         """Project and workspace."""

@@ -32,7 +32,10 @@ class Config(TrackerConfig):
     def build(self, run_dir: Path, run_name: str) -> TensorBoard | None:
         """Make the tracker. Without the package the run continues: metrics.jsonl has the same numbers."""
         if (command := how_to_get("tensorboard")) is not None:
-            log.info("no TensorBoard curves: tensorboard is not installed (%s); metrics.jsonl has the same numbers", command)
+            log.info(
+                "no TensorBoard curves: tensorboard is not installed (%s); metrics.jsonl has the same numbers",
+                command,
+            )
             return None
         return TensorBoard(run_dir / FOLDER)
 
@@ -91,7 +94,11 @@ class TensorBoard:
                 self._flush_at = time.monotonic() + FLUSH_SECONDS
         except OSError as problem:
             if not self._retry_at:
-                log.warning("%s cannot be written: %s; its points stay in memory and are retried", self.folder, problem.strerror or problem)
+                log.warning(
+                    "%s cannot be written: %s; its points stay in memory and are retried",
+                    self.folder,
+                    problem.strerror or problem,
+                )
             self._retry_at = time.monotonic() + RETRY_SECONDS
             self._waiting.extendleft(reversed(self._unflushed))
             self._unflushed.clear()

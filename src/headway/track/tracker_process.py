@@ -63,9 +63,13 @@ def ignore_stop_signals() -> None:
 
 def open_client(message: dict[str, Any]) -> ServiceClient:
     """Begin or continue the run that the first line describes."""
-    config = kind_config("headway.track", message["kind"]).model_validate_json(json.dumps(message["settings"]))
+    config = kind_config("headway.track", message["kind"]).model_validate_json(
+        json.dumps(message["settings"])
+    )
     run = message["run"]
-    return cast(ServiceConfig, config).open(TrackedRun(Path(run["folder"]), run["name"], run["id"], run["params"]))
+    return cast(ServiceConfig, config).open(
+        TrackedRun(Path(run["folder"]), run["name"], run["id"], run["params"])
+    )
 
 
 def serve(client: ServiceClient, message: dict[str, Any], *, ok: bool) -> str:

@@ -19,14 +19,24 @@ class Config(ServiceConfig):
     PACKAGE: ClassVar[str] = "trackio"
     kind: str = setting("trackio", "trackio.", on_resume="free")
     project: str = setting("headway", "Project of the run.", on_resume="free", min_length=1)
-    folder: Path | None = setting(None, "Where the database is; null = Trackio's own folder, where `trackio show` looks.", on_resume="free")
-    space: str | None = setting(None, "Hugging Face Space to send to, with the token in HF_TOKEN; null = local only.", on_resume="free")
+    folder: Path | None = setting(
+        None,
+        "Where the database is; null = Trackio's own folder, where `trackio show` looks.",
+        on_resume="free",
+    )
+    space: str | None = setting(
+        None,
+        "Hugging Face Space to send to, with the token in HF_TOKEN; null = local only.",
+        on_resume="free",
+    )
 
     def check(self) -> None:
         """Refuse a missing package, and a Space without a token."""
         super().check()
         if self.space is not None and not has_secret("HF_TOKEN"):
-            raise ConfigError(f"track kind trackio has space {self.space!r}, but HF_TOKEN is not set. Set it, or remove space.")
+            raise ConfigError(
+                f"track kind trackio has space {self.space!r}, but HF_TOKEN is not set. Set it, or remove space."
+            )
 
     def target(self) -> str:
         """Project and Space."""
@@ -41,7 +51,14 @@ class Config(ServiceConfig):
         trackio = self.load("trackio")
         name = run.id or f"{run.name}-{uuid.uuid4().hex[:6]}"
         options: Any = {"auto_log_gpu": False, "auto_log_cpu": False}
-        trackio.init(project=self.project, name=name, config=dict(run.params), space_id=self.space, resume="allow", **options)
+        trackio.init(
+            project=self.project,
+            name=name,
+            config=dict(run.params),
+            space_id=self.space,
+            resume="allow",
+            **options,
+        )
         return TrackioClient(trackio, name)
 
 

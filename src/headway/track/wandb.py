@@ -21,7 +21,9 @@ class Config(ServiceConfig):
     project: str = setting("headway", "Project of the run.", on_resume="free", min_length=1)
     entity: str | None = setting(None, "User or team; null = the key's own.", on_resume="free")
     mode: Literal["offline", "online"] = setting(
-        "offline", "offline writes files for `wandb sync`; online sends, with the key in WANDB_API_KEY or ~/.netrc.", on_resume="free"
+        "offline",
+        "offline writes files for `wandb sync`; online sends, with the key in WANDB_API_KEY or ~/.netrc.",
+        on_resume="free",
     )
     group: str | None = setting(None, "Group of the run.", on_resume="free")
     tags: tuple[str, ...] = setting((), "Tags of the run.", on_resume="free")
@@ -30,7 +32,9 @@ class Config(ServiceConfig):
         """Refuse a missing package, and online without a key."""
         super().check()
         if self.mode == "online" and not has_secret("WANDB_API_KEY", "api.wandb.ai"):
-            raise ConfigError("track kind wandb has mode 'online', but WANDB_API_KEY is not set. Set it, or use mode: offline.")
+            raise ConfigError(
+                "track kind wandb has mode 'online', but WANDB_API_KEY is not set. Set it, or use mode: offline."
+            )
 
     def target(self) -> str:
         """Project and entity."""
@@ -38,20 +42,33 @@ class Config(ServiceConfig):
 
     def variables(self, run_dir: Path) -> dict[str, str]:
         """No questions, no output, and the mode of the recipe."""
-        return {"WANDB_MODE": self.mode, "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "WANDB_DISABLE_CODE": "true"}
+        return {
+            "WANDB_MODE": self.mode,
+            "WANDB_SILENT": "true",
+            "WANDB_CONSOLE": "off",
+            "WANDB_DISABLE_CODE": "true",
+        }
 
     def open(self, run: TrackedRun) -> ServiceClient:
         """Begin the run, or continue it under its id."""
         wandb = self.load("wandb")
         identity = run.id or uuid.uuid4().hex[:8]
-        options: Any = {"silent": True, "console": "off", "disable_git": True, "disable_code": True, "x_disable_stats": True}
+        options: Any = {
+            "silent": True,
+            "console": "off",
+            "disable_git": True,
+            "disable_code": True,
+            "x_disable_stats": True,
+        }
         run.folder.mkdir(parents=True, exist_ok=True)
         made = wandb.init(
             project=self.project, entity=self.entity, group=self.group, tags=list(self.tags) or None, name=run.name, id=identity,
             resume="allow", mode=self.mode, dir=str(run.folder), settings=wandb.Settings(**options),
         )  # fmt: skip
         made.config.update(dict(run.params), allow_val_change=True)
-        made.define_metric("*", step_metric="step")  # a run that resumes before its last point may log a step again
+        made.define_metric(
+            "*", step_metric="step"
+        )  # a run that resumes before its last point may log a step again
         return WandbClient(made, identity)
 
 

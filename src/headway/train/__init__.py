@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from headway.train.run import RunHook
 
 
-def train(recipe: Recipe, *, resume: str = "auto", hook: RunHook = nullcontext, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
+def train(
+    recipe: Recipe,
+    *,
+    resume: str = "auto",
+    hook: RunHook = nullcontext,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
     """Train a recipe to its end, resuming the newest checkpoint of its run folder unless `resume` says otherwise; returns the summary.
 
     A stop signal is not swallowed: once the run is saved, Ctrl-C raises Interrupted, a KeyboardInterrupt, and another signal raises

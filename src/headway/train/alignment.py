@@ -52,24 +52,40 @@ def resolve_aligner(recipe: Recipe) -> Recipe:
             "objective.kind is contrastive, but the recipe has no model.aligner. Give its encoders (recipe multimodal/align)."
         )
     if not isinstance(objective, ContrastiveConfig):
-        raise ConfigError(f"model.aligner is given with objective.kind {objective.kind}; an aligner is trained by contrastive. Set it.")
+        raise ConfigError(
+            f"model.aligner is given with objective.kind {objective.kind}; an aligner is trained by contrastive. Set it."
+        )
     objective, left_out = objective.without_absent(aligner.modalities)
     if left_out:
         say = log.info if from_environment().is_first else log.debug
-        say("objective.pairs: %s left out, because model.aligner.encoders has %s", ", ".join(left_out), ", ".join(aligner.modalities))
+        say(
+            "objective.pairs: %s left out, because model.aligner.encoders has %s",
+            ", ".join(left_out),
+            ", ".join(aligner.modalities),
+        )
     objective.check(aligner.modalities)
     _refuse(recipe)
     frozen = {name: one for name, one in aligner.encoders.items() if not one.TRAINS}
     widths = {name: _flat_width(frozen_encoder(one, name)) for name, one in frozen.items()}
     for name, width in aligner.widths.items():
         if widths.get(name) != width:
-            found = f"gives {widths[name]}" if name in widths else "is not frozen" if name in aligner.encoders else "does not exist"
-            raise ConfigError(f"model.aligner.widths says {width} for {name}; the {name} encoder {found}. Leave widths out.")
+            found = (
+                f"gives {widths[name]}"
+                if name in widths
+                else "is not frozen"
+                if name in aligner.encoders
+                else "does not exist"
+            )
+            raise ConfigError(
+                f"model.aligner.widths says {width} for {name}; the {name} encoder {found}. Leave widths out."
+            )
     aligner = aligner.model_copy(update={"widths": widths})
     if aligner.weights is not None:
         heads = read_aligner(aligner.weights)
         heads.require(
-            {name: aligner.width_of(name) for name in aligner.modalities}, aligner.dim, f"model.aligner.weights={aligner.weights}"
+            {name: aligner.width_of(name) for name in aligner.modalities},
+            aligner.dim,
+            f"model.aligner.weights={aligner.weights}",
         )
     changes: dict[str, Any] = {
         "model": recipe.model.with_(vocab_size=VOCAB, aligner=aligner.model_dump()),
@@ -85,7 +101,10 @@ def _refuse(recipe: Recipe) -> None:
     """Refuse settings that have no meaning for an aligner."""
     parallel, remedy = recipe.parallel, "Remove it"
     refused = {
-        "init.from": (recipe.init.source is not None, "Start from a file of heads with model.aligner.weights, or resume the run"),
+        "init.from": (
+            recipe.init.source is not None,
+            "Start from a file of heads with model.aligner.weights, or resume the run",
+        ),
         "init.masks": (recipe.init.masks is not None, remedy),
         "tokenizer": (recipe.tokenizer is not None, "Text encoders bring their own"),
         "adapter": (recipe.adapter is not None, remedy),
@@ -103,35 +122,59 @@ def _refuse(recipe: Recipe) -> None:
     }
     for key, (given, what) in refused.items():
         if given:
-            raise ConfigError(f"{key} is given; it does not apply to an aligner (model.aligner). {what}.")
+            raise ConfigError(
+                f"{key} is given; it does not apply to an aligner (model.aligner). {what}."
+            )
     if recipe.data.train is None:
-        raise ConfigError("data.train is null; an aligner needs captions with pictures or sounds. Give data.train: [captions.jsonl].")
+        raise ConfigError(
+            "data.train is null; an aligner needs captions with pictures or sounds. Give data.train: [captions.jsonl]."
+        )
 
 
 def _data(config: DataConfig) -> DataConfig:
     """Rows of one sample each, from sources of captions."""
-    if config.seq_len not in (SEQ_LEN, DataConfig().seq_len) or config.packing not in ("pad", DataConfig().packing):
-        raise ConfigError("data.seq_len and data.packing are for tokens; a row of an aligner is one sample. Leave them out.")
+    if config.seq_len not in (SEQ_LEN, DataConfig().seq_len) or config.packing not in (
+        "pad",
+        DataConfig().packing,
+    ):
+        raise ConfigError(
+            "data.seq_len and data.packing are for tokens; a row of an aligner is one sample. Leave them out."
+        )
 
     def captions(one: SourceConfig) -> SourceConfig:
         if one.kind not in ("auto", "captions"):
-            raise ConfigError(f"data: {one.path} has kind {one.kind}; an aligner reads captions. Set kind: captions, or leave it out.")
-        return SourceConfig.model_validate({**one.model_dump(exclude_unset=True), "kind": "captions"})
+            raise ConfigError(
+                f"data: {one.path} has kind {one.kind}; an aligner reads captions. Set kind: captions, or leave it out."
+            )
+        return SourceConfig.model_validate(
+            {**one.model_dump(exclude_unset=True), "kind": "captions"}
+        )
 
-    changes: dict[str, Any] = {"seq_len": SEQ_LEN, "packing": "pad", "train": tuple(captions(one) for one in config.train or ())}
+    changes: dict[str, Any] = {
+        "seq_len": SEQ_LEN,
+        "packing": "pad",
+        "train": tuple(captions(one) for one in config.train or ()),
+    }
     if config.valid is not None and config.valid.sets is not None:
-        sets = {name: tuple(captions(one) for one in many) for name, many in sets_of(config.valid.sets).items()}
+        sets = {
+            name: tuple(captions(one) for one in many)
+            for name, many in sets_of(config.valid.sets).items()
+        }
         changes["valid"] = config.valid.model_copy(update={"sets": sets})
     return config.model_copy(update=changes)
 
 
 def _flat_width(encoder: FrozenMediaEncoder) -> int:
     if encoder.tokens != 1:
-        raise ConfigError(f"model.aligner.encoders.{encoder.modality} gives {encoder.tokens} vectors; alignment needs one. Set pool.")
+        raise ConfigError(
+            f"model.aligner.encoders.{encoder.modality} gives {encoder.tokens} vectors; alignment needs one. Set pool."
+        )
     return encoder.width
 
 
-def open_samples(recipe: Recipe, aligner: AlignerConfig, device: torch.device | None = None) -> OpenData:
+def open_samples(
+    recipe: Recipe, aligner: AlignerConfig, device: torch.device | None = None
+) -> OpenData:
     """The samples of a recipe, their tables made where the cache lacks them."""
     config = recipe.data
     objective = recipe.objective
@@ -141,7 +184,13 @@ def open_samples(recipe: Recipe, aligner: AlignerConfig, device: torch.device | 
 
     def opened(one: SourceConfig) -> tuple[SourceConfig, TokenSource]:
         path = local_path(one.path, config.cache_dir)
-        found = prepare_samples(one.path, read_samples(path, aligner.modalities), makers, cache_dir, skip_bad=one.drop_bad)
+        found = prepare_samples(
+            one.path,
+            read_samples(path, aligner.modalities),
+            makers,
+            cache_dir,
+            skip_bad=one.drop_bad,
+        )
         _check_pairs(found)
         source = source_of(found)
         _say_ceiling(source, objective)
@@ -149,12 +198,16 @@ def open_samples(recipe: Recipe, aligner: AlignerConfig, device: torch.device | 
 
     sets = sets_of(config.valid.sets) if config.valid is not None and config.valid.sets else {}
     valid = {name: [opened(one) for one in many] for name, many in sets.items()}
-    return with_valid(config, [opened(one) for one in config.train or ()], valid, Checksums(cache_dir))
+    return with_valid(
+        config, [opened(one) for one in config.train or ()], valid, Checksums(cache_dir)
+    )
 
 
 def source_of(samples: SampleSet) -> SampleSource:
     """Samples as the loader reads them."""
-    return SampleSource(samples.name, samples.modalities, samples.rows, samples.tables, samples.content_key)
+    return SampleSource(
+        samples.name, samples.modalities, samples.rows, samples.tables, samples.content_key
+    )
 
 
 def _say_ceiling(source: SampleSource, objective: ContrastiveConfig) -> None:
@@ -167,7 +220,11 @@ def _say_ceiling(source: SampleSource, objective: ContrastiveConfig) -> None:
         ceiling = recall_ceiling(contents[both, first].tolist(), contents[both, second].tolist())
         if ceiling < 1 and from_environment().is_first:
             names = f"{source.modalities[first]}_to_{source.modalities[second]}"
-            treated = "not compared with each other" if objective.equal_items == "ignore" else "wrong answers for each other"
+            treated = (
+                "not compared with each other"
+                if objective.equal_items == "ignore"
+                else "wrong answers for each other"
+            )
             log.info(
                 "%s: some samples have equal items, so recall at 1 of %s over all %d cannot exceed %.1f %%; in the loss they are %s "
                 "(objective.equal_items)",
@@ -183,7 +240,9 @@ def _check_pairs(samples: SampleSet) -> None:
         )
 
 
-def first_heads(aligner: AlignerConfig, objective: ObjectiveConfig, shapes: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def first_heads(
+    aligner: AlignerConfig, objective: ObjectiveConfig, shapes: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The heads and the trained scale of `model.aligner.weights`, if it is given."""
     import torch
 
@@ -211,7 +270,11 @@ def sample_flops(model: ModelConfig) -> TokenFlops:
         module = Aligner(model)
         media = {}
         for name, one in aligner.encoders.items():
-            shape, dtype = (one.input_of(name).shape, one.input_of(name).dtype) if one.TRAINS else ((1, aligner.widths[name]), "float32")
+            shape, dtype = (
+                (one.input_of(name).shape, one.input_of(name).dtype)
+                if one.TRAINS
+                else ((1, aligner.widths[name]), "float32")
+            )
             media[name] = torch.zeros(1, *shape, dtype=getattr(torch, dtype))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             module(media, torch.ones(1, len(aligner.encoders), dtype=torch.bool))

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 
-def open_run_data(resolved: Resolved, device: torch.device | None = None, workers: int | None = None) -> OpenData:
+def open_run_data(
+    resolved: Resolved, device: torch.device | None = None, workers: int | None = None
+) -> OpenData:
     """The open data of a run; what is not a store yet is made now. `device`: where frozen encoders of media run; `workers`: processes
     that tokenize, None: as many as there are cores."""
     recipe, tokenizer = resolved.recipe, resolved.tokenizer_path
@@ -42,16 +44,31 @@ def open_run_data(resolved: Resolved, device: torch.device | None = None, worker
     if plan is not None:
         from headway.train.multimodal import MediaStores, media_features
 
-        stores_of, media = MediaStores(plan, recipe.data, tokenizer, workers), media_features(recipe, plan, device)
+        stores_of, media = (
+            MediaStores(plan, recipe.data, tokenizer, workers),
+            media_features(recipe, plan, device),
+        )
     say = log.info if from_environment().is_first else log.debug
-    stores = prepare_sources(recipe.data, tokenizer, **wanted, media=stores_of, workers=workers, say=say)
+    stores = prepare_sources(
+        recipe.data, tokenizer, **wanted, media=stores_of, workers=workers, say=say
+    )
     vocab = resolved.model.vocab
-    data = open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=vocab, seed=recipe.seed, **wanted, media=media)
+    data = open_data(
+        recipe.data,
+        stores,
+        tokenizer=tokenizer,
+        vocab_size=vocab,
+        seed=recipe.seed,
+        **wanted,
+        media=media,
+    )
     cache = recipe.objective.teacher_cache
     if cache is None:
         return data
     every = [one for many in (data.train, *data.valid.values()) for one in many]
-    return replace(data, teacher=open_teacher(cache.paths, every, vocab, cache.temperature, data.checksums))
+    return replace(
+        data, teacher=open_teacher(cache.paths, every, vocab, cache.temperature, data.checksums)
+    )
 
 
 @dataclass(frozen=True)
@@ -71,10 +88,16 @@ def prepare_data(recipe: Recipe, workers: int | None = None) -> list[PreparedSou
     from headway.train.resolve import resolve
 
     if recipe.stages:
-        raise ConfigError("stages is set; `data prepare` takes recipes of one stage. Give the stage's settings as a recipe.")
+        raise ConfigError(
+            "stages is set; `data prepare` takes recipes of one stage. Give the stage's settings as a recipe."
+        )
     if recipe.data.train is None:
-        raise ConfigError("data.train is null: the data is generated while training, there is nothing to prepare. Set data.train.")
-    data = open_run_data(resolve(recipe), choose_compute(recipe.device, recipe.precision).device, workers)
+        raise ConfigError(
+            "data.train is null: the data is generated while training, there is nothing to prepare. Set data.train."
+        )
+    data = open_run_data(
+        resolve(recipe), choose_compute(recipe.device, recipe.precision).device, workers
+    )
     return [
         PreparedSource(name, one.selection.source.name, *one.selection.counts())
         for name, many in {"train": data.train, **data.valid}.items()
@@ -82,7 +105,13 @@ def prepare_data(recipe: Recipe, workers: int | None = None) -> list[PreparedSou
     ]
 
 
-def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, cursor: LoaderState | None, ranks: RankGroups) -> Loader:
+def make_loader(
+    recipe: Recipe,
+    data: OpenData,
+    batch: ResolvedBatch,
+    cursor: LoaderState | None,
+    ranks: RankGroups,
+) -> Loader:
     """The training batches from a cursor on; None = from the beginning."""
     whole = recipe.epochs is not None and float(recipe.epochs).is_integer()
     return Loader(
@@ -111,7 +140,9 @@ def count_steps(recipe: Recipe, loader: Loader, batch: ResolvedBatch) -> int:
         batches = loader.batches_in(int(recipe.epochs))
     else:
         batches = ceil(recipe.epochs * loader.rows_per_epoch() / batch.rows)
-    return batches - sum(min(last, batches - 1) - first + 1 for first, last in recipe.data.skipped if first < batches)
+    return batches - sum(
+        min(last, batches - 1) - first + 1 for first, last in recipe.data.skipped if first < batches
+    )
 
 
 @dataclass(frozen=True)
@@ -132,9 +163,17 @@ class PlannedRows:
     def key(self) -> str:
         """What decides which documents share a row."""
         config = self.recipe.data
-        shape = (config.seq_len, config.packing, config.documents_per_row, config.window, self.recipe.seed)
+        shape = (
+            config.seq_len,
+            config.packing,
+            config.documents_per_row,
+            config.window,
+            self.recipe.seed,
+        )
         mixtures = {"train": self.data.train, **self.data.valid}
-        return repr((shape, [(name, one.selection.key) for name, many in mixtures.items() for one in many]))
+        return repr(
+            (shape, [(name, one.selection.key) for name, many in mixtures.items() for one in many])
+        )
 
     def microbatches(self) -> Iterator[Batch]:
         """This rank's microbatches, in the order of the run."""
@@ -168,7 +207,9 @@ def plan_rows(
     return PlannedRows(recipe, data, batch, ranks, cursor, steps=max(0, total - step))
 
 
-def valid_batches(recipe: Recipe, data: OpenData, batch: ResolvedBatch, ranks: RankGroups, name: str) -> Iterator[Batch]:
+def valid_batches(
+    recipe: Recipe, data: OpenData, batch: ResolvedBatch, ranks: RankGroups, name: str
+) -> Iterator[Batch]:
     """This rank's share of the first `eval.rows` rows of a validation set; every rank gets the same number of microbatches."""
     rows, group = min(batch.micro_rows, recipe.eval.rows), ranks.data
     config = recipe.data.model_copy(update={"workers": 0, "skip_batches": ""})

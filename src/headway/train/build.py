@@ -60,23 +60,41 @@ UPLOAD_SECONDS = 6 * 3600.0
 
 
 def build(
-    resolved: Resolved, start: Start, session: Session | None = None, stage: StagePosition | None = None, *, is_dry: bool = False
+    resolved: Resolved,
+    start: Start,
+    session: Session | None = None,
+    stage: StagePosition | None = None,
+    *,
+    is_dry: bool = False,
 ) -> Run:
     """Make a run and bring it to where it starts: initial weights, given weights, or a checkpoint. A dry run will do one step."""
     session = session or Session()
     process = session.process
-    recipe = resolved.recipe if start.set_aside is not None else with_healed(resolved.recipe, start.folder)
-    model, ranks = resolved.model, form_groups(recipe.parallel.mesh(process.rank, process.world), session.world)
+    recipe = (
+        resolved.recipe
+        if start.set_aside is not None
+        else with_healed(resolved.recipe, start.folder)
+    )
+    model, ranks = (
+        resolved.model,
+        form_groups(recipe.parallel.mesh(process.rank, process.world), session.world),
+    )
     compute = choose_compute(recipe.device, recipe.precision, process.local_rank)
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
     batch = recipe.batch.resolve(recipe.data.seq_len, ranks.data.size)
     data = open_run_data(resolved, compute.device)
     data_check = DataCheck(data, recipe, session)
     data_check.at_start()
-    targets = check_targets(data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset())
+    targets = check_targets(
+        data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset()
+    )
     spec = engine_spec(recipe, model, compute, ranks)
     position = first_position(recipe, start.checkpoint, data.contents())
-    plan = None if position is None else partial(plan_rows, recipe, data, batch, ranks, position, is_dry=is_dry)
+    plan = (
+        None
+        if position is None
+        else partial(plan_rows, recipe, data, batch, ranks, position, is_dry=is_dry)
+    )
     reference = make_reference(resolved, data, spec, batch.micro_rows, plan)
     if reference is not None:
         reference.check_same(start)
@@ -84,12 +102,19 @@ def build(
     if recipe.batch.micro_rows == "auto":
         batch = fit_batch(resolved, compute, batch, spec, data)
     if recipe.memory.offload:
-        check_host_memory(describe_job(recipe, model, compute, batch, process.world), -(-process.world // process.num_nodes))
+        check_host_memory(
+            describe_job(recipe, model, compute, batch, process.world),
+            -(-process.world // process.num_nodes),
+        )
     engine = assemble(spec)
     if recipe.memory.limit_gib is not None:
-        apply_limit(recipe, describe_job(recipe, model, compute, batch, process.world), compute.device)
+        apply_limit(
+            recipe, describe_job(recipe, model, compute, batch, process.world), compute.device
+        )
     loss_monitor = LossMonitor(recipe.heal, compute.device)
-    state = TrainState(engine, model, adapter=recipe.adapter, adapter_base=resolved.base, loss_monitor=loss_monitor)
+    state = TrainState(
+        engine, model, adapter=recipe.adapter, adapter_base=resolved.base, loss_monitor=loss_monitor
+    )
     bring_to_start(state, start, resolved, data, compute.device)
     loader = make_loader(recipe, data, batch, state.cursor, ranks)
     state.cursor, total_steps = loader.state, count_steps(recipe, loader, batch)
@@ -119,7 +144,9 @@ def build(
     )
 
 
-def fit_batch(resolved: Resolved, compute: Compute, batch: ResolvedBatch, spec: EngineSpec, data: OpenData) -> ResolvedBatch:
+def fit_batch(
+    resolved: Resolved, compute: Compute, batch: ResolvedBatch, spec: EngineSpec, data: OpenData
+) -> ResolvedBatch:
     """The same batch in the largest microbatches that fit."""
     recipe, ranks = resolved.recipe, spec.ranks
     job = describe_job(recipe, resolved.model, compute, batch, ranks.mesh.world)
@@ -132,7 +159,9 @@ def fit_batch(resolved: Resolved, compute: Compute, batch: ResolvedBatch, spec: 
     return replace(batch, micro_rows=rows, accumulate=batch.micro_rows * batch.accumulate // rows)
 
 
-def bring_to_start(state: TrainState, start: Start, resolved: Resolved, data: OpenData, device: torch.device) -> None:
+def bring_to_start(
+    state: TrainState, start: Start, resolved: Resolved, data: OpenData, device: torch.device
+) -> None:
     """Give a state its first values."""
     state.data, state.accepts_other_data = data.contents(), resolved.recipe.data.accept_changed
     if start.checkpoint is not None:
@@ -147,7 +176,14 @@ def bring_to_start(state: TrainState, start: Start, resolved: Resolved, data: Op
         raise ConfigError(f"init.from: {problem}") from None
 
 
-def make_meter(recipe: Recipe, compute: Compute, state: TrainState, micro_rows: int, total_steps: int, sources: tuple[str, ...]) -> Meter:
+def make_meter(
+    recipe: Recipe,
+    compute: Compute,
+    state: TrainState,
+    micro_rows: int,
+    total_steps: int,
+    sources: tuple[str, ...],
+) -> Meter:
     """The meter of a run, at the run's current state."""
     seq_len, engine = recipe.data.seq_len, state.engine
     training = [name for group in engine.groups for name in group.names]
@@ -181,19 +217,27 @@ def make_saver(resolved: Resolved, start: Start, ranks: RankGroups, process: Pro
     local, remote = config.locations(start.folder)
     timeout_seconds = resolved.recipe.parallel.timeout_seconds
     group = ranks.world.host_group(timeout_seconds)
-    saver = Saver(local, config, Writers(group.rank, group.size, group.gather), resolved.tokenizer_path)
+    saver = Saver(
+        local, config, Writers(group.rank, group.size, group.gather), resolved.tokenizer_path
+    )
     saver.ranks_here = -(-process.world // process.num_nodes)
     if remote is not None:
         saver.send_to(RemoteCheckpoints(remote, config))
-        sending = ranks.world.host_group(max(timeout_seconds, UPLOAD_SECONDS))  # saves continue meanwhile, over the other group
+        sending = ranks.world.host_group(
+            max(timeout_seconds, UPLOAD_SECONDS)
+        )  # saves continue meanwhile, over the other group
         saver.uploads.writers = Writers(sending.rank, sending.size, sending.gather)
     return saver
 
 
-def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: RankGroups) -> EngineSpec:
+def engine_spec(
+    recipe: Recipe, model: ModelConfig, compute: Compute, ranks: RankGroups
+) -> EngineSpec:
     """What decides the engine of this rank."""
     on_cuda = compute.device.type == "cuda"
-    divides = recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble"  # a compiled backward is one graph
+    divides = (
+        recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble"
+    )  # a compiled backward is one graph
     return EngineSpec(
         model,
         recipe.objective,
@@ -209,7 +253,9 @@ def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ran
         fp8=recipe.fp8.scaling if compute.precision == "fp8" else None,
         loss_scale=recipe.loss_scale,
         attention=recipe.kernels.attention,
-        compile_blocks=on_cuda and not divides if recipe.kernels.compile == "auto" else recipe.kernels.compile,
+        compile_blocks=on_cuda and not divides
+        if recipe.kernels.compile == "auto"
+        else recipe.kernels.compile,
         memory=recipe.memory,
         parallel=recipe.parallel,
         ranks=ranks,
@@ -223,12 +269,23 @@ def fill(engine: Engine, resolved: Resolved, device: torch.device) -> None:
     if carried is not None:
         values = carried.base_weights() if adapter is None else carried.base_in(adapter.base)
     else:
-        values = _initial_values(engine, resolved) if resolved.weights is None else resolved.weights.weights()
+        values = (
+            _initial_values(engine, resolved)
+            if resolved.weights is None
+            else resolved.weights.weights()
+        )
     if adapter is not None:
         given = {} if carried is None else carried.updates()
         layouts = adapter.layouts(resolved.model)
         values = packed_values(values, layouts, device)
-        values = with_updates(values, adapter, adapter.modules(resolved.model), resolved.recipe.seed, given, layouts=layouts)
+        values = with_updates(
+            values,
+            adapter,
+            adapter.modules(resolved.model),
+            resolved.recipe.seed,
+            given,
+            layouts=layouts,
+        )
     keeps_gates = GATES in engine.shapes and not leaves_gates(resolved.recipe)
     values = _with_media(values, engine, resolved)
     dropped = {GATES} if resolved.weights is not None and not keeps_gates else set[str]()
@@ -236,14 +293,25 @@ def fill(engine: Engine, resolved: Resolved, device: torch.device) -> None:
     missing = engine.fill((name, value) for name, value in values if name not in dropped)
     for name in (GATES, SCORE):
         if name in missing:
-            engine.fill([(name, initial_value(name, engine.shapes[name], resolved.model, resolved.recipe.seed))])
+            engine.fill(
+                [
+                    (
+                        name,
+                        initial_value(
+                            name, engine.shapes[name], resolved.model, resolved.recipe.seed
+                        ),
+                    )
+                ]
+            )
     if resolved.model.aligner is not None:
         engine.fill(first_heads(resolved.model.aligner, resolved.recipe.objective, engine.shapes))
     if resolved.log_alpha is not None:
         engine.fill([(GATES, torch.tensor(resolved.log_alpha, device="cpu"))])
 
 
-def _with_media(values: Iterable[tuple[str, Tensor]], engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:
+def _with_media(
+    values: Iterable[tuple[str, Tensor]], engine: Engine, resolved: Resolved
+) -> Iterator[tuple[str, Tensor]]:
     """Values with those of media inputs: a projector of the given weights only if it fits, else a new one; the heads of phase 1."""
     wanted = {name for name in engine.shapes if name.startswith((PROJECTOR, ALIGNER))}
     for name, value in values:
@@ -272,9 +340,15 @@ def _initial_values(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, T
 
     def draw(name: str) -> tuple[str, Tensor]:
         plain = plain_name(name)  # what is stored quantised is drawn as any other
-        return plain, initial_value(plain, known.get(plain, engine.shapes[name]), resolved.model, resolved.recipe.seed)
+        return plain, initial_value(
+            plain, known.get(plain, engine.shapes[name]), resolved.model, resolved.recipe.seed
+        )
 
-    names = [name for name in engine.shapes if engine.holds(name) and not name.startswith(OBJECTIVE) and ADAPTER not in name]
+    names = [
+        name
+        for name in engine.shapes
+        if engine.holds(name) and not name.startswith(OBJECTIVE) and ADAPTER not in name
+    ]
     size = min(16, usable_cores())
     with ThreadPoolExecutor(size) as pool:
         for start in range(0, len(names), size):

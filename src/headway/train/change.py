@@ -34,11 +34,15 @@ log = logging.getLogger("headway")
 
 
 def load_recipe(
-    recipe: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] | Mapping[str, Any], sections: Mapping[str, Any]
+    recipe: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str] | Mapping[str, Any],
+    sections: Mapping[str, Any],
 ) -> Recipe:
     """The recipe of `Recipe.load`."""
     if isinstance(overrides, str):
-        raise ConfigError(f"overrides is {overrides!r}; give a list, e.g. [{overrides!r}], or a mapping.")
+        raise ConfigError(
+            f"overrides is {overrides!r}; give a list, e.g. [{overrides!r}], or a mapping."
+        )
     lines = () if isinstance(overrides, Mapping) else tuple(overrides)
     changes = {**(overrides if isinstance(overrides, Mapping) else {}), **sections}
     if isinstance(recipe, Mapping):

@@ -48,7 +48,10 @@ def validation_lines(validation: Mapping[str, Mapping[str, Mapping[str, Any]]]) 
         of_set = "" if len(validation) == 1 else f" of {name}"
         for metric, span in metrics.items():
             before = span["before"]
-            parts = [f"{span['best']:.4f} best (step {span['best_step']})", f"{span['last']:.4f} last"]
+            parts = [
+                f"{span['best']:.4f} best (step {span['best_step']})",
+                f"{span['last']:.4f} last",
+            ]
             if before is not None:
                 parts.insert(0, f"{before:.4f} before")
             line = f"validation {NAMES[metric]}{of_set}: {', '.join(parts)}"

@@ -39,7 +39,9 @@ class CodeFile:
 def find_code(recipe: Recipe) -> list[CodeFile]:
     """The code a recipe names; it is imported already."""
     found: list[CodeFile] = []
-    for one in find_external_code(recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)):
+    for one in find_external_code(
+        recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    ):
         if one.module is not None:
             content = _read(path := user_code_file(one.module))
             digest = None if content is None else hashlib.sha256(content).hexdigest()
@@ -55,8 +57,13 @@ def record_code(folder: Path, recipe: Recipe) -> None:
     before = _recorded(folder)
     for one in code:
         if one.key in before and before[one.key] != one.sha256:
-            log.warning("%s: the code of %s has changed since the last start of this run", one.key, one.name)
-    write_atomic(folder / CODE, json.dumps([asdict(one) for one in code], indent=2, ensure_ascii=False) + "\n")
+            log.warning(
+                "%s: the code of %s has changed since the last start of this run", one.key, one.name
+            )
+    write_atomic(
+        folder / CODE,
+        json.dumps([asdict(one) for one in code], indent=2, ensure_ascii=False) + "\n",
+    )
     starts = sorted((folder / "logs" / "starts").glob("[0-9]*"))
     for one in code if starts else ():
         if one.file is not None and (content := _read(Path(one.file))) is not None:

@@ -40,7 +40,9 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 def _read(path: Path) -> Recipe:
     if path.is_dir():
         if not (path / RECIPE).is_file():
-            raise ConfigError(f"{path}: has no {RECIPE}. Give a recipe file or the folder of a run.")
+            raise ConfigError(
+                f"{path}: has no {RECIPE}. Give a recipe file or the folder of a run."
+            )
         path = path / RECIPE
     return load(Recipe, path)
 
@@ -60,7 +62,11 @@ def _below(at: str, first: dict[str, Any], second: dict[str, Any]) -> list[Diffe
 
 def _are_sections(value: Any) -> bool:
     """Whether a value is a list of sections, as data.train and track are; they are compared one by one."""
-    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in cast(list[Any], value))
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, dict) for one in cast(list[Any], value))
+    )
 
 
 def _numbered(value: list[Any]) -> dict[str, Any]:

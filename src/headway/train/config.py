@@ -48,11 +48,17 @@ class RunConfig(Section):
     )
     dir: Path = setting(Path("runs"), "Parent folder of all runs.")
     gpus: int | str | tuple[int | str, ...] | None = setting(
-        None, "GPUs `headway train` uses: ids, UUIDs, a type, auto (all free GPUs) or none; null = those torch sees. --gpus overrides it."
+        None,
+        "GPUs `headway train` uses: ids, UUIDs, a type, auto (all free GPUs) or none; null = those torch sees. --gpus overrides it.",
     )
-    supervise: bool = setting(False, "Restart the run after a crash or a hang, as `headway supervise` does; see supervise.")
+    supervise: bool = setting(
+        False,
+        "Restart the run after a crash or a hang, as `headway supervise` does; see supervise.",
+    )
     grace_seconds: float = setting(
-        120.0, "After a stop signal: how long a run that is not saving may take to exit; validation is cut short after half of it.", gt=0
+        120.0,
+        "After a stop signal: how long a run that is not saving may take to exit; validation is cut short after half of it.",
+        gt=0,
     )
 
     takeover_seconds: float = setting(
@@ -68,13 +74,21 @@ class RunConfig(Section):
         if problem := path_problem(name):
             raise ValueError(problem)
         if name.startswith(("/", "~")) or {".", ".."} & set(name.split("/")):
-            raise ValueError(f"is {name!r}; it must name a folder below run.dir. Set run.dir to keep runs elsewhere")
+            raise ValueError(
+                f"is {name!r}; it must name a folder below run.dir. Set run.dir to keep runs elsewhere"
+            )
         return name
 
     @property
     def gpus_option(self) -> str | None:
         """The GPUs in the form of --gpus."""
-        return ",".join(map(str, self.gpus)) if isinstance(self.gpus, tuple) else None if self.gpus is None else str(self.gpus)
+        return (
+            ",".join(map(str, self.gpus))
+            if isinstance(self.gpus, tuple)
+            else None
+            if self.gpus is None
+            else str(self.gpus)
+        )
 
     @property
     def folder(self) -> Path:
@@ -105,15 +119,23 @@ class InitConfig(Section):
         "A PEFT adapter folder for `from`: trained further if the recipe's adapter has the same form; otherwise merged.",
         on_resume="fixed",
     )
-    merge: bool = setting(False, "Merge the adapter in `from` even if it could be trained further.", on_resume="fixed")
-    upcycle: UpcycleConfig | None = setting(None, "Turn the dense model in `from` into a mixture of experts.", on_resume="fixed")
+    merge: bool = setting(
+        False, "Merge the adapter in `from` even if it could be trained further.", on_resume="fixed"
+    )
+    upcycle: UpcycleConfig | None = setting(
+        None, "Turn the dense model in `from` into a mixture of experts.", on_resume="fixed"
+    )
     masks: Path | None = setting(
         None,
         "Mask file, or a folder with one (also DuoAttention's), that initializes the head gates: log_alpha = 10 (2 x - 1).",
         on_resume="fixed",
     )
     masks_sparsity: float | None = setting(
-        None, "Round soft values of a mask file to this share of streaming heads; null = unchanged.", ge=0, le=1, on_resume="fixed"
+        None,
+        "Round soft values of a mask file to this share of streaming heads; null = unchanged.",
+        ge=0,
+        le=1,
+        on_resume="fixed",
     )
 
     @field_validator("content", mode="before")
@@ -138,11 +160,17 @@ class InitConfig(Section):
     @model_validator(mode="after")
     def _belongs_to_something(self) -> InitConfig:
         if "model" not in self.contents:
-            raise ValueError(f"content is {list(self.contents)}; it must contain model, which the rest belongs to")
+            raise ValueError(
+                f"content is {list(self.contents)}; it must contain model, which the rest belongs to"
+            )
         if len(self.contents) > 1 and self.source is None:
-            raise ValueError("content is given without from; set from to the checkpoint it is taken from")
+            raise ValueError(
+                "content is given without from; set from to the checkpoint it is taken from"
+            )
         if "rng" in self.contents and "scheduler" not in self.contents:
-            raise ValueError("content has rng without scheduler; randomness is derived from the seed and the step. Add scheduler")
+            raise ValueError(
+                "content has rng without scheduler; randomness is derived from the seed and the step. Add scheduler"
+            )
         if self.adapter is not None and self.source is None:
             raise ValueError("adapter is given without from; set from to the model it belongs to")
         if self.masks_sparsity is not None and self.masks is None:
@@ -158,7 +186,9 @@ class KernelConfig(Section):
         "Attention kernel; auto chooses by device and mask: fa4 if installed, otherwise cuDNN for whole rows and varlen for documents; "
         "flex for soft-capped scores.",
     )
-    compile: Literal["auto"] | bool = setting("auto", "Compile the halves of each block; auto = on CUDA.")
+    compile: Literal["auto"] | bool = setting(
+        "auto", "Compile the halves of each block; auto = on CUDA."
+    )
     tf32: bool = setting(True, "Allow TF32 in fp32 matrix multiplications on CUDA.")
 
 
@@ -166,16 +196,25 @@ class Fp8Config(Section):
     """The 8-bit matrix multiplications of precision fp8."""
 
     scaling: Literal["tensorwise", "rowwise"] = setting(
-        "tensorwise", "One scale for each operand (fastest), or one for each row or column (closer to bf16)."
+        "tensorwise",
+        "One scale for each operand (fastest), or one for each row or column (closer to bf16).",
     )
 
 
 class StopConfig(Section):
     """Early stopping. checkpoint.metric and checkpoint.goal say which validation is better."""
 
-    patience: int = setting(3, "Validations in a row without improvement, after which the run ends.", gt=0)
-    min_delta: float = setting(0.0, "A validation counts as an improvement if it beats the best one by more than this.", ge=0)
-    restore_best: bool = setting(True, "Export final/ from the best checkpoint; every new best validation saves one.")
+    patience: int = setting(
+        3, "Validations in a row without improvement, after which the run ends.", gt=0
+    )
+    min_delta: float = setting(
+        0.0,
+        "A validation counts as an improvement if it beats the best one by more than this.",
+        ge=0,
+    )
+    restore_best: bool = setting(
+        True, "Export final/ from the best checkpoint; every new best validation saves one."
+    )
 
 
 class EvalConfig(Section):
@@ -183,10 +222,13 @@ class EvalConfig(Section):
 
     every: int | None = setting(100, "Steps between validations; null = only at the end.", gt=0)
     at_start: bool = setting(
-        False, "Also validate before the first step, as a baseline; it does not count for eval.stop or the best checkpoint."
+        False,
+        "Also validate before the first step, as a baseline; it does not count for eval.stop or the best checkpoint.",
     )
     rows: int = setting(
-        64, "Upper bound on the rows read from each validation set; the same rows for every microbatch size and number of ranks.", gt=0
+        64,
+        "Upper bound on the rows read from each validation set; the same rows for every microbatch size and number of ranks.",
+        gt=0,
     )
     stop: StopConfig | None = setting(None, "Early stopping; null = off.")
 
@@ -195,18 +237,31 @@ class HealConfig(Section):
     """What to do about a loss that is not finite or spikes. An alert is sent in any case (events nan and spike)."""
 
     on_nan: Literal["skip", "rollback"] = setting(
-        "skip", "A loss or gradient that is not finite: skip the step, or roll back to a checkpoint and skip that batch."
+        "skip",
+        "A loss or gradient that is not finite: skip the step, or roll back to a checkpoint and skip that batch.",
     )
     on_spike: Literal["alert", "skip", "rollback"] = setting(
-        "alert", "A loss spike: only send an alert, skip the step, or roll back to a checkpoint and skip that batch."
+        "alert",
+        "A loss spike: only send an alert, skip the step, or roll back to a checkpoint and skip that batch.",
     )
     sigma: float | None = setting(
-        6.0, "A spike is this many standard deviations above the mean of the window; null = no spike detection.", gt=0
+        6.0,
+        "A spike is this many standard deviations above the mean of the window; null = no spike detection.",
+        gt=0,
     )
-    window: int = setting(128, "Good losses in the window; no loss is a spike before the window is full.", gt=1, le=1_000_000)
-    skip_before: int = setting(0, "On rollback: batches before the bad one that are skipped with it.", ge=0, le=1_000_000)
+    window: int = setting(
+        128,
+        "Good losses in the window; no loss is a spike before the window is full.",
+        gt=1,
+        le=1_000_000,
+    )
+    skip_before: int = setting(
+        0, "On rollback: batches before the bad one that are skipped with it.", ge=0, le=1_000_000
+    )
     limit: int = setting(
-        3, "Skipped steps in a row, or rollbacks to the same checkpoint, after which the run gives up (exit code 3).", ge=0
+        3,
+        "Skipped steps in a row, or rollbacks to the same checkpoint, after which the run gives up (exit code 3).",
+        ge=0,
     )
 
     @property
@@ -220,7 +275,8 @@ class LogConfig(Section):
 
     every: int = setting(10, "Steps between console lines and tracker points.", gt=0)
     style: Literal["headway", "internlm"] = setting(
-        "headway", "Form of the console lines; internlm = the key=value line of InternLM's trainer, for scripts that read it."
+        "headway",
+        "Form of the console lines; internlm = the key=value line of InternLM's trainer, for scripts that read it.",
     )
     samples: int | Literal["auto"] = setting(
         "auto",
@@ -248,7 +304,11 @@ Tracker = Annotated[TrackerConfig, KindIn("headway.track")]
 class StageConfig(Overlay):
     """One stage: a name, and the settings in which it differs from the recipe."""
 
-    name: str = setting(..., "Name of the stage; its folder is stages/NN-name in the run folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = setting(
+        ...,
+        "Name of the stage; its folder is stages/NN-name in the run folder.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+    )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -260,29 +320,48 @@ class Recipe(Section):
     """All settings of one training run, frozen. `Recipe.load` reads a recipe; `recipe.with_` makes a changed copy."""
 
     run: RunConfig = setting(RunConfig, "The run folder, and how the run is started.")
-    supervise: SuperviseConfig = setting(SuperviseConfig, "When a supervised run restarts and gives up.")
+    supervise: SuperviseConfig = setting(
+        SuperviseConfig, "When a supervised run restarts and gives up."
+    )
     launch: LaunchConfig = setting(LaunchConfig, "Where `headway launch` starts the run.")
     model: ModelConfig = setting(ModelConfig, "Model family and shape.", on_resume="fixed")
     init: InitConfig = setting(InitConfig, "Where the initial weights come from.")
     tokenizer: Path | None = setting(
-        None, "Tokenizer folder, tokenizer.json, sentencepiece model, or the hub id of a model whose tokenizer is used.", on_resume="fixed"
+        None,
+        "Tokenizer folder, tokenizer.json, sentencepiece model, or the hub id of a model whose tokenizer is used.",
+        on_resume="fixed",
     )
     multimodal: MultimodalConfig | None = setting(
-        None, "Pictures and sounds as inputs of the language model; sources with kind: multimodal hold them. null = text alone."
+        None,
+        "Pictures and sounds as inputs of the language model; sources with kind: multimodal hold them. null = text alone.",
     )
-    data: DataConfig = setting(DataConfig, "Training and validation data; without data.train, generated data.")
-    objective: Annotated[ObjectiveConfig, KindIn("headway.objective", "next_token")] = setting(NextTokenConfig, "The loss.")
-    optim: Annotated[OptimConfig, KindIn("headway.optim", "adamw")] = setting(AdamWConfig, "Optimizer and schedule.")
+    data: DataConfig = setting(
+        DataConfig, "Training and validation data; without data.train, generated data."
+    )
+    objective: Annotated[ObjectiveConfig, KindIn("headway.objective", "next_token")] = setting(
+        NextTokenConfig, "The loss."
+    )
+    optim: Annotated[OptimConfig, KindIn("headway.optim", "adamw")] = setting(
+        AdamWConfig, "Optimizer and schedule."
+    )
     batch: BatchConfig = setting(BatchConfig, "Size of a step and of a microbatch.")
     steps: int | None = setting(None, "Number of updates; or give epochs.", gt=0, on_resume="free")
-    epochs: int | float | None = setting(None, "Number of passes over the training data; or give steps.", gt=0, on_resume="free")
+    epochs: int | float | None = setting(
+        None, "Number of passes over the training data; or give steps.", gt=0, on_resume="free"
+    )
     freeze: tuple[str, ...] = setting(
-        (), "Parameters that do not train: patterns such as embeddings, layers.0-19, *.mlp.*.", on_resume="fixed"
+        (),
+        "Parameters that do not train: patterns such as embeddings, layers.0-19, *.mlp.*.",
+        on_resume="fixed",
     )
     train: tuple[str, ...] = setting(
-        (), "The only parameters that train; the opposite of freeze. With an adapter: what trains in addition to it.", on_resume="fixed"
+        (),
+        "The only parameters that train; the opposite of freeze. With an adapter: what trains in addition to it.",
+        on_resume="fixed",
     )
-    adapter: AdapterConfig | None = setting(None, "A low-rank adapter (LoRA) on frozen weights; null = none.", on_resume="fixed")
+    adapter: AdapterConfig | None = setting(
+        None, "A low-rank adapter (LoRA) on frozen weights; null = none.", on_resume="fixed"
+    )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = setting(
         "auto",
         "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32. fp16 scales the loss. "
@@ -290,28 +369,40 @@ class Recipe(Section):
     )
     fp8: Fp8Config = setting(Fp8Config, "The 8-bit matrix multiplications of precision fp8.")
     loss_scale: ScalerConfig = setting(ScalerConfig, "The loss scale of precision fp16.")
-    device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "Where to compute; auto = CUDA if there is a GPU. mps = an Apple GPU.")
+    device: Literal["auto", "cpu", "cuda", "mps"] = setting(
+        "auto", "Where to compute; auto = CUDA if there is a GPU. mps = an Apple GPU."
+    )
     parallel: ParallelConfig = setting(ParallelConfig, "How ranks divide the work.")
     kernels: KernelConfig = setting(KernelConfig, "How operations are computed.")
     memory: MemoryConfig = setting(MemoryConfig, "Settings that trade time for memory.")
-    checkpoint: CheckpointConfig = setting(CheckpointConfig, "When to save, and which checkpoints to keep.")
+    checkpoint: CheckpointConfig = setting(
+        CheckpointConfig, "When to save, and which checkpoints to keep."
+    )
     heal: HealConfig = setting(HealConfig, "What to do about a loss that is not finite or spikes.")
     eval: EvalConfig = setting(EvalConfig, "Validation during training.")
     log: LogConfig = setting(LogConfig, "What is shown during training.")
     track: tuple[Tracker, ...] = setting((), "Further destinations for metrics and events.")
-    callbacks: tuple[str, ...] = setting((), "Your classes that follow the run (docs/api.md): module:Class or ./file.py:Class.")
+    callbacks: tuple[str, ...] = setting(
+        (), "Your classes that follow the run (docs/api.md): module:Class or ./file.py:Class."
+    )
     seed: int = setting(42, "All randomness is derived from it.", ge=0, on_resume="fixed")
     deterministic: bool = setting(
-        False, "Bit-identical reruns on GPU too. Uses slower kernels where needed; refused where there is no deterministic one."
+        False,
+        "Bit-identical reruns on GPU too. Uses slower kernels where needed; refused where there is no deterministic one.",
     )
 
     stages: tuple[StageConfig, ...] = setting(
-        (), "Stages that run one after another; each has a name and the settings in which it differs from this recipe.", on_resume="fixed"
+        (),
+        "Stages that run one after another; each has a name and the settings in which it differs from this recipe.",
+        on_resume="fixed",
     )
 
     @classmethod
     def load(
-        cls, recipe: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] | Mapping[str, Any] = (), **sections: Any
+        cls,
+        recipe: str | Path | Mapping[str, Any] | None = None,
+        overrides: Sequence[str] | Mapping[str, Any] = (),
+        **sections: Any,
     ) -> Recipe:
         """Read a recipe: a file, the name of a shipped one (`headway init` lists them), plain data, or None for the defaults.
 
@@ -350,14 +441,19 @@ class Recipe(Section):
             try:
                 Recipe.model_validate_json(json.dumps(self.stage_settings(index)))
             except ValidationError as error:
-                mistakes += [{**one, "loc": ("stages", index, *one["loc"])} for one in error.errors()]
+                mistakes += [
+                    {**one, "loc": ("stages", index, *one["loc"])} for one in error.errors()
+                ]
         if mistakes:
             raise NestedErrors(mistakes)
         return self
 
     def stage_settings(self, index: int) -> dict[str, Any]:
         """The settings of one stage: its own over this recipe's."""
-        return overlay(self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"stages"}), self.stages[index].settings)
+        return overlay(
+            self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"stages"}),
+            self.stages[index].settings,
+        )
 
     @field_validator("callbacks")
     @classmethod
@@ -375,10 +471,18 @@ class Recipe(Section):
             return self
         if self.data.valid is None or self.eval.every is None:
             missing = "data.valid" if self.data.valid is None else "eval.every"
-            raise ValueError(f"eval.stop is given, but {missing} is null, so nothing is validated. Set it, or remove eval.stop")
+            raise ValueError(
+                f"eval.stop is given, but {missing} is null, so nothing is validated. Set it, or remove eval.stop"
+            )
         if stop.restore_best and (self.checkpoint.keep_best == 0 or not self.checkpoint.at_end):
-            needed = "checkpoint.keep_best is 0" if self.checkpoint.keep_best == 0 else "checkpoint.at_end is false"
-            raise ValueError(f"eval.stop.restore_best is true, but {needed}, so there is no best checkpoint. Change one of them")
+            needed = (
+                "checkpoint.keep_best is 0"
+                if self.checkpoint.keep_best == 0
+                else "checkpoint.at_end is false"
+            )
+            raise ValueError(
+                f"eval.stop.restore_best is true, but {needed}, so there is no best checkpoint. Change one of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -401,27 +505,43 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Recipe:
         if self.steps is not None and self.epochs is not None:
-            raise ValueError("steps and epochs are both given; a run has one length. Keep one of them")
+            raise ValueError(
+                "steps and epochs are both given; a run has one length. Keep one of them"
+            )
         return self
 
     @model_validator(mode="after")
     def _optimizer_fits(self) -> Recipe:
-        whole = f"but optim.kind {self.optim.kind} updates whole matrices" if self.optim.NEEDS_MATRICES else ""
+        whole = (
+            f"but optim.kind {self.optim.kind} updates whole matrices"
+            if self.optim.NEEDS_MATRICES
+            else ""
+        )
         if whole and "optimizer" in self.memory.offload:
             remedy = "Remove it and shard the state (parallel.zero1, fsdp), or use optim.kind adamw"
-            raise ValueError(f"memory.offload has optimizer, {whole}, whose state stays on the device. {remedy}")
+            raise ValueError(
+                f"memory.offload has optimizer, {whole}, whose state stays on the device. {remedy}"
+            )
         if whole and self.parallel.tensor > 1:
             remedy = "Use parallel.tensor=1, or another optimizer such as adamw"
-            raise ValueError(f"parallel.tensor is {self.parallel.tensor}, {whole}, which the tensor axis splits. {remedy}")
+            raise ValueError(
+                f"parallel.tensor is {self.parallel.tensor}, {whole}, which the tensor axis splits. {remedy}"
+            )
         if self.parallel.expert > 1 and self.optim.COUPLES_EXPERTS:
-            raise ValueError(f"parallel.expert is {self.parallel.expert}, {whole}, all experts of a layer in one. Use adamw, or expert 1")
+            raise ValueError(
+                f"parallel.expert is {self.parallel.expert}, {whole}, all experts of a layer in one. Use adamw, or expert 1"
+            )
         self.memory.check(self.parallel)
         return self
 
     @model_validator(mode="after")
     def _fp8_fits(self) -> Recipe:
         if self.precision == "fp8" and self.adapter is not None:
-            raise ValueError("precision is fp8 with an adapter, whose layers compute in 16 bits. Use precision bf16, or remove the adapter")
+            raise ValueError(
+                "precision is fp8 with an adapter, whose layers compute in 16 bits. Use precision bf16, or remove the adapter"
+            )
         if self.precision == "fp8" and self.data.seq_len % 16:
-            raise ValueError(f"data.seq_len is {self.data.seq_len}; with precision fp8 it must be a multiple of 16")
+            raise ValueError(
+                f"data.seq_len is {self.data.seq_len}; with precision fp8 it must be a multiple of 16"
+            )
         return self

@@ -37,14 +37,23 @@ class StopRequest:
 def request_stop(run_dir: Path, request: StopRequest) -> dict[str, object]:
     """Leave a request for a running run; returns the request and the run's step."""
     if not (run_dir / "recipe.yaml").is_file():
-        raise ConfigError(f"{run_dir} is not a run folder (it has no recipe.yaml). Give the folder of a run, e.g. runs/my-run.")
+        raise ConfigError(
+            f"{run_dir} is not a run folder (it has no recipe.yaml). Give the folder of a run, e.g. runs/my-run."
+        )
     if request.at_step is not None and request.at_step < 0:
         raise ConfigError(f"--at-step is {request.at_step}; it must not be negative.")
     alive = [beat for beat in read_beats(run_dir) if is_alive(beat)]
     if not alive and not is_supervised(run_dir):
-        raise LaunchError(f"{run_dir}: none of its ranks is running, so there is nothing to stop. See {run_dir / 'train.log'}.")
+        raise LaunchError(
+            f"{run_dir}: none of its ranks is running, so there is nothing to stop. See {run_dir / 'train.log'}."
+        )
     write_atomic(run_dir / FILE, json.dumps(asdict(request)) + "\n")
-    return {"run": str(run_dir), **asdict(request), "step": max((beat.step for beat in alive), default=None), "ranks": len(alive)}
+    return {
+        "run": str(run_dir),
+        **asdict(request),
+        "step": max((beat.step for beat in alive), default=None),
+        "ranks": len(alive),
+    }
 
 
 def remove_request(run_dir: Path) -> None:
@@ -64,7 +73,9 @@ def is_supervised(run_dir: Path) -> bool:
     """Whether a supervisor watches the run; it may be between two starts."""
     try:
         found = load_json(run_dir / "logs" / "supervisor.json")
-        return is_alive(Beat(0, found["pid"], found["host"], 0, "", 0.0, found["at"]), silent_seconds=30.0)
+        return is_alive(
+            Beat(0, found["pid"], found["host"], 0, "", 0.0, found["at"]), silent_seconds=30.0
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -84,7 +95,11 @@ class RequestPoller:
             self._next_poll = now + POLL_SECONDS
             self._found = read_request(self.run_dir)
         request = self._found
-        return request if request is not None and (request.at_step is None or step >= request.at_step) else None
+        return (
+            request
+            if request is not None and (request.at_step is None or step >= request.at_step)
+            else None
+        )
 
     def clear(self) -> None:
         remove_request(self.run_dir)
@@ -108,11 +123,20 @@ class Decision:
 class Control:
     """Agrees with all ranks on a Decision between steps, in one exchange of five numbers."""
 
-    def __init__(self, world: RankGroup, run_dir: Path, stop: StopSignal, steps_before: int = 0) -> None:
+    def __init__(
+        self, world: RankGroup, run_dir: Path, stop: StopSignal, steps_before: int = 0
+    ) -> None:
         self.world, self.stop, self.steps_before = world, stop, steps_before
         self.requests = RequestPoller(run_dir) if world.rank == 0 else None
 
-    def decide(self, step: int, bad_step: int | None = None, *, gives_up: bool = False, is_damaged: bool = False) -> Decision:
+    def decide(
+        self,
+        step: int,
+        bad_step: int | None = None,
+        *,
+        gives_up: bool = False,
+        is_damaged: bool = False,
+    ) -> Decision:
         """What to do after this step; `bad_step` and `gives_up` are what this rank's health check says, `is_damaged` its data check."""
         request = self.requests.due(self.steps_before + step) if self.requests is not None else None
         local = [
@@ -125,8 +149,12 @@ class Control:
         number, requested, bad, any_gives_up, any_damaged = self.world.max_each(local)
         if request is not None and self.requests is not None:
             self.requests.clear()
-        stopped_by = signal.Signals(number).name if number else STOP_COMMAND if requested == STOP else None
-        return Decision(stopped_by, requested == SAVE, bad or None, bool(any_gives_up), bool(any_damaged))
+        stopped_by = (
+            signal.Signals(number).name if number else STOP_COMMAND if requested == STOP else None
+        )
+        return Decision(
+            stopped_by, requested == SAVE, bad or None, bool(any_gives_up), bool(any_damaged)
+        )
 
     def in_hurry(self) -> bool:
         """Whether any rank has little time left to save."""
@@ -135,7 +163,9 @@ class Control:
 
 def exit_code(stopped_by: str) -> int:
     """128 plus the signal's number, as launchers expect; a stop request counts as SIGTERM."""
-    return 128 + (signal.SIGTERM if stopped_by == STOP_COMMAND else signal.Signals[stopped_by].value)
+    return 128 + (
+        signal.SIGTERM if stopped_by == STOP_COMMAND else signal.Signals[stopped_by].value
+    )
 
 
 def on_first_rank(world: RankGroup, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -149,5 +179,7 @@ def on_first_rank(world: RankGroup, work: Callable[[], dict[str, Any]]) -> dict[
             raise
     result = world.gather(result)[0]
     if "error" in result:
-        raise (ConfigError if result["exit_code"] == ConfigError.exit_code else CheckpointError)(result["error"])
+        raise (ConfigError if result["exit_code"] == ConfigError.exit_code else CheckpointError)(
+            result["error"]
+        )
     return result

@@ -62,7 +62,9 @@ class DataCheck:
         problem: str | None = None
         if self._hashes:
             try:
-                self._left = self._checksums.verify_now(stored_files(self._data), everything=self._hashes_all)
+                self._left = self._checksums.verify_now(
+                    stored_files(self._data), everything=self._hashes_all
+                )
             except DataError as error:
                 problem = str(error)
             except OSError as error:
@@ -88,7 +90,11 @@ class DataCheck:
         waiting = self._checksums.waiting
         self._checksums.end()
         if unchecked:
-            log.warning("%d data files were read but not verified before the run ended, the first is %s", len(unchecked), unchecked[0])
+            log.warning(
+                "%d data files were read but not verified before the run ended, the first is %s",
+                len(unchecked),
+                unchecked[0],
+            )
         elif waiting:
             log.info(
                 "%d of %d large data files were hashed once more during the run; the next start begins with the other %d",
@@ -155,13 +161,19 @@ def _replay(run: Run, wanted: Mapping[int, range], first: int) -> ReadSteps:
     steps = [run.state.step - loader.steps_after(batch) for batch in replayed.batches]
     steps = [step for step in steps if step >= first]
     if replayed.is_exact:
-        return ReadSteps(steps[0], steps[-1], len(steps)) if steps else ReadSteps(None, run.state.step, 0)
+        return (
+            ReadSteps(steps[0], steps[-1], len(steps))
+            if steps
+            else ReadSteps(None, run.state.step, 0)
+        )
     if time.monotonic() <= ends:
         # The plan ended elsewhere than the run: settings were changed on the way, and it says nothing.
         return ReadSteps(first, run.state.step, None)
     if steps:
         return ReadSteps(steps[0], run.state.step, None)
-    return ReadSteps(run.state.step - loader.steps_after(replayed.num_batches - 1) + 1, run.state.step, None)
+    return ReadSteps(
+        run.state.step - loader.steps_after(replayed.num_batches - 1) + 1, run.state.step, None
+    )
 
 
 def _newest_before(run: Run, step: int) -> AnyPath | None:
@@ -173,7 +185,9 @@ def _newest_before(run: Run, step: int) -> AnyPath | None:
             stored = [remote.location / name for name in remote.names()]
         except CheckpointError:
             stored = []
-        places += sorted((place for place in stored if place.name.startswith("step-")), key=step_of, reverse=True)
+        places += sorted(
+            (place for place in stored if place.name.startswith("step-")), key=step_of, reverse=True
+        )
     for place in sorted(places, key=step_of, reverse=True):
         if step_of(place) < step:
             try:

@@ -52,7 +52,13 @@ from headway.parallel.layout_rules import LayoutCase, check_layout
 from headway.parallel.tensor import build_frozen_part
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
-from headway.runtime.storage import parse_sealed_json, read_sealed, sealed_json, write_atomic, write_sealed
+from headway.runtime.storage import (
+    parse_sealed_json,
+    read_sealed,
+    sealed_json,
+    write_atomic,
+    write_sealed,
+)
 from headway.train.batches import PlannedRows
 from headway.train.resolve import Resolved
 from headway.train.start import Start
@@ -83,9 +89,15 @@ class Reference:
             return
         try:
             given = load_json(path)
-            before = str((parse_sealed_json(json.dumps(given)) if "checksum" in given else given)["sha256"])
+            before = str(
+                (parse_sealed_json(json.dumps(given)) if "checksum" in given else given)["sha256"]
+            )
         except (OSError, ValueError, KeyError, TypeError) as problem:
-            log.warning("%s is damaged (%s): cannot check whether the reference is still the same", path, problem)
+            log.warning(
+                "%s is damaged (%s): cannot check whether the reference is still the same",
+                path,
+                problem,
+            )
             return
         if before != self.sha256:
             role = self.description.split()[0]
@@ -96,7 +108,9 @@ class Reference:
 
     def record(self, start: Start) -> None:
         """Write to the run folder which reference it is."""
-        write_atomic(start.folder / FILE, sealed_json({"sha256": self.sha256, "reference": self.description}))
+        write_atomic(
+            start.folder / FILE, sealed_json({"sha256": self.sha256, "reference": self.description})
+        )
 
 
 @dataclass(frozen=True)
@@ -122,7 +136,11 @@ class _Source:
 
 
 def make_reference(
-    resolved: Resolved, data: OpenData, spec: EngineSpec, micro_rows: int, plan: Callable[[], PlannedRows | None] | None = None
+    resolved: Resolved,
+    data: OpenData,
+    spec: EngineSpec,
+    micro_rows: int,
+    plan: Callable[[], PlannedRows | None] | None = None,
 ) -> Reference | None:
     """The reference that a recipe's objective needs; None where it needs none. `plan` says which rows the run will read; without it
     everything is scored."""
@@ -135,7 +153,10 @@ def make_reference(
     if wanted is None:
         return None
     source, objective = _find(resolved, wanted), resolved.recipe.objective
-    scoring, digest = _Scoring(spec, resolved.recipe.data, micro_rows), _Digest(source.adapter.base if source.adapter else None)
+    scoring, digest = (
+        _Scoring(spec, resolved.recipe.data, micro_rows),
+        _Digest(source.adapter.base if source.adapter else None),
+    )
     cover = None
     if wanted.cached:
         for name, value in source.weights():
@@ -151,9 +172,18 @@ def make_reference(
         frozen = _load(source, digest.through(source.weights()), scoring)
         prepare, how = score_with(frozen, spec.chunk_tokens), "as a second model in memory"
         if isinstance(objective, DistillConfig):
-            prepare, objective = teach_with(frozen), objective.with_head(TeacherHead(frozen.head_weight, source.config.logit_softcap))
+            prepare, objective = (
+                teach_with(frozen),
+                objective.with_head(TeacherHead(frozen.head_weight, source.config.logit_softcap)),
+            )
     role = "teacher" if wanted.is_teacher else "reference"
-    return Reference(prepare, digest.sha256, f"{role} {source.name} ({digest.sha256[:12]}), {how}", objective, cover)
+    return Reference(
+        prepare,
+        digest.sha256,
+        f"{role} {source.name} ({digest.sha256[:12]}), {how}",
+        objective,
+        cover,
+    )
 
 
 def check_reference(resolved: Resolved) -> None:
@@ -165,7 +195,11 @@ def check_reference(resolved: Resolved) -> None:
 
 def _find(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
     model, path, role = resolved.model, wanted.path, wanted.setting.rpartition(".")[2]
-    if path is None and resolved.recipe.adapter is not None and resolved.recipe.adapter.base is not None:
+    if (
+        path is None
+        and resolved.recipe.adapter is not None
+        and resolved.recipe.adapter.base is not None
+    ):
         return _quantised(resolved, resolved.recipe.adapter, wanted)
     if path is None:
         stored = resolved.weights
@@ -178,7 +212,10 @@ def _find(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
         seed = resolved.recipe.seed
         return _Source(
             model,
-            lambda: ((spec.name, initial_value(spec.name, spec.shape, model, seed)) for spec in param_specs(model)),
+            lambda: (
+                (spec.name, initial_value(spec.name, spec.shape, model, seed))
+                for spec in param_specs(model)
+            ),
             "with the random weights the run starts from",
         )
     try:
@@ -188,7 +225,9 @@ def _find(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
         raise ConfigError(f"{wanted.setting}: {problem}") from None
     recipe = resolved.recipe
     try:
-        check_layout(LayoutCase(recipe.parallel, stored.config, recipe.data.seq_len, recipe.objective))
+        check_layout(
+            LayoutCase(recipe.parallel, stored.config, recipe.data.seq_len, recipe.objective)
+        )
     except ParallelError as problem:
         raise ParallelError(f"{wanted.setting} is {path}: {problem}") from None
     if stored.config.vocab != model.vocab:
@@ -215,12 +254,21 @@ def _quantised(resolved: Resolved, adapter: AdapterConfig, wanted: ReferenceSpec
     """What a run with a quantised base starts from: the base, and the adapter that it continues."""
     model, carried, layouts = resolved.model, resolved.continued, adapter.layouts(resolved.model)
     if carried is None:
-        plain = _find(replace(resolved, recipe=resolved.recipe.model_copy(update={"adapter": None})), wanted)
+        plain = _find(
+            replace(resolved, recipe=resolved.recipe.model_copy(update={"adapter": None})), wanted
+        )
         return replace(plain, name=f"{plain.name}, in {adapter.base}", adapter=adapter)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         base = carried.base_in(adapter.base)
-        return with_updates(base, adapter, adapter.modules(model), resolved.recipe.seed, carried.updates(), layouts=layouts)
+        return with_updates(
+            base,
+            adapter,
+            adapter.modules(model),
+            resolved.recipe.seed,
+            carried.updates(),
+            layouts=layouts,
+        )
 
     name = f"{carried.base or 'base'} in {adapter.base} with the adapter the run starts from"
     return _Source(model, weights, name, adapter, has_updates=True)
@@ -234,7 +282,9 @@ class _Digest:
 
     def add(self, name: str, value: Tensor) -> None:
         self._hash.update(f"{name}|{tuple(value.shape)}|{value.dtype}\n".encode())
-        self._hash.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        self._hash.update(
+            value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        )
 
     def through(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, value in weights:
@@ -259,7 +309,9 @@ def _load(source: _Source, weights: Iterable[tuple[str, Tensor]], scoring: _Scor
 
 
 @torch.no_grad()
-def _build_quantised(source: _Source, adapter: AdapterConfig, weights: Iterable[tuple[str, Tensor]], spec: EngineSpec) -> Model:
+def _build_quantised(
+    source: _Source, adapter: AdapterConfig, weights: Iterable[tuple[str, Tensor]], spec: EngineSpec
+) -> Model:
     """A frozen model whose layers are stored quantised; one matrix at a time is read and quantised."""
     config = source.config.with_(head_gates=None)
     layouts = adapter.layouts(config)
@@ -325,7 +377,11 @@ class _CachedScores:
         number = batch.extra[RECORD if is_unpaired else PAIR]
         # a slot without a pair must not read another pair's number, which may be NaN
         found = torch.where((number >= 0)[..., None], self.table[number.clamp(min=0)], 0.0)
-        columns = {REFERENCE: found[..., 0], MISMATCH_REFERENCE: found[..., 1]} if is_unpaired else {REFERENCE: found.flatten(1)}
+        columns = (
+            {REFERENCE: found[..., 0], MISMATCH_REFERENCE: found[..., 1]}
+            if is_unpaired
+            else {REFERENCE: found.flatten(1)}
+        )
         return replace(batch, extra=batch.extra | columns)
 
     def cover(self, planned: PlannedRows | None) -> None:
@@ -368,7 +424,11 @@ class _CachedScores:
         for selection, path, one in zip(self.selections, paths, found, strict=True):
             if is_new:
                 num_scored = int((~one[:, 0].isnan()).sum())
-                self._store(path, one, f"of {num_scored} of {len(one)} in {selection.source.name}, those this run reads,")
+                self._store(
+                    path,
+                    one,
+                    f"of {num_scored} of {len(one)} in {selection.source.name}, those this run reads,",
+                )
         return found
 
     @torch.no_grad()
@@ -460,7 +520,9 @@ def _score(model: Model, selection: Selection, scoring: _Scoring) -> Tensor:
     table = torch.zeros(source.num_documents, 2)
     seen = torch.zeros(source.num_documents)
     prepare = score_with(model, scoring.spec.chunk_tokens)
-    config = scoring.data.model_copy(update={"workers": 0, "skip_batches": "", "max_tokens": None, "balance": False})
+    config = scoring.data.model_copy(
+        update={"workers": 0, "skip_batches": "", "max_tokens": None, "balance": False}
+    )
     whole = MixtureSource(Selection(source, selection.limit, max_length=selection.max_length))
     with (
         Loader(
@@ -491,6 +553,8 @@ def _both(batch: Batch) -> tuple[Tensor, Tensor]:
     """The numbers of a microbatch's pairs or records, and the two log-probabilities of each: [rows, places] and [rows, places, 2]."""
     scored = batch.extra[REFERENCE].float().cpu()
     if RECORD in batch.extra:
-        return batch.extra[RECORD].cpu(), torch.stack([scored, batch.extra[MISMATCH_REFERENCE].float().cpu()], dim=-1)
+        return batch.extra[RECORD].cpu(), torch.stack(
+            [scored, batch.extra[MISMATCH_REFERENCE].float().cpu()], dim=-1
+        )
     pair = batch.extra[PAIR].cpu()
     return pair, scored[:, : 2 * pair.shape[1]].unflatten(1, (-1, 2))

@@ -29,10 +29,14 @@ class EarlyStopping:
     best_step: int | None = None
     used: int = 0
 
-    def after(self, value: float | None, step: int, min_delta: float, *, higher_is_better: bool) -> EarlyStopping:
+    def after(
+        self, value: float | None, step: int, min_delta: float, *, higher_is_better: bool
+    ) -> EarlyStopping:
         """The state after a validation; one without a finite value counts as no better."""
         if value is not None:
-            gain = None if self.best is None else (value - self.best) * (1 if higher_is_better else -1)
+            gain = (
+                None if self.best is None else (value - self.best) * (1 if higher_is_better else -1)
+            )
             if gain is None or gain > min_delta:
                 return EarlyStopping(value, step, 0)
         return EarlyStopping(self.best, self.best_step, self.used + 1)
@@ -51,7 +55,9 @@ def count_validation(run: Run) -> None:
         return
     require_metric(state.valid, config.metric)
     value = run.ranks.world.gather(metric_value(state.valid, config.metric))[0]
-    state.early_stopping = state.early_stopping.after(value, state.step, stop.min_delta, higher_is_better=config.higher_is_better)
+    state.early_stopping = state.early_stopping.after(
+        value, state.step, stop.min_delta, higher_is_better=config.higher_is_better
+    )
 
 
 def stopped_early(run: Run) -> dict[str, Any] | None:
@@ -59,7 +65,12 @@ def stopped_early(run: Run) -> dict[str, Any] | None:
     stop, state = run.recipe.eval.stop, run.state
     if stop is None or state.step >= run.total_steps or not state.early_stopping.is_over(stop):
         return None
-    return {"step": state.step, "metric": run.recipe.checkpoint.metric, "patience": stop.patience, **state.early_stopping.to_json()}
+    return {
+        "step": state.step,
+        "metric": run.recipe.checkpoint.metric,
+        "patience": stop.patience,
+        **state.early_stopping.to_json(),
+    }
 
 
 def restore_best(run: Run) -> int:
@@ -70,7 +81,11 @@ def restore_best(run: Run) -> int:
 
     def find() -> dict[str, Any]:
         best = best_checkpoint(run.checkpoints, run.recipe.checkpoint)
-        return {"path": None, "step": state.step} if best is None else {"path": best.path, "step": best.step, "value": best.value}
+        return (
+            {"path": None, "step": state.step}
+            if best is None
+            else {"path": best.path, "step": best.step, "value": best.value}
+        )
 
     best = on_first_rank(run.ranks.world, find)
     if best["path"] is None or best["step"] == state.step:
@@ -78,5 +93,10 @@ def restore_best(run: Run) -> int:
     with open_checkpoint(best["path"]) as reader:
         scalars: Any = reader.scalars
         run.engine.load(reader.read, scalars["engine"])
-    log.info("restored the weights of step %d, the best (%s %.4g)", best["step"], run.recipe.checkpoint.metric, best["value"])
+    log.info(
+        "restored the weights of step %d, the best (%s %.4g)",
+        best["step"],
+        run.recipe.checkpoint.metric,
+        best["value"],
+    )
     return best["step"]

@@ -48,11 +48,19 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
     summary = run.ranks.world.gather(summarize(run) if run.process.is_first else None)[0]
     if stopped_by is not None and run.state.step < run.total_steps:
         if run.state.step == 0:
-            log.info("stopped by %s before the first step: no checkpoint is kept; the same command starts the run anew", stopped_by)
+            log.info(
+                "stopped by %s before the first step: no checkpoint is kept; the same command starts the run anew",
+                stopped_by,
+            )
         else:
-            log.info("stopped by %s after step %d; the same command resumes from there", stopped_by, run.state.step)
+            log.info(
+                "stopped by %s after step %d; the same command resumes from there",
+                stopped_by,
+                run.state.step,
+            )
         run.emit(
-            "finish", f"stopped by {stopped_by} after step {run.state.step} of {run.total_steps}, loss {_number(summary['last_loss'])}"
+            "finish",
+            f"stopped by {stopped_by} after step {run.state.step} of {run.total_steps}, loss {_number(summary['last_loss'])}",
         )
         leave_outcome(exit_code(stopped_by))
         return {**summary, "stopped_by": stopped_by, "exit_code": exit_code(stopped_by)}
@@ -77,18 +85,31 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
             "training waited for data %.0f %% of the time; raise data.workers or data.prefetch, or set data.stage_to",
             100 * summary["data_wait_share"],
         )
-    run.emit("finish", f"{'done' if early is None else 'stopped early'}: {run.state.step} steps, loss {_number(summary['last_loss'])}")
+    run.emit(
+        "finish",
+        f"{'done' if early is None else 'stopped early'}: {run.state.step} steps, loss {_number(summary['last_loss'])}",
+    )
     if run.process.is_first:
         clear_crash_report(folder)
     close_with(summary, samples)
-    log.info("done: %d steps in %.0f s, loss %s; %s", run.state.step, run.state.seconds, _number(summary["last_loss"]), folder)
+    log.info(
+        "done: %d steps in %.0f s, loss %s; %s",
+        run.state.step,
+        run.state.seconds,
+        _number(summary["last_loss"]),
+        folder,
+    )
     return summary
 
 
 def _export(run: Run) -> dict[str, Any]:
     """Export the last model, or the best one with `eval.stop.restore_best`, and name its checkpoint."""
     step = restore_best(run)
-    return {"final": write_final(run), "checkpoint": str(step_folder(run.checkpoints, step)), "final_step": step}
+    return {
+        "final": write_final(run),
+        "checkpoint": str(step_folder(run.checkpoints, step)),
+        "final_step": step,
+    }
 
 
 def write_final(run: Run) -> str | None:
@@ -107,9 +128,25 @@ def write_final(run: Run) -> str | None:
     if adapter is not None:
         weights = plain_weights(run, _copy_trained(weights, run, trained))
     try:
-        export_huggingface(run.model, weights, target, tokenizer=run.tokenizer_path, dtype=dtype, end_ids=run.targets.end_ids)
-        if adapter is not None and set(adapter.modules(run.model)).isdisjoint(expert_linears(run.model)):  # PEFT has no form of the others
-            write_adapter(trained, adapter, run.model, target / FOLDER, base=run.state.adapter_base, dtype="float32")
+        export_huggingface(
+            run.model,
+            weights,
+            target,
+            tokenizer=run.tokenizer_path,
+            dtype=dtype,
+            end_ids=run.targets.end_ids,
+        )
+        if adapter is not None and set(adapter.modules(run.model)).isdisjoint(
+            expert_linears(run.model)
+        ):  # PEFT has no form of the others
+            write_adapter(
+                trained,
+                adapter,
+                run.model,
+                target / FOLDER,
+                base=run.state.adapter_base,
+                dtype="float32",
+            )
     except ConfigError as reason:
         log.warning("no %s: %s", target, reason)
         return None
@@ -120,13 +157,23 @@ def write_final_aligner(run: Run, target: Path) -> str:
     """Export an aligner: heads under PurrSight's names, and the towers."""
     aligner, objective = run.model.aligner, run.recipe.objective
     assert aligner is not None and isinstance(objective, ContrastiveConfig)
-    weights, scales = {name: value.detach().to("cpu", copy=True) for name, value in run.engine.weights()}, run.engine.objective_values()
+    weights, scales = (
+        {name: value.detach().to("cpu", copy=True) for name, value in run.engine.weights()},
+        run.engine.objective_values(),
+    )
     with writing(target, error=CheckpointError), atomic_folder(target) as folder:
-        write_aligner_folder(folder, aligner, weights, objective.scales_of(aligner.modalities, scales.get(f"{OBJECTIVE}{LOG_SCALE}")))
+        write_aligner_folder(
+            folder,
+            aligner,
+            weights,
+            objective.scales_of(aligner.modalities, scales.get(f"{OBJECTIVE}{LOG_SCALE}")),
+        )
     return str(target)
 
 
-def _copy_trained(weights: Iterator[tuple[str, Tensor]], run: Run, trained: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _copy_trained(
+    weights: Iterator[tuple[str, Tensor]], run: Run, trained: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Pass weights on and copy those that trained. Gates and media inputs are not part of an adapter; they are exported with the model."""
     training = {name for group in run.engine.groups for name in group.names}
     for name, value in weights:

@@ -43,7 +43,9 @@ class DataLine:
     def of(run: Run) -> DataLine:
         """Count the documents and rows of a run."""
         if run.recipe.data.train is None:
-            return DataLine("as many as the steps need", quantity(run.total_steps * run.batch.tokens), "")
+            return DataLine(
+                "as many as the steps need", quantity(run.total_steps * run.batch.tokens), ""
+            )
         passes = run.recipe.epochs
         if passes is not None and not float(passes).is_integer():
             passes = None  # the last step is full, so that a little more is read
@@ -68,23 +70,44 @@ def header(run: Run, reading: DataLine) -> list[tuple[str, str]]:
     """Model, data, length, layout, memory and place, each in one short line."""
     trained, frozen = _sizes(run)
     began = "" if run.start.checkpoint is None else f" (resumes at step {run.state.step})"
-    what = "all train" if not frozen else f"{quantity(trained)} train, {quantity(frozen)} are frozen"
+    what = (
+        "all train" if not frozen else f"{quantity(trained)} train, {quantity(frozen)} are frozen"
+    )
     source = run.recipe.init.source
     layout = run.ranks.mesh.describe(run.recipe.parallel.strategy) or ["one process"]
     return [
         ("run", f"{run.start.folder}{began}"),
-        ("model", f"{run.model.title}{f' from {source}' if source else ''}: {quantity(trained + frozen)} parameters, {what}"),
-        *[("adapter", line.removeprefix("adapter ")) for line in _match_lines(run) if line.startswith("adapter ")],
+        (
+            "model",
+            f"{run.model.title}{f' from {source}' if source else ''}: {quantity(trained + frozen)} parameters, {what}",
+        ),
+        *[
+            ("adapter", line.removeprefix("adapter "))
+            for line in _match_lines(run)
+            if line.startswith("adapter ")
+        ],
         ("data", f"{_source(run)}: {reading.there}"),
         ("length", f"{run.total_steps:,} steps of {_row_size(run)}{reading.epochs}"),
         ("layout", f"{layout[0]}, {run.compute.precision} on {run.compute.name}"),
-        *([("memory", f"about {amount(_memory(run).total)} per rank")] if run.model.aligner is None else []),
-        ("results", "metrics.jsonl, train.log, checkpoints/" + (", final/" if run.recipe.checkpoint.at_end else "")),
+        *(
+            [("memory", f"about {amount(_memory(run).total)} per rank")]
+            if run.model.aligner is None
+            else []
+        ),
+        (
+            "results",
+            "metrics.jsonl, train.log, checkpoints/"
+            + (", final/" if run.recipe.checkpoint.at_end else ""),
+        ),
     ]
 
 
 def _row_size(run: Run) -> str:
-    return f"{run.batch.rows} samples" if run.model.aligner is not None else f"{run.batch.rows} rows x {run.recipe.data.seq_len} tokens"
+    return (
+        f"{run.batch.rows} samples"
+        if run.model.aligner is not None
+        else f"{run.batch.rows} rows x {run.recipe.data.seq_len} tokens"
+    )
 
 
 def _source(run: Run) -> str:
@@ -94,8 +117,15 @@ def _source(run: Run) -> str:
 def _sizes(run: Run) -> tuple[int, int]:
     """Parameters that train and parameters that do not."""
     training = {name for group in run.engine.groups for name in group.names}
-    known = {spec.name: spec.size for spec in param_specs(run.model)} if run.model.aligner is None else {}
-    sizes = {name: prod(shape) if form_of(name) is None else known[plain_name(name)] for name, shape in run.engine.shapes.items()}
+    known = (
+        {spec.name: spec.size for spec in param_specs(run.model)}
+        if run.model.aligner is None
+        else {}
+    )
+    sizes = {
+        name: prod(shape) if form_of(name) is None else known[plain_name(name)]
+        for name, shape in run.engine.shapes.items()
+    }
     trained = sum(size for name, size in sizes.items() if name in training)
     return trained, sum(sizes.values()) - trained
 
@@ -103,11 +133,19 @@ def _sizes(run: Run) -> tuple[int, int]:
 def describe(run: Run) -> list[str]:
     """What a run is about to do, as log lines."""
     trained, frozen = _sizes(run)
-    state = "begins" if run.start.checkpoint is None else f"resumes {run.start.checkpoint.path} at step {run.state.step}"
+    state = (
+        "begins"
+        if run.start.checkpoint is None
+        else f"resumes {run.start.checkpoint.path} at step {run.state.step}"
+    )
     return [
         f"run {run.start.folder} {state}; {run.total_steps} steps",
         f"model {run.model.title}: {trained + frozen:,} parameters, {trained:,} train"
-        + (f", {active_parameters(run.model):,} active for one token" if run.model.experts is not None else "")
+        + (
+            f", {active_parameters(run.model):,} active for one token"
+            if run.model.experts is not None
+            else ""
+        )
         + (f", {frozen:,} frozen" if frozen else "")
         + f"; {run.compute.precision} on {run.compute.name}",
         *_match_lines(run),
@@ -121,7 +159,9 @@ def describe(run: Run) -> list[str]:
 
 
 def _memory(run: Run) -> Estimate:
-    return estimate(describe_job(run.recipe, run.model, run.compute, run.batch, run.ranks.mesh.world))
+    return estimate(
+        describe_job(run.recipe, run.model, run.compute, run.batch, run.ranks.mesh.world)
+    )
 
 
 def _memory_line(run: Run) -> str:
@@ -154,6 +194,10 @@ def _match_lines(run: Run) -> list[str]:
         linears = len(recipe.adapter.modules(run.model))
         lines.append(
             f"adapter {recipe.adapter.kind} of rank {recipe.adapter.rank} on {linears} linear layers: {matched.parameters:,} parameters"
-            + (f"; the layers' matrices are stored in {recipe.adapter.base}" if recipe.adapter.base is not None else "")
+            + (
+                f"; the layers' matrices are stored in {recipe.adapter.base}"
+                if recipe.adapter.base is not None
+                else ""
+            )
         )
     return lines

@@ -57,7 +57,9 @@ class LossMonitor:
 
     def __init__(self, config: HealConfig, device: torch.device) -> None:
         self.config = config
-        self.losses = torch.zeros(config.window, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
+        self.losses = torch.zeros(
+            config.window, dtype=torch.float64, device="cpu" if device.type == "mps" else device
+        )
         self.count = torch.zeros((), dtype=torch.int64, device=self.losses.device)
 
     def judge(self, loss: Tensor) -> Tensor:
@@ -71,7 +73,9 @@ class LossMonitor:
             is_spike = (self.count >= config.window) & (loss > mean + config.sigma * deviation)
         enters = ~is_bad if config.on_spike == "alert" else ~(is_bad | is_spike)
         index = (self.count % config.window).reshape(1)
-        self.losses.scatter_(0, index, torch.where(enters, loss, self.losses.gather(0, index).squeeze(0)).reshape(1))
+        self.losses.scatter_(
+            0, index, torch.where(enters, loss, self.losses.gather(0, index).squeeze(0)).reshape(1)
+        )
         self.count += enters
         return torch.where(is_bad, NOT_FINITE, is_spike.to(torch.int64) * SPIKE)
 
@@ -86,7 +90,12 @@ class LossMonitor:
     def load(self, scalars: dict[str, Any] | None) -> None:
         """Take back what `scalars` gave; a window of another length starts empty."""
         fits = scalars is not None and len(scalars["losses"]) == self.config.window
-        self.losses.copy_(torch.tensor(scalars["losses"] if fits and scalars else [0.0] * self.config.window, dtype=torch.float64))
+        self.losses.copy_(
+            torch.tensor(
+                scalars["losses"] if fits and scalars else [0.0] * self.config.window,
+                dtype=torch.float64,
+            )
+        )
         self.count.fill_(scalars["count"] if fits and scalars else 0)
 
 
@@ -116,7 +125,9 @@ class Healer:
         self.healed: list[dict[str, Any]] | None = None
         """The entries of heal.json once they were needed: on a full disk the file itself may be late."""
         self._in_a_row = 0
-        self._cursors: deque[tuple[int, LoaderState, LoaderState]] = deque(maxlen=RECENT_STEPS + config.skip_before)
+        self._cursors: deque[tuple[int, LoaderState, LoaderState]] = deque(
+            maxlen=RECENT_STEPS + config.skip_before
+        )
 
     def remember(self, step: int, before: LoaderState, after: LoaderState) -> None:
         """Remember which batch a step trains on."""
@@ -128,11 +139,17 @@ class Healer:
 
     def step_of(self, batch: int, bad_step: int) -> int:
         """The first recent step that trained on this batch or a later one."""
-        return min([step for step, _, after in self._cursors if after.batch > batch and step <= bad_step], default=bad_step)
+        return min(
+            [step for step, _, after in self._cursors if after.batch > batch and step <= bad_step],
+            default=bad_step,
+        )
 
     def before(self, batch: int) -> LoaderState:
         """The latest known cursor at or before this batch, or the earliest one known."""
-        return next((before for _, before, _ in reversed(self._cursors) if before.batch <= batch), self._cursors[0][1])
+        return next(
+            (before for _, before, _ in reversed(self._cursors) if before.batch <= batch),
+            self._cursors[0][1],
+        )
 
     def rolled_back(self, step: int) -> None:
         """Forget what came after this step."""
@@ -148,7 +165,9 @@ class Healer:
             return
         step = record["step"]
         action = self.config.on_nan if kind == "nan" else self.config.on_spike
-        what = f"step {step} has loss {record['loss']:.4g} and gradient norm {record['grad_norm']:.4g}"
+        what = (
+            f"step {step} has loss {record['loss']:.4g} and gradient norm {record['grad_norm']:.4g}"
+        )
         if action == "rollback":
             self.bad = self.bad or BadStep(step, kind, what)
             return
@@ -157,7 +176,11 @@ class Healer:
             return
         self._in_a_row += 1
         batch = self.batch_of(step)
-        documents = run.loader.documents_of(self.before(batch), batch, batch) if run.process.is_first else {}
+        documents = (
+            run.loader.documents_of(self.before(batch), batch, batch)
+            if run.process.is_first
+            else {}
+        )
         run.emit(kind, f"{what}; the step was skipped", batches=[batch, batch], documents=documents)
         if self._in_a_row > self.config.limit:
             self.gave_up = f"{self._in_a_row} steps in a row were skipped (heal.limit is {self.config.limit}); the last: {what}"
@@ -179,15 +202,29 @@ def plan_rollback(run: Run, bad: BadStep, batches: tuple[int, int]) -> dict[str,
         run.saver.remote.set_aside_later(before)
         found = found if found.reader is not None else newest_good(run.saver.remote.location)
     if found.reader is None or found.path is None:
-        return {"gave_up": f"{bad.reason}; there is no checkpoint before step {bad.step} to roll back to."}
-    healed = run.healer.healed = read_healed(run.start.folder) if run.healer.healed is None else run.healer.healed
+        return {
+            "gave_up": f"{bad.reason}; there is no checkpoint before step {bad.step} to roll back to."
+        }
+    healed = run.healer.healed = (
+        read_healed(run.start.folder) if run.healer.healed is None else run.healer.healed
+    )
     to_step, limit = found.reader.step, run.recipe.heal.limit
     if sum(one["to_step"] == to_step for one in healed) >= limit:
-        return {"gave_up": f"{bad.reason}; the run was rolled back to step {to_step} {limit} times already (heal.limit). See {FILE}."}
+        return {
+            "gave_up": f"{bad.reason}; the run was rolled back to step {to_step} {limit} times already (heal.limit). See {FILE}."
+        }
     documents = run.loader.documents_of(run.healer.before(batches[0]), *batches)
-    entry = {"batches": list(batches), "bad_step": bad.step, "to_step": to_step, "reason": bad.reason, "documents": documents}
+    entry = {
+        "batches": list(batches),
+        "bad_step": bad.step,
+        "to_step": to_step,
+        "reason": bad.reason,
+        "documents": documents,
+    }
     healed.append(entry)
-    run.writes.replace(run.start.folder / FILE, json.dumps(healed, indent=1, ensure_ascii=False) + "\n")
+    run.writes.replace(
+        run.start.folder / FILE, json.dumps(healed, indent=1, ensure_ascii=False) + "\n"
+    )
     write_save_record(run.start.folder, replace(saved, step=to_step))
     return {"checkpoint": str(found.path), "documents": documents, "healed": entry}
 
@@ -200,7 +237,11 @@ def read_healed(run_dir: Path) -> list[dict[str, Any]]:
     if (whole := _entries_in(path)) is not None:
         return whole
     healed = _entries_in_events(run_dir)
-    known = f"events.jsonl lists {len(healed)} rollbacks, whose batches stay skipped" if healed else "events.jsonl lists no rollback"
+    known = (
+        f"events.jsonl lists {len(healed)} rollbacks, whose batches stay skipped"
+        if healed
+        else "events.jsonl lists no rollback"
+    )
     log.warning("%s is damaged; %s. If there were more, set data.skip_batches.", path, known)
     return healed
 
@@ -233,7 +274,11 @@ def _is_entry(one: Any) -> bool:
     if not isinstance(one, dict) or type(one.get("to_step")) is not int:
         return False
     batches: Any = one.get("batches")
-    return isinstance(batches, list) and [type(number) for number in batches] == [int, int] and 0 <= batches[0] <= batches[1]
+    return (
+        isinstance(batches, list)
+        and [type(number) for number in batches] == [int, int]
+        and 0 <= batches[0] <= batches[1]
+    )
 
 
 def _entries_in_events(run_dir: Path) -> list[dict[str, Any]]:
@@ -248,7 +293,9 @@ def _entries_in_events(run_dir: Path) -> list[dict[str, Any]]:
 
 def with_healed(recipe: Recipe, run_dir: Path) -> Recipe:
     """The recipe with the batches of all rollbacks skipped."""
-    return add_skipped_batches(recipe, [(one["batches"][0], one["batches"][1]) for one in read_healed(run_dir)])
+    return add_skipped_batches(
+        recipe, [(one["batches"][0], one["batches"][1]) for one in read_healed(run_dir)]
+    )
 
 
 def add_skipped_batches(recipe: Recipe, ranges: list[tuple[int, int]]) -> Recipe:

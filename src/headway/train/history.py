@@ -24,7 +24,8 @@ def read_training(run: Path) -> list[TrainingCurves]:
         return []
     records = MetricsReader(run / METRICS)
     return [
-        _training(f"{run}: {stage}" if stage else str(run), some) for stage, some in groupby(records, lambda record: record.get("stage"))
+        _training(f"{run}: {stage}" if stage else str(run), some)
+        for stage, some in groupby(records, lambda record: record.get("stage"))
     ]
 
 
@@ -72,21 +73,29 @@ class MetricsTotals:
             for values in _mapping(record.get(key)).values():
                 self.valid.add(_mapping(values).get("loss"))
             for name, values in _mapping(record.get(key)).items():
-                self._add_validation(name, _mapping(values), record["step"], is_first=key == AT_START)
+                self._add_validation(
+                    name, _mapping(values), record["step"], is_first=key == AT_START
+                )
         self.samples += int(_amount(record.get("num_samples_in_batch")))
         times = _mapping(record.get("time"))
-        self.peak_memory_bytes = max(self.peak_memory_bytes, int(_amount(times.get("memory_bytes"))))
+        self.peak_memory_bytes = max(
+            self.peak_memory_bytes, int(_amount(times.get("memory_bytes")))
+        )
         seconds = _amount(times.get("step_seconds"))
         self.seconds += seconds
         if self.records > WARM_STEPS:
             self.warm_seconds += seconds
             self.warm_wait += _amount(times.get("data_wait_seconds"))
 
-    def _add_validation(self, name: str, values: Mapping[str, Any], step: int, *, is_first: bool) -> None:
+    def _add_validation(
+        self, name: str, values: Mapping[str, Any], step: int, *, is_first: bool
+    ) -> None:
         for metric, is_higher_better in SHOWN_METRICS.items():
             value = values.get(metric)
             if isinstance(value, (int, float)):
-                span = self.spans.setdefault(name, {}).setdefault(metric, ValidationSpan(is_higher_better))
+                span = self.spans.setdefault(name, {}).setdefault(
+                    metric, ValidationSpan(is_higher_better)
+                )
                 if is_first:
                     span.before = value
                 else:
@@ -96,7 +105,9 @@ class MetricsTotals:
         """Of every validation set: its loss, and where it has one its accuracy, before the first step, at best and at last."""
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for name, metrics in self.spans.items():
-            found[name] = {metric: span.fields() for metric, span in metrics.items() if span.last is not None}
+            found[name] = {
+                metric: span.fields() for metric, span in metrics.items() if span.last is not None
+            }
         return found
 
     @property
@@ -131,7 +142,13 @@ class ValidationSpan:
         improved = None
         if self.before is not None and self.best is not None:
             improved = self._is_better(self.best, self.before)
-        return {"before": self.before, "best": self.best, "best_step": self.best_step, "last": self.last, "improved": improved}
+        return {
+            "before": self.before,
+            "best": self.best,
+            "best_step": self.best_step,
+            "last": self.last,
+            "improved": improved,
+        }
 
 
 class Extremes:

@@ -68,7 +68,9 @@ def run_loop(run: Run) -> dict[str, Any]:
             run.report(everything=True)
             run.heart.beat("save", state.step)
             run.saver.wait_for_save()
-            if state.step > run.saver.saved_step and (run.recipe.checkpoint.at_end or stopped_by is not None):
+            if state.step > run.saver.saved_step and (
+                run.recipe.checkpoint.at_end or stopped_by is not None
+            ):
                 run.save()
             if stopped_by is not None:
                 run.saver.leave_uploads(run.recipe.run.grace_seconds / 2)
@@ -94,21 +96,38 @@ def train_step(run: Run, *, dry: bool = False) -> None:
     with record_function(TRACE_DATA):
         batch, cursor = next(loader)
     data_wait = time.perf_counter() - begun
-    numbers = hypers(run.recipe.optim, run.engine.groups, state.step, run.total_steps, run.lr_factor)
+    numbers = hypers(
+        run.recipe.optim, run.engine.groups, state.step, run.total_steps, run.lr_factor
+    )
     begin = meter.mark()
     with record_function(TRACE_FORWARD_BACKWARD):
-        result = run.engine.forward_backward(batch, StepInfo(state.step, run.total_steps, len(run.data.names)))
+        result = run.engine.forward_backward(
+            batch, StepInfo(state.step, run.total_steps, len(run.data.names))
+        )
     between = meter.mark()
     verdict = run.loss_monitor.judge(result.loss)
     with record_function(TRACE_OPTIMIZER):
         update = run.engine.update(numbers, run.loss_monitor.skips(verdict))
     assert state.cursor is not None
     run.healer.remember(state.step + 1, state.cursor, cursor)
-    state.step, state.cursor, state.epoch, state.valid = state.step + 1, cursor, batch.stats.epoch, None
+    state.step, state.cursor, state.epoch, state.valid = (
+        state.step + 1,
+        cursor,
+        batch.stats.epoch,
+        None,
+    )
     main = next(iter(numbers.values()))
     host = {"lr": main.lr, "adam_beta2": main.betas[1]}
     marks = (begin, between, data_wait)
-    pending = meter.add(state.step, batch, host, replace(result, verdict=verdict), update, marks, loader.read_seconds)
+    pending = meter.add(
+        state.step,
+        batch,
+        host,
+        replace(result, verdict=verdict),
+        update,
+        marks,
+        loader.read_seconds,
+    )
     state.consumed_tokens = meter.consumed_tokens
     if dry:
         return

@@ -41,15 +41,29 @@ class OutOfMemoryError(TrainingError):
     """Memory ran out. The message says what needs it and which settings would need less."""
 
 
-def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, num_ranks: int) -> MemoryJob:
+def describe_job(
+    recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, num_ranks: int
+) -> MemoryJob:
     """What decides the memory of the rank that needs the most; the same numbers as `headway plan`'s."""
-    spec = EngineSpec(model, recipe.objective, recipe.optim, freeze=recipe.freeze, train=recipe.train, adapter=recipe.adapter)
+    spec = EngineSpec(
+        model,
+        recipe.objective,
+        recipe.optim,
+        freeze=recipe.freeze,
+        train=recipe.train,
+        adapter=recipe.adapter,
+    )
     shape = meta_model(spec)
     groups = group_parameters(shape, recipe.objective.build(), spec)
     shapes = {name: tuple(parameter.shape) for name, parameter in shape.named_parameters()}
     on_cuda, size = compute.device.type == "cuda", compute.dtype.itemsize
-    other_state, shards = state_bytes(recipe.optim, groups, shapes), recipe.parallel.mesh(0, num_ranks).shard
-    if recipe.optim.kind == "schedule_free" and ((size == 4 and shards == 1) or recipe.parallel.strategy == "fsdp"):
+    other_state, shards = (
+        state_bytes(recipe.optim, groups, shapes),
+        recipe.parallel.mesh(0, num_ranks).shard,
+    )
+    if recipe.optim.kind == "schedule_free" and (
+        (size == 4 and shards == 1) or recipe.parallel.strategy == "fsdp"
+    ):
         other_state += 4.0  # averages are apart from what trains, also where masters are the parameters themselves
     job = PlanJob(
         model=model,
@@ -71,7 +85,13 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
     compiled = on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile
     chunk_tokens = recipe.memory.chunk_tokens(on_cuda=on_cuda)
     ranks = [
-        replace(job.memory_job(rank), compute_bytes=size, compiled=compiled, on_cuda=on_cuda, chunk_tokens=chunk_tokens)
+        replace(
+            job.memory_job(rank),
+            compute_bytes=size,
+            compiled=compiled,
+            on_cuda=on_cuda,
+            chunk_tokens=chunk_tokens,
+        )
         for rank in range(job.layout.pipeline)
     ]
     return max(ranks, key=lambda rank: estimate(rank).total)
@@ -93,7 +113,9 @@ def apply_limit(recipe: Recipe, job: MemoryJob, device: torch.device) -> None:
         return
     wanted = recipe.memory.limit_gib * GIB
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(min(1.0, wanted / torch.cuda.get_device_properties(device).total_memory), device)
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, wanted / torch.cuda.get_device_properties(device).total_memory), device
+        )
     elif estimate(job).total > wanted:
         raise OutOfMemoryError(f"memory.limit_gib is {recipe.memory.limit_gib:g}. {explain(job)}")
 
@@ -119,11 +141,15 @@ def explain(job: MemoryJob) -> str:
     else:
         # more ranks on this machine would share the same memory
         advice = " No setting would free much; use a smaller model, a shorter data.seq_len, or a machine with more memory."
-    return f"A step needs an estimated {amount(found.total)} on this rank: {found.describe()}.{advice}"
+    return (
+        f"A step needs an estimated {amount(found.total)} on this rank: {found.describe()}.{advice}"
+    )
 
 
 @contextmanager
-def explain_out_of_memory(job: Callable[[], MemoryJob], device: Callable[[], torch.device]) -> Iterator[None]:
+def explain_out_of_memory(
+    job: Callable[[], MemoryJob], device: Callable[[], torch.device]
+) -> Iterator[None]:
     """Turn running out of memory into one error: bytes by kind, and how much each setting would free."""
     try:
         yield
@@ -139,7 +165,9 @@ def explain_out_of_memory(job: Callable[[], MemoryJob], device: Callable[[], tor
             total, left = ram_bytes()
             if total is not None and left is not None:
                 usage = f" ({amount(left)} of {amount(total)} of this machine's memory free)"
-        message = f"out of memory on {place.type}{usage}: {first_line(error, 160)}. {explain(job())}"
+        message = (
+            f"out of memory on {place.type}{usage}: {first_line(error, 160)}. {explain(job())}"
+        )
     else:
         return
     raise OutOfMemoryError(message)
@@ -153,20 +181,35 @@ def choices(rows_per_rank: int) -> list[int]:
 def fit_by_estimate(job: MemoryJob, sizes: Sequence[int], limit: int | None) -> int:
     """The largest microbatch whose estimate is within a limit; the smallest if none is."""
     whole = job.rows * job.accumulate
-    fitting = [n for n in sizes if limit is None or estimate(replace(job, rows=n, accumulate=whole // n)).total <= limit]
+    fitting = [
+        n
+        for n in sizes
+        if limit is None or estimate(replace(job, rows=n, accumulate=whole // n)).total <= limit
+    ]
     return max(fitting, default=sizes[0])
 
 
-def fit_micro_rows(recipe: Recipe, job: MemoryJob, spec: EngineSpec, ranks: RankGroup, first_step: Callable[[], StepBatch]) -> int:
+def fit_micro_rows(
+    recipe: Recipe,
+    job: MemoryJob,
+    spec: EngineSpec,
+    ranks: RankGroup,
+    first_step: Callable[[], StepBatch],
+) -> int:
     """Rows of the largest microbatch that fits, the same on all ranks: on CUDA measured in a separate process, on the CPU estimated.
 
     The engine must not exist yet: on CUDA the process that measures needs its memory.
     """
     sizes, limit = choices(job.rows * job.accumulate), memory_limit(recipe, spec.device)
-    if spec.device.type == "cuda" and spec.ranks.pipeline.size == 1:  # stages cannot be measured alone
+    if (
+        spec.device.type == "cuda" and spec.ranks.pipeline.size == 1
+    ):  # stages cannot be measured alone
         assert limit is not None
         found, how = (
-            _measure(make_probe(spec, first_step(), sizes, limit - _freed(spec.device)), recipe.parallel.timeout_seconds),
+            _measure(
+                make_probe(spec, first_step(), sizes, limit - _freed(spec.device)),
+                recipe.parallel.timeout_seconds,
+            ),
             "measured",
         )
     else:
@@ -174,7 +217,11 @@ def fit_micro_rows(recipe: Recipe, job: MemoryJob, spec: EngineSpec, ranks: Rank
     chosen = min(ranks.gather(found))
     within = "" if limit is None else f" into {amount(limit)}"
     log.info(
-        "batch.micro_rows=auto: %d rows per microbatch fit%s (%s); the batch of %d rows per rank stays", chosen, within, how, sizes[-1]
+        "batch.micro_rows=auto: %d rows per microbatch fit%s (%s); the batch of %d rows per rank stays",
+        chosen,
+        within,
+        how,
+        sizes[-1],
     )
     return chosen
 

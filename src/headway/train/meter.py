@@ -139,7 +139,11 @@ class Meter:
 
     def restarted(self, state: TrainState, total_steps: int) -> Meter:
         """A new meter that counts from a restored state."""
-        return Meter(replace(self.setup, total_steps=total_steps), state.consumed_tokens, state.engine.scalars()["skipped"])
+        return Meter(
+            replace(self.setup, total_steps=total_steps),
+            state.consumed_tokens,
+            state.engine.scalars()["skipped"],
+        )
 
     def mark(self) -> DeviceTimestamp:
         """The time now, on the device."""
@@ -167,7 +171,18 @@ class Meter:
             "tokens": stats.tokens,
         }
         begin, between, data_wait = marks
-        pending = Pending(step, {**host, **counts}, metrics, values, begin, between, self.mark(), data_wait, self.save_stall, self.fresh)
+        pending = Pending(
+            step,
+            {**host, **counts},
+            metrics,
+            values,
+            begin,
+            between,
+            self.mark(),
+            data_wait,
+            self.save_stall,
+            self.fresh,
+        )
         pending.compute_marks, pending.read_seconds = result.compute_window, read_seconds
         self.fresh, self.save_stall = False, 0.0
         self.waiting.append(pending)
@@ -186,15 +201,24 @@ class Meter:
         return done
 
     def _finish(self, pending: Pending) -> dict[str, Any]:
-        seconds = pending.end.since(pending.begin if pending.fresh or self.previous_end is None else self.previous_end)
+        seconds = pending.end.since(
+            pending.begin if pending.fresh or self.previous_end is None else self.previous_end
+        )
         self.previous_end = pending.end
         self.smoothed = seconds if self.smoothed is None else 0.9 * self.smoothed + 0.1 * seconds
-        self.waited = 0.9 * self.waited + 0.1 * pending.data_wait if self.seen >= WARM_STEPS else 0.0
+        self.waited = (
+            0.9 * self.waited + 0.1 * pending.data_wait if self.seen >= WARM_STEPS else 0.0
+        )
         self.seen += 1
         if pending.compute_marks is not None and self.seen > WARM_STEPS:
             begin, end = pending.compute_marks
             self.rank_times = self.rank_times.plus(end.since(begin), pending.read_seconds, seconds)
-        record: dict[str, Any] = {"step": pending.step, **_divide(pending, self.sources), **pending.host, **pending.valid}
+        record: dict[str, Any] = {
+            "step": pending.step,
+            **_divide(pending, self.sources),
+            **pending.host,
+            **pending.valid,
+        }
         self.skipped += record.pop("skipped")
         if verdict := int(record.pop("verdict")):
             record["anomaly"] = ANOMALIES[verdict]
@@ -211,7 +235,13 @@ class Meter:
 
     def _timing(self, pending: Pending, seconds: float, flops: TokenFlops) -> dict[str, Any]:
         setup = self.setup
-        rate = pending.host["micro_num"] * setup.micro_rows * setup.seq_len / setup.ranks_per_row / seconds
+        rate = (
+            pending.host["micro_num"]
+            * setup.micro_rows
+            * setup.seq_len
+            / setup.ranks_per_row
+            / seconds
+        )
         load = gpu_load(setup.device.index or 0) if setup.device.type == "cuda" else None
         return {
             "step_seconds": seconds,
@@ -224,7 +254,9 @@ class Meter:
             "data_wait_seconds": pending.data_wait,
             "save_stall_seconds": pending.save_stall,
             "data_wait_share": self.waited / self.smoothed if self.smoothed else 0.0,
-            "memory_bytes": torch.cuda.max_memory_allocated(setup.device) if load is not None else resident_bytes(),
+            "memory_bytes": torch.cuda.max_memory_allocated(setup.device)
+            if load is not None
+            else resident_bytes(),
             "gpu_utilisation": None if load is None else load.utilisation,
             "gpu_power_watts": None if load is None else load.power_watts,
             "eta_seconds": (self.smoothed or seconds) * (setup.total_steps - pending.step),
@@ -234,12 +266,18 @@ class Meter:
 def short_names(paths: tuple[str, ...]) -> tuple[str, ...]:
     """The last part of each path, or the whole path where two have the same last part."""
     last = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
-    return tuple(short if last.count(short) == 1 else path for short, path in zip(last, paths, strict=True))
+    return tuple(
+        short if last.count(short) == 1 else path for short, path in zip(last, paths, strict=True)
+    )
 
 
 def means(sums: MetricSums) -> dict[str, Any]:
     """Metric sums of a validation as means; `nll` becomes `loss`, `perplexity` and `tokens`."""
-    result: dict[str, Any] = {name: float(total) / max(float(weight), 1.0) for name, (total, weight) in sums.items() if total.dim() == 0}
+    result: dict[str, Any] = {
+        name: float(total) / max(float(weight), 1.0)
+        for name, (total, weight) in sums.items()
+        if total.dim() == 0
+    }
     result |= load_metrics(sums)
     if "nll" in result:
         result["loss"] = result.pop("nll")
@@ -253,7 +291,9 @@ def _flatten(result: StepResult, update: Update) -> tuple[list[MetricLayout], li
     tensors = [result.loss, update.norm, update.skipped, update.loss_scale, verdict]
     metrics: list[MetricLayout] = []
     for name, (total, weight) in result.metrics.items():
-        metrics.append(MetricLayout(name, total.numel() if total.dim() else None, tuple(total.shape)))
+        metrics.append(
+            MetricLayout(name, total.numel() if total.dim() else None, tuple(total.shape))
+        )
         tensors += [total, weight]
     return metrics, tensors
 

@@ -19,7 +19,12 @@ from headway.data.open import SourceStore
 from headway.errors import ConfigError
 from headway.media.sources import read_sources
 from headway.model.loading.aligner_file import AlignerHeads, is_purrsight_file, read_aligner
-from headway.model.media_encoders import aligned_encoder_text, aligner_folder, encoder_text, open_encoder
+from headway.model.media_encoders import (
+    aligned_encoder_text,
+    aligner_folder,
+    encoder_text,
+    open_encoder,
+)
 from headway.model.media_shape import ALIGNER, MediaInput, MediaShape
 from headway.prepare.detect import local_path
 from headway.prepare.encode_media import MediaPositions
@@ -27,7 +32,12 @@ from headway.prepare.features import EncoderRows, Sample, prepare_samples
 from headway.prepare.multimodal import MediaBuild, media_store, refs_of
 from headway.store.media_table import MediaTable, open_table
 from headway.text.record_keys import KeyMap
-from headway.train.multimodal_config import POOLED_HIDDEN, POOLED_TOKENS, MediaInputConfig, MultimodalConfig
+from headway.train.multimodal_config import (
+    POOLED_HIDDEN,
+    POOLED_TOKENS,
+    MediaInputConfig,
+    MultimodalConfig,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +60,9 @@ class MediaPlan:
     @property
     def positions(self) -> MediaPositions:
         """How items stand in documents."""
-        return MediaPositions({one.modality: one.tokens for one in self.shape.inputs}, self.shape.missing)
+        return MediaPositions(
+            {one.modality: one.tokens for one in self.shape.inputs}, self.shape.missing
+        )
 
 
 def plan_media(config: MultimodalConfig, hidden_size: int) -> MediaPlan:
@@ -64,14 +76,20 @@ def plan_media(config: MultimodalConfig, hidden_size: int) -> MediaPlan:
             tables[name] = open_table(one.features)
             if len(tables[name].shape) != 2:
                 shape = list(tables[name].shape)
-                raise ConfigError(f"multimodal.{name}.features: {one.features} has rows of {shape}; [vectors, width] is expected.")
+                raise ConfigError(
+                    f"multimodal.{name}.features: {one.features} has rows of {shape}; [vectors, width] is expected."
+                )
             vectors, width = tables[name].shape
         else:
             encoder = open_encoder(text, name)
             vectors, width = encoder.tokens, encoder.width
         inputs.append(MediaInput(name, width, _tokens(name, one, vectors), vectors, text))
     if heads is not None:
-        heads.require({one.modality: one.width for one in inputs}, heads.dim, f"multimodal.aligner={config.aligner}")
+        heads.require(
+            {one.modality: one.width for one in inputs},
+            heads.dim,
+            f"multimodal.aligner={config.aligner}",
+        )
     pooled = all(one.is_pooled for one in inputs)
     shape = MediaShape(
         tuple(inputs),
@@ -92,7 +110,9 @@ def _encoder_of(config: MultimodalConfig, name: str, one: MediaInputConfig) -> s
     assert config.aligner is not None, "checked by the section"
     folder = aligner_folder(config.aligner)
     if folder is None:
-        raise ConfigError(f"multimodal.aligner is {config.aligner}, which brings no encoders along. Set multimodal.{name}.encoder.")
+        raise ConfigError(
+            f"multimodal.aligner is {config.aligner}, which brings no encoders along. Set multimodal.{name}.encoder."
+        )
     return aligned_encoder_text(folder, name)
 
 
@@ -100,7 +120,9 @@ def _tokens(name: str, one: MediaInputConfig, vectors: int) -> int:
     if vectors == 1:
         return one.tokens or POOLED_TOKENS
     if one.tokens not in (None, vectors):
-        raise ConfigError(f"multimodal.{name}.tokens is {one.tokens}; its encoder gives {vectors} vectors, and each is a token. Remove it.")
+        raise ConfigError(
+            f"multimodal.{name}.tokens is {one.tokens}; its encoder gives {vectors} vectors, and each is a token. Remove it."
+        )
     return vectors
 
 
@@ -120,12 +142,22 @@ class MediaStores:
             raise ConfigError(f"data: {one.path} needs a tokenizer. Set `tokenizer` in the recipe.")
         path = local_path(one.path, self.config.cache_dir)
         fits = self.config.packing in ("best_fit", "pad")
-        build = MediaBuild(self.plan.positions, one.chat_template, KeyMap.of(one.keys), self.config.seq_len if fits else None, one.drop_bad)
+        build = MediaBuild(
+            self.plan.positions,
+            one.chat_template,
+            KeyMap.of(one.keys),
+            self.config.seq_len if fits else None,
+            one.drop_bad,
+        )
         cache_dir = self.config.cache_dir or default_cache_dir()
-        return SourceStore(one, media_store(path, self.tokenizer, build, cache_dir, self.workers), name=one.path)
+        return SourceStore(
+            one, media_store(path, self.tokenizer, build, cache_dir, self.workers), name=one.path
+        )
 
 
-def media_features(recipe: Recipe, plan: MediaPlan, device: torch.device | None = None) -> MediaFeatures:
+def media_features(
+    recipe: Recipe, plan: MediaPlan, device: torch.device | None = None
+) -> MediaFeatures:
     """The features of all media of a recipe's sources: given tables, or made by the encoders and cached."""
     makers = []
     for one in plan.shape.inputs:
@@ -137,7 +169,9 @@ def media_features(recipe: Recipe, plan: MediaPlan, device: torch.device | None 
         sources = multimodal_sources(recipe)
         skips = any(one.drop_bad for one in sources)
         cache_dir = recipe.data.cache_dir or default_cache_dir()
-        made = prepare_samples("media", _samples(sources, recipe), makers, cache_dir, skip_bad=skips)
+        made = prepare_samples(
+            "media", _samples(sources, recipe), makers, cache_dir, skip_bad=skips
+        )
         tables |= dict(zip(made.modalities, made.tables, strict=True))
     ordered = {one.modality: tables[one.modality] for one in plan.shape.inputs}
     key = "|".join(f"{name}={table.content_key}" for name, table in ordered.items())
@@ -150,7 +184,11 @@ def multimodal_sources(recipe: Recipe) -> list[SourceConfig]:
 
     config = recipe.data
     sets = sets_of(config.valid.sets) if config.valid is not None and config.valid.sets else {}
-    return [one for one in (*(config.train or ()), *(one for many in sets.values() for one in many)) if one.kind == "multimodal"]
+    return [
+        one
+        for one in (*(config.train or ()), *(one for many in sets.values() for one in many))
+        if one.kind == "multimodal"
+    ]
 
 
 def _samples(sources: list[SourceConfig], recipe: Recipe) -> Iterator[Sample]:
@@ -161,7 +199,9 @@ def _samples(sources: list[SourceConfig], recipe: Recipe) -> Iterator[Sample]:
                 yield Sample({ref.modality: ref}, record.place)
 
 
-def first_media(plan: MediaPlan, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+def first_media(
+    plan: MediaPlan, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The heads of phase 1 under this model's names."""
     if plan.heads is None:
         return
@@ -170,5 +210,7 @@ def first_media(plan: MediaPlan, shapes: Mapping[str, tuple[int, ...]]) -> Itera
         for ours, theirs in leaves.items():
             name = f"{ALIGNER}{one.modality}.{ours}"
             value = plan.heads.tensors[f"heads.{one.modality}.{theirs}"]
-            assert tuple(value.shape) == shapes[name], f"{name} has shape {tuple(value.shape)}; the model has {shapes[name]}"
+            assert tuple(value.shape) == shapes[name], (
+                f"{name} has shape {tuple(value.shape)}; the model has {shapes[name]}"
+            )
             yield name, value

@@ -21,18 +21,28 @@ class MediaInputConfig(Section):
         "What encodes it: a Hugging Face folder, the name of an encoder (`headway list`), or one with its file (`cnn14:FILE`). null = the "
         "encoder of multimodal.aligner.",
     )
-    patches: bool = setting(False, "One soft token of each patch of a Hugging Face encoder (LLaVA), instead of a pooled vector.")
+    patches: bool = setting(
+        False,
+        "One soft token of each patch of a Hugging Face encoder (LLaVA), instead of a pooled vector.",
+    )
     features: Path | None = setting(None, "A table of features made before, instead of an encoder.")
     tokens: int | None = setting(
-        None, f"Soft tokens of one item; null = {POOLED_TOKENS} of a pooled vector, or one of each patch.", gt=0, le=65536
+        None,
+        f"Soft tokens of one item; null = {POOLED_TOKENS} of a pooled vector, or one of each patch.",
+        gt=0,
+        le=65536,
     )
 
     @model_validator(mode="after")
     def _one_origin(self) -> MediaInputConfig:
         if self.encoder is not None and self.features is not None:
-            raise ValueError(f"has encoder={self.encoder} and features={self.features}; features come from one of them. Remove one")
+            raise ValueError(
+                f"has encoder={self.encoder} and features={self.features}; features come from one of them. Remove one"
+            )
         if self.patches and self.encoder is None:
-            raise ValueError("has patches, which are those of a Hugging Face encoder, and no encoder. Set encoder")
+            raise ValueError(
+                "has patches, which are those of a Hugging Face encoder, and no encoder. Set encoder"
+            )
         return self
 
 
@@ -48,9 +58,15 @@ class MultimodalConfig(Section):
         on_resume="fixed",
     )
     hidden: int | None = setting(
-        None, f"Width inside the projector; null = {POOLED_HIDDEN}, or the model's width for patches.", gt=0, le=1 << 20, on_resume="fixed"
+        None,
+        f"Width inside the projector; null = {POOLED_HIDDEN}, or the model's width for patches.",
+        gt=0,
+        le=1 << 20,
+        on_resume="fixed",
     )
-    shared: bool | Literal["auto"] = setting("auto", "One projector for all modalities; auto = with an aligner.", on_resume="fixed")
+    shared: bool | Literal["auto"] = setting(
+        "auto", "One projector for all modalities; auto = with an aligner.", on_resume="fixed"
+    )
     missing: bool = setting(
         True,
         "Every conversation has positions for each modality; those without media hold a learned embedding. false = only where media are.",
@@ -60,13 +76,21 @@ class MultimodalConfig(Section):
     @model_validator(mode="after")
     def _has_inputs(self) -> MultimodalConfig:
         if self.image is None and self.audio is None:
-            raise ValueError("has neither image nor audio; give one of them, e.g. {image: {encoder: DIR}}")
+            raise ValueError(
+                "has neither image nor audio; give one of them, e.g. {image: {encoder: DIR}}"
+            )
         for name, one in self.inputs.items():
             if one.encoder is None and one.features is None and self.aligner is None:
-                raise ValueError(f"{name} has no encoder; give {name}.encoder, {name}.features, or the aligner of a phase-1 run")
+                raise ValueError(
+                    f"{name} has no encoder; give {name}.encoder, {name}.features, or the aligner of a phase-1 run"
+                )
         return self
 
     @property
     def inputs(self) -> dict[str, MediaInputConfig]:
         """The modalities that are given, images first."""
-        return {name: one for name, one in (("image", self.image), ("audio", self.audio)) if one is not None}
+        return {
+            name: one
+            for name, one in (("image", self.image), ("audio", self.audio))
+            if one is not None
+        }

@@ -40,8 +40,17 @@ def next_steps(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         found = find_model(run)
     except HeadwayError:
         return []
-    listed = [*_talk(run, found, recipe), *_measure(run, found, recipe)] if not found.config.score_head else _scored(run, recipe)
-    listed.append((["headway", "export", "hf", "--model", str(run), "--out", f"{run}-hf"], "a folder for transformers and vLLM"))
+    listed = (
+        [*_talk(run, found, recipe), *_measure(run, found, recipe)]
+        if not found.config.score_head
+        else _scored(run, recipe)
+    )
+    listed.append(
+        (
+            ["headway", "export", "hf", "--model", str(run), "--out", f"{run}-hf"],
+            "a folder for transformers and vLLM",
+        )
+    )
     if (run / TENSORBOARD).is_dir() and is_installed("tensorboard"):
         listed.append((["tensorboard", "--logdir", str(run)], "the curves"))
     return [(shlex.join(words), what) for words, what in listed]
@@ -51,15 +60,35 @@ def _scored(run: Path, recipe: Recipe) -> list[tuple[list[str], str]]:
     """What follows a reward model: validation sets before training data."""
     sets: Any = recipe.data.valid.sets if recipe.data.valid is not None else None
     held_out = [one for many in sets.values() for one in many] if isinstance(sets, dict) else []
-    data = [one.path for one in (*held_out, *(recipe.data.train or ())) if Path(one.path).exists()][:1]
-    return [(["headway", "eval", "reward", "--model", str(run), "--data", path], "accuracy and margin of pairs") for path in data]
+    data = [one.path for one in (*held_out, *(recipe.data.train or ())) if Path(one.path).exists()][
+        :1
+    ]
+    return [
+        (
+            ["headway", "eval", "reward", "--model", str(run), "--data", path],
+            "accuracy and margin of pairs",
+        )
+        for path in data
+    ]
 
 
 def _aligned(run: Path, recipe: Recipe) -> list[tuple[list[str], str]]:
     """What follows an alignment."""
     data = [one.path for one in recipe.data.train or ()][:1]
-    measured = [(["headway", "eval", "retrieval", "--model", str(run), "--data", path], "recall of every pair") for path in data]
-    return [*measured, (["headway", "export", "aligner", "--model", str(run), "--out", f"{run}-aligner.pt"], "a file for PurrSight")]
+    measured = [
+        (
+            ["headway", "eval", "retrieval", "--model", str(run), "--data", path],
+            "recall of every pair",
+        )
+        for path in data
+    ]
+    return [
+        *measured,
+        (
+            ["headway", "export", "aligner", "--model", str(run), "--out", f"{run}-aligner.pt"],
+            "a file for PurrSight",
+        ),
+    ]
 
 
 def _talk(run: Path, found: StoredModel, recipe: Recipe) -> list[tuple[list[str], str]]:
@@ -68,9 +97,32 @@ def _talk(run: Path, found: StoredModel, recipe: Recipe) -> list[tuple[list[str]
     if found.config.media is not None:
         return [(_ask_about_media(run, found.config.media), "one answer; name a file of yours")]
     if _is_chat(recipe):
-        asks = ["headway", "generate", "--model", str(run), "--chat-template", "tokenizer", "--prompt", QUESTION]
+        asks = [
+            "headway",
+            "generate",
+            "--model",
+            str(run),
+            "--chat-template",
+            "tokenizer",
+            "--prompt",
+            QUESTION,
+        ]
         return [(["headway", "chat", "--model", str(run)], "talk to it"), (asks, "one answer")]
-    return [(["headway", "generate", "--model", str(run), "--prompt", PROMPT, "--max-new-tokens", "64"], "continue a text")]
+    return [
+        (
+            [
+                "headway",
+                "generate",
+                "--model",
+                str(run),
+                "--prompt",
+                PROMPT,
+                "--max-new-tokens",
+                "64",
+            ],
+            "continue a text",
+        )
+    ]
 
 
 def _ask_about_media(run: Path, media: MediaShape) -> list[str]:
@@ -84,20 +136,38 @@ def _ask_about_media(run: Path, media: MediaShape) -> list[str]:
 def _is_chat(recipe: Recipe) -> bool:
     """Whether the last thing the model learned was to answer."""
     last = recipe.stage_settings(len(recipe.stages) - 1).get("data", {}) if recipe.stages else None
-    sources: Any = (last.get("train") or []) if last is not None else [one.model_dump() for one in recipe.data.train or ()]
-    return any(isinstance(one, dict) and one.get("kind") in ("chat", "preference", "unpaired") for one in sources)
+    sources: Any = (
+        (last.get("train") or [])
+        if last is not None
+        else [one.model_dump() for one in recipe.data.train or ()]
+    )
+    return any(
+        isinstance(one, dict) and one.get("kind") in ("chat", "preference", "unpaired")
+        for one in sources
+    )
 
 
 def _measure(run: Path, found: StoredModel, recipe: Recipe) -> list[tuple[list[str], str]]:
     """Perplexity on text that the recipe names: validation sets before training data."""
-    if found.tokenizer_folder is None or _is_chat(recipe) or recipe.stages or recipe.data.train is None:
+    if (
+        found.tokenizer_folder is None
+        or _is_chat(recipe)
+        or recipe.stages
+        or recipe.data.train is None
+    ):
         return []
     sets: Any = recipe.data.valid.sets if recipe.data.valid is not None else None
     held_out = [one for many in sets.values() for one in many] if isinstance(sets, dict) else []
-    plain = [one for one in (*held_out, *recipe.data.train) if not one.raw_settings and one.kind == "text" and Path(one.path).exists()]
+    plain = [
+        one
+        for one in (*held_out, *recipe.data.train)
+        if not one.raw_settings and one.kind == "text" and Path(one.path).exists()
+    ]
     if not plain:
         return []
-    return [(["headway", "eval", "ppl", "--model", str(run), "--data", plain[0].path], "perplexity")]
+    return [
+        (["headway", "eval", "ppl", "--model", str(run), "--data", plain[0].path], "perplexity")
+    ]
 
 
 def next_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -105,5 +175,8 @@ def next_lines(summary: Mapping[str, Any]) -> list[str]:
     steps = next_steps(summary)
     width = max((len(command) for command, _ in steps), default=0)
     has_room = all(width + len(what) + 7 <= COLUMNS for _, what in steps)
-    lines = [f"  {command:<{width}}   # {what}" if has_room else f"  {command}" for command, what in steps]
+    lines = [
+        f"  {command:<{width}}   # {what}" if has_room else f"  {command}"
+        for command, what in steps
+    ]
     return ["next:", *lines] if steps else []

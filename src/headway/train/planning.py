@@ -38,12 +38,18 @@ class PlanTarget:
 def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
     """The recipe on this many ranks; a layout that breaks a rule is a ParallelError with the nearest one that works."""
     if recipe.model.aligner is not None:
-        raise ConfigError("model.aligner is given; plan knows language models only. `headway train RECIPE --dry-run` takes one step of it.")
+        raise ConfigError(
+            "model.aligner is given; plan knows language models only. `headway train RECIPE --dry-run` takes one step of it."
+        )
     model = planned_model(recipe)
     layout = layout_of(recipe.parallel, target.world)
     parallel, seq_len = recipe.parallel, recipe.data.seq_len
     _check_rows(recipe, model)
-    shapes = {spec.name: spec.shape for spec in param_specs(model)} if recipe.adapter is None else recipe.adapter.all_shapes(model)
+    shapes = (
+        {spec.name: spec.shape for spec in param_specs(model)}
+        if recipe.adapter is None
+        else recipe.adapter.all_shapes(model)
+    )
     training = trainable(shapes, recipe.freeze, recipe.train)
     job = PlanJob(
         model=model,
@@ -90,17 +96,30 @@ def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None
         except (ConfigError, DataError) as problem:
             raise ConfigError(f"{wanted.setting}: {problem}") from None
     shapes = {spec.name: spec.shape for spec in param_specs(model)} if shapes is None else shapes
-    return ReferenceModel(role, model, {name: shape for name, shape in shapes.items() if ADAPTER not in name})
+    return ReferenceModel(
+        role, model, {name: shape for name, shape in shapes.items() if ADAPTER not in name}
+    )
 
 
 def obeys_rules(recipe: Recipe, model: ModelConfig, layout: Layout) -> bool:
     """Whether `headway train` would take a layout for this recipe: its objective, adapter, dropout and masks too."""
-    if (recipe.optim.NEEDS_MATRICES and layout.tensor > 1) or (recipe.optim.COUPLES_EXPERTS and layout.expert > 1):
+    if (recipe.optim.NEEDS_MATRICES and layout.tensor > 1) or (
+        recipe.optim.COUPLES_EXPERTS and layout.expert > 1
+    ):
         return False
-    changes = {axis: getattr(layout, axis) for axis in ("strategy", "tensor", "sequence", "pipeline", "schedule", "context", "expert")}
+    changes = {
+        axis: getattr(layout, axis)
+        for axis in ("strategy", "tensor", "sequence", "pipeline", "schedule", "context", "expert")
+    }
     virtual = layout.virtual_stages if layout.schedule == "interleaved" else None
-    other = recipe.parallel.model_copy(update={**changes, "virtual_stages": virtual, "pipeline_split": ()})
-    return not any(broken_rules(LayoutCase(other, model, recipe.data.seq_len, recipe.objective, recipe.adapter)))
+    other = recipe.parallel.model_copy(
+        update={**changes, "virtual_stages": virtual, "pipeline_split": ()}
+    )
+    return not any(
+        broken_rules(
+            LayoutCase(other, model, recipe.data.seq_len, recipe.objective, recipe.adapter)
+        )
+    )
 
 
 def _state_bytes(recipe: Recipe, shapes: Shapes, training: set[str]) -> float | None:
@@ -109,12 +128,18 @@ def _state_bytes(recipe: Recipe, shapes: Shapes, training: set[str]) -> float | 
         return None
     from headway.parallel.update_rules import state_bytes
 
-    return state_bytes(recipe.optim, make_groups(recipe.optim, shapes, training, recipe.objective.rules), shapes)
+    return state_bytes(
+        recipe.optim, make_groups(recipe.optim, shapes, training, recipe.objective.rules), shapes
+    )
 
 
 def planned_model(recipe: Recipe) -> ModelConfig:
     """The model's shape. Files are read only where the recipe alone does not say it: init.from, or the tokenizer's vocabulary."""
-    if recipe.init.source is None and recipe.model.vocab_size is not None and recipe.objective.gate_spec is None:
+    if (
+        recipe.init.source is None
+        and recipe.model.vocab_size is not None
+        and recipe.objective.gate_spec is None
+    ):
         return recipe.model
     # the layout is checked here, by the rules of sizes: resolve would check it for training
     return resolve(recipe.model_copy(update={"parallel": ParallelConfig()})).model
@@ -124,7 +149,9 @@ def layout_of(parallel: ParallelConfig, world: int | None) -> Layout:
     """The layout a recipe asks for on this many ranks."""
     tensor, pipeline, shape = parallel.tensor, parallel.pipeline, parallel.pipeline_shape
     size = parallel.fsdp.size if parallel.strategy == "fsdp" else parallel.zero1.size
-    ranks = world or tensor * pipeline * parallel.context * max(parallel.expert, 1 if size == "auto" else int(size))
+    ranks = world or tensor * pipeline * parallel.context * max(
+        parallel.expert, 1 if size == "auto" else int(size)
+    )
     return Layout(
         world=ranks,
         strategy=parallel.strategy,
@@ -143,7 +170,9 @@ def software_of(recipe: Recipe, gpu: GpuModel) -> Software:
     """How headway computes on this GPU under these settings."""
     kernels = recipe.kernels
     has_cudnn = gpu.generation in ("hopper", "blackwell") and kernels.attention != "varlen"
-    attention: AttentionKernel = "fa4" if kernels.attention == "fa4" else "cudnn" if has_cudnn else "fa2"
+    attention: AttentionKernel = (
+        "fa4" if kernels.attention == "fa4" else "cudnn" if has_cudnn else "fa2"
+    )
     reduce = BYTES[recipe.parallel.reduce_dtype]
     compiles = kernels.compile in ("auto", True) and recipe.model.family != WRAPPED
     return Software(attention, "compiled" if compiles else "eager", reduce_bytes=reduce)
@@ -154,7 +183,10 @@ def largest_microbatch(job: PlanJob, rows: int) -> PlanJob:
     found = replace(job, rows=1, accumulate=rows)
     for size in (n for n in range(1, min(rows, MAX_MICRO_ROWS) + 1) if rows % n == 0):
         other = replace(job, rows=size, accumulate=rows // size)
-        if all(estimate(other.memory_job(rank)).total <= job.usable_bytes for rank in range(job.layout.pipeline)):
+        if all(
+            estimate(other.memory_job(rank)).total <= job.usable_bytes
+            for rank in range(job.layout.pipeline)
+        ):
             found = other
     return found
 
@@ -162,4 +194,6 @@ def largest_microbatch(job: PlanJob, rows: int) -> PlanJob:
 def _check_rows(recipe: Recipe, model: ModelConfig) -> None:
     """What rows need, whatever the layout."""
     if recipe.data.seq_len > model.max_seq_len:
-        raise ConfigError(f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it.")
+        raise ConfigError(
+            f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it."
+        )

@@ -39,7 +39,18 @@ log = logging.getLogger("headway")
 GENERATED_VOCAB = 512
 GENERATED_STEPS = 100
 COMPUTES = tuple(
-    sorted(set(ModelConfig.model_fields) - {"preset", "max_seq_len", "dropout", "embed_grad_scale", "init_std", "media", "score_head"})
+    sorted(
+        set(ModelConfig.model_fields)
+        - {
+            "preset",
+            "max_seq_len",
+            "dropout",
+            "embed_grad_scale",
+            "init_std",
+            "media",
+            "score_head",
+        }
+    )
 )
 """Fields of a model's shape that decide what its layers compute of text."""
 SAID_ELSEWHERE = ("head_gates", "experts", "vocab_size", "family", "hf_config", "trust_remote_code")
@@ -64,7 +75,10 @@ class Resolved:
     @property
     def continued(self) -> StoredAdapter | None:
         """The adapter of the given weights that is trained further; None if there is no adapter or it is merged."""
-        carried, wanted = None if self.weights is None else self.weights.adapter, self.recipe.adapter
+        carried, wanted = (
+            None if self.weights is None else self.weights.adapter,
+            self.recipe.adapter,
+        )
         if (
             carried is None
             or carried.patterned
@@ -78,13 +92,20 @@ class Resolved:
     @property
     def base(self) -> str | None:
         """The folder or hub id of the base model of the recipe's adapter; None if it does not exist in this form."""
-        if self.weights is None or any(getattr(self.model, n) != getattr(self.weights.config, n) for n in COMPUTES):
+        if self.weights is None or any(
+            getattr(self.model, n) != getattr(self.weights.config, n) for n in COMPUTES
+        ):
             return None
         carried, place = self.continued, self.weights.path
         if carried is not None:
             return carried.base
         source = self.recipe.init.source
-        if source is not None and self.recipe.data.cache_dir is None and "@" not in source and is_hub_id(source):
+        if (
+            source is not None
+            and self.recipe.data.cache_dir is None
+            and "@" not in source
+            and is_hub_id(source)
+        ):
             return source  # others know the model by its name, and so does PEFT
         return str(place.resolve() if isinstance(place, Path) else place)
 
@@ -97,7 +118,9 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         aligned = resolve_aligner(recipe)
         return Resolved(aligned, aligned.model, None, None, None)
     if recipe.model.media is not None and recipe.multimodal is None:
-        raise ConfigError("model.media is written by a run with media inputs; it is no setting. Remove it, or set multimodal.")
+        raise ConfigError(
+            "model.media is written by a run with media inputs; it is no setting. Remove it, or set multimodal."
+        )
     weights = _find_weights(recipe) if given is None else given
     weights = None if weights is None else weights.of_family(recipe.model.family)
     check_wrapped(recipe, None if weights is None else weights.config)
@@ -107,30 +130,50 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     model = _with_head(recipe, _shape(recipe, weights, tokenizer))
     masks, log_alpha = _masks(recipe)
     media = _media(recipe, model)
-    model = _with(model, head_gates=_head_gates(recipe, weights, masks), media=None if media is None else media.shape)
+    model = _with(
+        model,
+        head_gates=_head_gates(recipe, weights, masks),
+        media=None if media is None else media.shape,
+    )
     if masks is not None:
         masks.check(model, f"init.masks={recipe.init.masks}")
     family_of(model.family)
     if recipe.adapter is not None:
         recipe.adapter.modules(model)
     if recipe.init.merge and (weights is None or weights.adapter is None):
-        raise ConfigError(f"init.merge is true, but init.from={recipe.init.source} carries no adapter. Leave it out.")
+        raise ConfigError(
+            f"init.merge is true, but init.from={recipe.init.source} carries no adapter. Leave it out."
+        )
     if recipe.data.seq_len > model.max_seq_len:
-        raise ConfigError(f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it.")
+        raise ConfigError(
+            f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it."
+        )
     recipe.parallel.check_rows(model, recipe.data.seq_len, recipe.objective, recipe.adapter)
     say = log.info if from_environment().is_first else log.debug
     if weights is not None and (change := describe_change(weights.config, model)):
         say(f"the recipe changes the model of init.from={recipe.init.source}: {change}")
-    changes: dict[str, object] = {"model": model, "data": with_kinds(recipe.data, tokenizer, say, recipe.objective.UNPAIRED)}
+    changes: dict[str, object] = {
+        "model": model,
+        "data": with_kinds(recipe.data, tokenizer, say, recipe.objective.UNPAIRED),
+    }
     if recipe.steps is None and recipe.epochs is None:
         changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}
-    return Resolved(recipe.model_copy(update=changes), model, tokenizer, path, weights, log_alpha, media)
+    return Resolved(
+        recipe.model_copy(update=changes), model, tokenizer, path, weights, log_alpha, media
+    )
 
 
 def describe_change(stored: ModelConfig, model: ModelConfig) -> str:
     """What a recipe makes other in the layers of given weights: `rope_theta 10000 -> 1000000`; empty where nothing."""
-    changed = [name for name in COMPUTES if name not in SAID_ELSEWHERE and getattr(model, name) != getattr(stored, name)]
-    return ", ".join(f"{name} {_written(getattr(stored, name))} -> {_written(getattr(model, name))}" for name in changed)
+    changed = [
+        name
+        for name in COMPUTES
+        if name not in SAID_ELSEWHERE and getattr(model, name) != getattr(stored, name)
+    ]
+    return ", ".join(
+        f"{name} {_written(getattr(stored, name))} -> {_written(getattr(model, name))}"
+        for name in changed
+    )
 
 
 def _written(value: Any) -> str:
@@ -146,9 +189,13 @@ def _media(recipe: Recipe, model: ModelConfig) -> MediaPlan | None:
     from headway.train.multimodal import plan_media
 
     if recipe.objective.kind != "next_token":
-        raise ConfigError(f"multimodal is given with objective.kind {recipe.objective.kind}; media are inputs of next_token. Remove one.")
+        raise ConfigError(
+            f"multimodal is given with objective.kind {recipe.objective.kind}; media are inputs of next_token. Remove one."
+        )
     if "." in model.family:
-        raise ConfigError(f"multimodal is given with model.family {model.family}; media are inputs of headway's own families.")
+        raise ConfigError(
+            f"multimodal is given with model.family {model.family}; media are inputs of headway's own families."
+        )
     return plan_media(recipe.multimodal, model.hidden_size)
 
 
@@ -175,7 +222,9 @@ def _find_tokenizer(recipe: Recipe) -> Path | None:
     if given is None or given.exists():
         return given
     if not is_hub_id(str(given)):
-        raise ConfigError(f"tokenizer is {str(given)!r}; there is no such file or folder. `headway tokenizer train` makes one.")
+        raise ConfigError(
+            f"tokenizer is {str(given)!r}; there is no such file or folder. `headway tokenizer train` makes one."
+        )
     try:
         return local_or_hub(given, tokenizer=True, cache_dir=recipe.data.cache_dir)
     except (ConfigError, DataError) as problem:
@@ -189,16 +238,34 @@ def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | N
         unknown = GENERATED_VOCAB if tokenizer is None else tokenizer.model_vocab_size
         model = wrapped_shape(recipe, None if weights is None else weights.config, unknown)
     elif weights is not None:
-        given = {name: getattr(model, name) for name in model.model_fields_set if getattr(model, name) is not None}
+        given = {
+            name: getattr(model, name)
+            for name in model.model_fields_set
+            if getattr(model, name) is not None
+        }
         model = _with(weights.config, **{**given, "experts": _experts(recipe, weights)})
         changed = [
             n
-            for n in ("hidden_size", "num_layers", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size", "latent_attention")
+            for n in (
+                "hidden_size",
+                "num_layers",
+                "num_heads",
+                "kv_heads",
+                "head_size",
+                "ffn_size",
+                "vocab_size",
+                "latent_attention",
+            )
             if _differs(model, weights, n)
         ]
         if changed:
-            pairs = ", ".join(f"{name} is {getattr(model, name)} and the weights have {getattr(weights.config, name)}" for name in changed)
-            raise ConfigError(f"model does not fit init.from={recipe.init.source}: {pairs}. Leave these settings out.")
+            pairs = ", ".join(
+                f"{name} is {getattr(model, name)} and the weights have {getattr(weights.config, name)}"
+                for name in changed
+            )
+            raise ConfigError(
+                f"model does not fit init.from={recipe.init.source}: {pairs}. Leave these settings out."
+            )
     vocab = tokenizer.model_vocab_size if tokenizer is not None else GENERATED_VOCAB
     model = _with(model, vocab_size=vocab if model.vocab_size is None else model.vocab_size)
     if tokenizer is not None and model.vocab < tokenizer.vocab_size:
@@ -215,8 +282,14 @@ def _with_head(recipe: Recipe, model: ModelConfig) -> ModelConfig:
         classifier_of(model)
     elif model.score_head:
         source = recipe.init.source or "the stage before"
-        what = "model.score_head is true" if recipe.model.score_head else f"init.from: {source} is a reward model"
-        raise ConfigError(f"{what}, and objective {recipe.objective.kind} trains language models. Use objective reward, or another model.")
+        what = (
+            "model.score_head is true"
+            if recipe.model.score_head
+            else f"init.from: {source} is a reward model"
+        )
+        raise ConfigError(
+            f"{what}, and objective {recipe.objective.kind} trains language models. Use objective reward, or another model."
+        )
     return model
 
 
@@ -226,13 +299,24 @@ def _upcycled(recipe: Recipe, weights: StoredModel | None) -> StoredModel | None
     if upcycle is None:
         return weights
     if weights is None:
-        raise ConfigError("init.upcycle is given without init.from, which names the dense model. Give init.from, or set model.experts.")
+        raise ConfigError(
+            "init.upcycle is given without init.from, which names the dense model. Give init.from, or set model.experts."
+        )
     if recipe.adapter is not None:
-        raise ConfigError("init.upcycle is given with adapter; an adapter would have no base on disk. Remove one of them.")
+        raise ConfigError(
+            "init.upcycle is given with adapter; an adapter would have no base on disk. Remove one of them."
+        )
     if recipe.init.contents != ("model",):
-        raise ConfigError("init.upcycle is given with init.content; a dense model's optimizer state does not fit. Use content model.")
+        raise ConfigError(
+            "init.upcycle is given with init.content; a dense model's optimizer state does not fit. Use content model."
+        )
     config = upcycled_config(weights.config, upcycle, recipe.model.experts)
-    return replace(weights, config=config, weights=upcycled_weights(weights.weights, config, upcycle, recipe.seed), adapter=None)
+    return replace(
+        weights,
+        config=config,
+        weights=upcycled_weights(weights.weights, config, upcycle, recipe.seed),
+        adapter=None,
+    )
 
 
 def _experts(recipe: Recipe, weights: StoredModel) -> dict[str, Any] | None:
@@ -246,10 +330,16 @@ def _experts(recipe: Recipe, weights: StoredModel) -> dict[str, Any] | None:
         )
     merged = stored.model_dump() | {key: getattr(given, key) for key in given.model_fields_set}
     for key in ("num", "ffn_size", "shared_ffn_size", "first_dense", "every", "num_groups"):
-        if merged[key] != getattr(stored, key) and not (key == "ffn_size" and merged[key] == weights.config.expert_size):
-            raise ConfigError(f"model.experts.{key} is {merged[key]} and the weights have {getattr(stored, key)}. Leave it out.")
+        if merged[key] != getattr(stored, key) and not (
+            key == "ffn_size" and merged[key] == weights.config.expert_size
+        ):
+            raise ConfigError(
+                f"model.experts.{key} is {merged[key]} and the weights have {getattr(stored, key)}. Leave it out."
+            )
     if stored.bias_rate is not None and merged["bias_rate"] is None:
-        raise ConfigError("model.experts.bias_rate is null, but the weights have a bias for it. Leave it out, or use 0 to keep it fixed.")
+        raise ConfigError(
+            "model.experts.bias_rate is null, but the weights have a bias for it. Leave it out, or use 0 to keep it fixed."
+        )
     return merged
 
 
@@ -263,7 +353,9 @@ def _masks(recipe: Recipe) -> tuple[HeadMasks | None, tuple[tuple[float, ...], .
     return masks, tuple(tuple(DECIDED * (2 * float(value) - 1) for value in row) for row in values)
 
 
-def _head_gates(recipe: Recipe, weights: StoredModel | None, masks: HeadMasks | None) -> HeadGatesConfig | None:
+def _head_gates(
+    recipe: Recipe, weights: StoredModel | None, masks: HeadMasks | None
+) -> HeadGatesConfig | None:
     """Settings of the head gates: of the weights, a mask file, the recipe's model and the objective; later ones override earlier ones."""
     given, trained = recipe.model.head_gates, recipe.objective.gate_spec
     explicit = given.model_fields_set if given is not None else set[str]()
@@ -279,7 +371,9 @@ def _head_gates(recipe: Recipe, weights: StoredModel | None, masks: HeadMasks | 
     for key in ("window", "sinks"):
         wanted = None if trained is None else getattr(trained, key)
         if wanted is not None and key in explicit and wanted != fields[key]:
-            raise ConfigError(f"objective.{key} is {wanted} and model.head_gates.{key} is {fields[key]}; set one of them only.")
+            raise ConfigError(
+                f"objective.{key} is {wanted} and model.head_gates.{key} is {fields[key]}; set one of them only."
+            )
         if wanted is not None:
             fields[key] = wanted
     return HeadGatesConfig(**fields)

@@ -47,9 +47,24 @@ from headway.train.config import Recipe
 from headway.train.control import Control
 from headway.train.data_check import DataCheck, explain_damage
 from headway.train.dpo_reference import Reference
-from headway.train.health import BadStep, Healer, LossMonitor, add_skipped_batches, plan_rollback, repair_healed
+from headway.train.health import (
+    BadStep,
+    Healer,
+    LossMonitor,
+    add_skipped_batches,
+    plan_rollback,
+    repair_healed,
+)
 from headway.train.meter import AT_START, Meter, means
-from headway.train.run_folder import METRICS, RECIPE, RunLocks, new_save_record, prepare_folder, read_save_record, write_save_record
+from headway.train.run_folder import (
+    METRICS,
+    RECIPE,
+    RunLocks,
+    new_save_record,
+    prepare_folder,
+    read_save_record,
+    write_save_record,
+)
 from headway.train.stages import StageMetrics, StagePosition
 from headway.train.start import Start
 from headway.train.state import TrainState
@@ -161,17 +176,30 @@ class Run:
         if not self.process.is_first:
             return NoMetrics()
         own = MetricsFile(self.start.folder / METRICS, self.writes)
-        return own if self.stage is None else StageMetrics(own, MetricsFile(self.stage.run_folder / METRICS, self.writes), self.stage)
+        return (
+            own
+            if self.stage is None
+            else StageMetrics(
+                own, MetricsFile(self.stage.run_folder / METRICS, self.writes), self.stage
+            )
+        )
 
     @cached_property
     def control(self) -> Control:
         """What all ranks agree on between steps."""
-        return Control(self.ranks.world, self.home, self.session.stop, 0 if self.stage is None else self.stage.steps_before)
+        return Control(
+            self.ranks.world,
+            self.home,
+            self.session.stop,
+            0 if self.stage is None else self.stage.steps_before,
+        )
 
     @property
     def has_ended(self) -> bool:
         """Whether all steps are done, or early stopping ends the run."""
-        return self.state.step >= self.total_steps or self.state.early_stopping.is_over(self.recipe.eval.stop)
+        return self.state.step >= self.total_steps or self.state.early_stopping.is_over(
+            self.recipe.eval.stop
+        )
 
     # ---- beginning and end
 
@@ -182,7 +210,9 @@ class Run:
             name = self.recipe.run.name if self.stage is None else self.stage.run_name
             further = (one.build(self.start.folder, name) for one in self.recipe.track)
             style = self.recipe.log.style
-            self.console = Console(self.total_steps, None if style == "internlm" else StatusLine.on_terminal(), style)
+            self.console = Console(
+                self.total_steps, None if style == "internlm" else StatusLine.on_terminal(), style
+            )
             self.trackers = [self.console, *(one for one in further if one is not None)]
             for tracker in self.trackers:
                 if isinstance(tracker, MayFail):
@@ -219,7 +249,9 @@ class Run:
         for callback in self._step_callbacks:
             callback(self.state.step)
         ratio, world = self.recipe.log.slow_ratio, self.ranks.world
-        for text in self.slow_ranks.after_step(self.state.step, ratio, world, self.meter.take_rank_times):
+        for text in self.slow_ranks.after_step(
+            self.state.step, ratio, world, self.meter.take_rank_times
+        ):
             self.emit("slow_rank", text)
         self.clock.log_epoch()
 
@@ -241,10 +273,18 @@ class Run:
         for record in self.meter.collect(everything=everything):
             self.metrics.write(record)
             self.console.tick(record)
-            self.session.callbacks.record(record if self.stage is None else self.stage.in_whole_run(record), AT_START)
+            self.session.callbacks.record(
+                record if self.stage is None else self.stage.in_whole_run(record), AT_START
+            )
             self.healer.check(self, record)
-            if record["step"] % self.recipe.log.every == 0 or record["step"] in (1, self.total_steps) or "valid" in record:
-                shown = {name: value for name, value in record.items() if name != AT_START}  # trackers have it already
+            if (
+                record["step"] % self.recipe.log.every == 0
+                or record["step"] in (1, self.total_steps)
+                or "valid" in record
+            ):
+                shown = {
+                    name: value for name, value in record.items() if name != AT_START
+                }  # trackers have it already
                 for tracker in self.trackers:
                     tracker.log(record["step"], shown)
 
@@ -279,7 +319,10 @@ class Run:
         if metric == CheckpointConfig().metric or not self.data.valid:
             return
         at = self._validation_info()
-        found = {name: means(self.engine.evaluate(islice(self._valid_batches(name), 1), at)) for name in self.data.valid}
+        found = {
+            name: means(self.engine.evaluate(islice(self._valid_batches(name), 1), at))
+            for name in self.data.valid
+        }
         require_metric(found, metric)
         self.meter.interrupt()
 
@@ -303,7 +346,9 @@ class Run:
             if due != "checkpoint" and (config.on_best or (stop is not None and stop.restore_best)):
                 self.saver.wait_for_save()  # a save in progress counts
                 value = metric_value(state.valid, config.metric)
-                best = self.process.is_first and is_among_best(value, self.checkpoints, config, self.saver.manifests)
+                best = self.process.is_first and is_among_best(
+                    value, self.checkpoints, config, self.saver.manifests
+                )
                 due = "checkpoint" if self.ranks.world.max(int(best)) else due
         return due
 
@@ -316,7 +361,9 @@ class Run:
         begun = time.perf_counter()
         self.metrics.sync()
         self.state.seconds = self.clock.seconds()
-        self.saver.save(SaveJob(self.state.step, self.state.scalars(), snapshot), self.state.records())
+        self.saver.save(
+            SaveJob(self.state.step, self.state.scalars(), snapshot), self.state.records()
+        )
         self.heart.beat("step", self.state.step)
         self.meter.stalled(time.perf_counter() - begun)
 
@@ -328,11 +375,16 @@ class Run:
 
         def record(step: int) -> None:
             if not (folder / RECIPE).exists():
-                log.warning("%s was removed during the run; writing it again. Other files that were there are lost", folder / RECIPE)
+                log.warning(
+                    "%s was removed during the run; writing it again. Other files that were there are lost",
+                    folder / RECIPE,
+                )
                 folder.mkdir(parents=True, exist_ok=True)
                 write_atomic(folder / RECIPE, dump_yaml(self.recipe))
             write_save_record(folder, replace(saved, step=step))
-            self.session.callbacks.saved(self.control.steps_before + step, step_folder(self.checkpoints, step))
+            self.session.callbacks.saved(
+                self.control.steps_before + step, step_folder(self.checkpoints, step)
+            )
 
         self.saver.on_saved = record
 
@@ -368,7 +420,9 @@ class Run:
         plan = self.ranks.world.gather(plan)[0]
         if "gave_up" in plan:
             raise GaveUpError(plan["gave_up"])
-        self.state.restore(open_checkpoint(plan["checkpoint"], verify=plan["checkpoint"].startswith("s3:")))
+        self.state.restore(
+            open_checkpoint(plan["checkpoint"], verify=plan["checkpoint"].startswith("s3:"))
+        )
         self.state.valid = None
         self.recipe = add_skipped_batches(self.recipe, [(first, batch)])
         self.loader.close()
@@ -377,14 +431,22 @@ class Run:
         if self.reference is not None and self.reference.cover is not None:
             # Batches that take the place of the skipped ones may hold pairs that the reference has not scored.
             position = (self.state.step, self.state.cursor)
-            self.reference.cover(plan_rows(self.recipe, self.data, self.batch, self.ranks, position))
+            self.reference.cover(
+                plan_rows(self.recipe, self.data, self.batch, self.ranks, position)
+            )
         self.meter = self.meter.restarted(self.state, self.total_steps)
         self.saver.saved_step = self.saver.started_step = self.state.step
         self.metrics.truncate_after(self.state.step)
         self.heart.beat("step", self.state.step)
         healer.rolled_back(self.state.step)
         text = f"{bad.reason}; rolled back to step {self.state.step}, skipping batches {first} to {batch}"
-        self.emit(bad.kind, text, batches=[first, batch], documents=plan["documents"], healed=plan["healed"])
+        self.emit(
+            bad.kind,
+            text,
+            batches=[first, batch],
+            documents=plan["documents"],
+            healed=plan["healed"],
+        )
 
 
 class _UntilHurry:

@@ -138,7 +138,9 @@ def refuse_broken_links(paths: Sequence[Path]) -> None:
     """Refuse links to nothing: a disk that is not mounted is no reason to start a new run."""
     for path in paths:
         if path.is_symlink() and not path.exists():
-            raise ConfigError(f"{path} is a link to {path.readlink()}, which does not exist. Mount or restore it, or remove the link.")
+            raise ConfigError(
+                f"{path} is a link to {path.readlink()}, which does not exist. Mount or restore it, or remove the link."
+            )
 
 
 def was_used(folder: Path) -> bool:
@@ -148,7 +150,11 @@ def was_used(folder: Path) -> bool:
 
 def unused_name(folder: Path) -> Path:
     """A free name for a run folder that is to be moved."""
-    return next(path for n in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())
+    return next(
+        path
+        for n in range(1, 10_000)
+        if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists()
+    )
 
 
 def move_aside(folder: Path, target: Path) -> None:
@@ -158,7 +164,12 @@ def move_aside(folder: Path, target: Path) -> None:
     log.info("moved the existing run to %s", target)
 
 
-def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lambda: None, given: Recipe | None = None) -> None:
+def prepare_folder(
+    start: Start,
+    recipe: Recipe,
+    moved: Callable[[], None] = lambda: None,
+    given: Recipe | None = None,
+) -> None:
     """Make the folder and write what describes the run; `moved` is called at once after an older run was moved.
 
     `given` is the recipe before model and data were read: a later start compares its own with it to find the folder of the same settings.
@@ -178,7 +189,10 @@ def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lam
     if start.checkpoint is not None or start.from_scratch:
         saved = clear_save_record(start.folder)
         step = -1 if start.checkpoint is None else start.checkpoint.step
-        for later in [*set_aside_later(local, step), *(remote.set_aside_later(step) if remote is not None else [])]:
+        for later in [
+            *set_aside_later(local, step),
+            *(remote.set_aside_later(step) if remote is not None else []),
+        ]:
             log.info("set a later checkpoint aside: %s", later)
     begin_in(start.folder)
     record_code(start.folder, recipe)
@@ -211,7 +225,9 @@ def _record_start(folder: Path) -> None:
     """Write command and environment: those of the newest start to the run folder, those of every start to logs/starts/NUMBER."""
     starts = folder / "logs" / "starts"
     starts.mkdir(exist_ok=True)
-    number = max((int(path.name) for path in starts.iterdir() if path.name.isdecimal()), default=0) + 1
+    number = (
+        max((int(path.name) for path in starts.iterdir() if path.name.isdecimal()), default=0) + 1
+    )
     found = environment()
     (starts / f"{number:04}").mkdir()
     for one in (starts / f"{number:04}", folder):
@@ -245,7 +261,11 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         found: Any = load_json(folder / SUMMARY)
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and {"steps", "seconds", "checkpoint"} <= found.keys() else None
+    return (
+        found
+        if isinstance(found, dict) and {"steps", "seconds", "checkpoint"} <= found.keys()
+        else None
+    )
 
 
 def write_json(path: Path, content: Any) -> None:

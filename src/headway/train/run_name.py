@@ -28,13 +28,23 @@ GIVEN = Path("logs") / "given.yaml"
 """In a run folder: the recipe as it was given, before model and data were read. recipe.yaml has what was read from them, too."""
 RECIPE = "recipe.yaml"
 USED = (RECIPE, "metrics.jsonl", "saved.json")
-LEARNED = ("optim", "objective", "batch.lr_scaling", "batch.reference_rows", "precision", "fp8", "loss_scale")
+LEARNED = (
+    "optim",
+    "objective",
+    "batch.lr_scaling",
+    "batch.reference_rows",
+    "precision",
+    "fp8",
+    "loss_scale",
+)
 """Settings that a resumed run may change, and that still make another experiment. Others say how, where and how long a run computes."""
 LONGEST_PART = 60
 LONGEST_NAME = 200
 
 
-def with_name(recipe: Recipe, file: Path | None, overrides: Sequence[str], say: Callable[[str], object]) -> Recipe:
+def with_name(
+    recipe: Recipe, file: Path | None, overrides: Sequence[str], say: Callable[[str], object]
+) -> Recipe:
     """The recipe with a name of its own, unless the user gave one; `say` learns of a folder that holds another run."""
     if any(override.partition("=")[0].strip() in ("run.name", "run") for override in overrides):
         return recipe
@@ -47,11 +57,15 @@ def with_name(recipe: Recipe, file: Path | None, overrides: Sequence[str], say: 
         problem = _other_settings(folder, recipe)
         if problem is None:
             if other is not None:
-                refuse_missing_data(recipe)  # before anything is said of folders: the file may be a mistake
+                refuse_missing_data(
+                    recipe
+                )  # before anything is said of folders: the file may be a mistake
                 say(f"{other}; this run goes to {folder}. run.name=NAME chooses another name")
             return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
         other = other or problem
-    raise ConfigError(f"{recipe.run.dir} has too many runs of this recipe, model and data. Give run.name=NAME.")
+    raise ConfigError(
+        f"{recipe.run.dir} has too many runs of this recipe, model and data. Give run.name=NAME."
+    )
 
 
 def name_override(recipe: Recipe) -> str:
@@ -80,7 +94,14 @@ def _names(recipe: Recipe, file: Path | None, *, has_name: bool) -> Iterator[str
 def _described(recipe: Recipe) -> Iterator[str]:
     """Model and data of a recipe, as parts of a name."""
     if recipe.init.source is not None:
-        yield _part(re.sub(r"\.gguf$", "", recipe.init.source.rstrip("/").rpartition("/")[2], flags=re.IGNORECASE))
+        yield _part(
+            re.sub(
+                r"\.gguf$",
+                "",
+                recipe.init.source.rstrip("/").rpartition("/")[2],
+                flags=re.IGNORECASE,
+            )
+        )
     sources = recipe.data.train or ()
     if sources:
         path = sources[0].path.partition(":")[0].rstrip("/")
@@ -103,12 +124,18 @@ def _other_settings(folder: Path, recipe: Recipe) -> str | None:
     is_whole = (folder / GIVEN).is_file()
     path = folder / GIVEN if is_whole else folder / RECIPE
     try:
-        if _modules(read_plain(path, ())) != _modules(recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)):
+        if _modules(read_plain(path, ())) != _modules(
+            recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        ):
             return f"{folder} holds a run with code of other modules"
         old = load(Recipe, path)
     except ConfigError:
         return None  # how a run starts says what is wrong with the folder
-    changes = _changes(old, recipe, folder) if is_whole or old.stages or recipe.stages else _changes_of_origin(old, recipe)
+    changes = (
+        _changes(old, recipe, folder)
+        if is_whole or old.stages or recipe.stages
+        else _changes_of_origin(old, recipe)
+    )
     if not changes:
         return None
     more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
@@ -143,14 +170,19 @@ def _changes_of_origin(old: Recipe, new: Recipe) -> list[str]:
     """The same for a run of an earlier version, whose recipe has what was read from model and data: where it comes from decides."""
     pairs = {
         "init.from": (old.init.source, new.init.source),
-        "data.train": ([one.path for one in old.data.train or ()], [one.path for one in new.data.train or ()]),
+        "data.train": (
+            [one.path for one in old.data.train or ()],
+            [one.path for one in new.data.train or ()],
+        ),
         "data.seq_len": (old.data.seq_len, new.data.seq_len),
         "tokenizer": (old.tokenizer, new.tokenizer),
         "objective.kind": (old.objective.kind, new.objective.kind),
         "adapter": (old.adapter, new.adapter),
         "seed": (old.seed, new.seed),
     }
-    changes = [f"{key}: {before} -> {after}" for key, (before, after) in pairs.items() if before != after]
+    changes = [
+        f"{key}: {before} -> {after}" for key, (before, after) in pairs.items() if before != after
+    ]
     _, free = differences(old, new)
     return changes + [change for change in free if change.startswith(LEARNED)]
 

@@ -106,7 +106,10 @@ def sample_before(run: Run) -> None:
     with _reported(run):
         prompts, answers = _answered(run, count)
         if prompts:
-            _write(run, [replace(one, before=answer) for one, answer in zip(prompts, answers, strict=True)])
+            _write(
+                run,
+                [replace(one, before=answer) for one, answer in zip(prompts, answers, strict=True)],
+            )
 
 
 def sample_after(run: Run) -> list[HeldOutPrompt]:
@@ -120,7 +123,9 @@ def sample_after(run: Run) -> list[HeldOutPrompt]:
         known = {one.place: one for one in read_samples(run.start.folder)}
         for prompt, answer in zip(prompts, answers, strict=True):
             earlier = known.get(prompt.place)
-            samples.append(replace(prompt, before=None if earlier is None else earlier.before, after=answer))
+            samples.append(
+                replace(prompt, before=None if earlier is None else earlier.before, after=answer)
+            )
         if samples:
             _write(run, samples)
     return samples
@@ -132,8 +137,14 @@ def _reported(run: Run) -> Iterator[None]:
     run.heart.beat("validate", run.state.step)
     try:
         yield
-    except Exception as problem:  # a model of the user's, a full disk, too little memory for a second copy
-        log.warning("no samples of held-out prompts: %s: %s", type(problem).__name__, " ".join(str(problem).split())[:300])
+    except (
+        Exception
+    ) as problem:  # a model of the user's, a full disk, too little memory for a second copy
+        log.warning(
+            "no samples of held-out prompts: %s: %s",
+            type(problem).__name__,
+            " ".join(str(problem).split())[:300],
+        )
     run.meter.interrupt()
 
 
@@ -151,10 +162,22 @@ def _answered(run: Run, count: int) -> tuple[list[HeldOutPrompt], list[Answer]]:
         if not prompts:
             return [], []
         with _memory_apart(run.compute.device):
-            model = build_frozen_model(run.model, plain_weights(run, weights), run.compute.device, run.compute.dtype)
-            ends = run.targets.end_ids | ({tokenizer.eos_id} if tokenizer.eos_id is not None else set())
-            loaded = LoadedModel(model, run.model.with_(head_gates=None), tokenizer, run.start.folder, frozenset(ends))
-            answers = write_answers(loaded, prompts, lambda: run.heart.beat("validate", run.state.step))
+            model = build_frozen_model(
+                run.model, plain_weights(run, weights), run.compute.device, run.compute.dtype
+            )
+            ends = run.targets.end_ids | (
+                {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
+            )
+            loaded = LoadedModel(
+                model,
+                run.model.with_(head_gates=None),
+                tokenizer,
+                run.start.folder,
+                frozenset(ends),
+            )
+            answers = write_answers(
+                loaded, prompts, lambda: run.heart.beat("validate", run.state.step)
+            )
             del model, loaded
         return prompts, answers
     finally:
@@ -168,7 +191,9 @@ def plain_weights(run: Run, weights: Iterator[tuple[str, Tensor]]) -> Iterator[t
     adapter = run.recipe.adapter
     if adapter is None:
         return weights
-    return merged(plain_values(weights, adapter.layouts(run.model)), adapter, adapter.modules(run.model))
+    return merged(
+        plain_values(weights, adapter.layouts(run.model)), adapter, adapter.modules(run.model)
+    )
 
 
 @contextmanager
@@ -186,7 +211,9 @@ def _memory_apart(device: torch.device) -> Iterator[None]:
             torch.cuda.reset_peak_memory_stats(device)
 
 
-def write_answers(loaded: LoadedModel, prompts: Sequence[HeldOutPrompt], on_round: Callable[[], object] = str) -> list[Answer]:
+def write_answers(
+    loaded: LoadedModel, prompts: Sequence[HeldOutPrompt], on_round: Callable[[], object] = str
+) -> list[Answer]:
     """The likeliest continuation of every prompt."""
     assert loaded.tokenizer is not None
     longest = max(len(one.ids) for one in prompts)
@@ -203,7 +230,10 @@ def write_answers(loaded: LoadedModel, prompts: Sequence[HeldOutPrompt], on_roun
     texts = [RequestText(loaded.tokenizer, one.ids) for one in prompts]
     pieces: list[list[str]] = [[] for _ in prompts]
     was_cut = [False] * len(prompts)
-    numbers = {engine.submit(EngineRequest(one.ids, NEW_TOKENS, key=str(index))): index for index, one in enumerate(prompts)}
+    numbers = {
+        engine.submit(EngineRequest(one.ids, NEW_TOKENS, key=str(index))): index
+        for index, one in enumerate(prompts)
+    }
     while engine.busy:
         on_round()
         for event in engine.step():
@@ -211,12 +241,20 @@ def write_answers(loaded: LoadedModel, prompts: Sequence[HeldOutPrompt], on_roun
             pieces[index].append(texts[index].add(event.tokens))
             if event.finished is not None:
                 was_cut[index] = event.finished in ("length", "context")
-    return [Answer("".join([*piece, text.finish()]).strip(), cut) for piece, text, cut in zip(pieces, texts, was_cut, strict=True)]
+    return [
+        Answer("".join([*piece, text.finish()]).strip(), cut)
+        for piece, text, cut in zip(pieces, texts, was_cut, strict=True)
+    ]
 
 
-def pick_prompts(valid: dict[str, tuple[MixtureSource, ...]], tokenizer: Tokenizer, count: int, max_seq_len: int) -> list[HeldOutPrompt]:
+def pick_prompts(
+    valid: dict[str, tuple[MixtureSource, ...]], tokenizer: Tokenizer, count: int, max_seq_len: int
+) -> list[HeldOutPrompt]:
     """The first prompts of the validation sets, one of each set in turn."""
-    streams = [_prompts(name, many, tokenizer, min(LONGEST_PROMPT, max_seq_len - LEAST_NEW_TOKENS)) for name, many in valid.items()]
+    streams = [
+        _prompts(name, many, tokenizer, min(LONGEST_PROMPT, max_seq_len - LEAST_NEW_TOKENS))
+        for name, many in valid.items()
+    ]
     picked: list[HeldOutPrompt] = []
     while streams and len(picked) < count:
         stream = streams.pop(0)
@@ -227,7 +265,9 @@ def pick_prompts(valid: dict[str, tuple[MixtureSource, ...]], tokenizer: Tokeniz
     return picked
 
 
-def _prompts(name: str, mixture: Sequence[MixtureSource], tokenizer: Tokenizer, longest: int) -> Iterator[HeldOutPrompt]:
+def _prompts(
+    name: str, mixture: Sequence[MixtureSource], tokenizer: Tokenizer, longest: int
+) -> Iterator[HeldOutPrompt]:
     for one in mixture:
         source = one.selection.source
         documents = _first_documents(one)
@@ -246,7 +286,14 @@ def _prompts(name: str, mixture: Sequence[MixtureSource], tokenizer: Tokenizer, 
                 text = tokenizer.decode(ids[:begin].tolist(), skip_special=True)
             if 0 < begin <= longest and text.strip():
                 expected = tokenizer.decode(ids[begin:end].tolist(), skip_special=True)
-                yield HeldOutPrompt(name, source.name, int(document), text.strip(), expected.strip(), ids=tuple(ids[:begin].tolist()))
+                yield HeldOutPrompt(
+                    name,
+                    source.name,
+                    int(document),
+                    text.strip(),
+                    expected.strip(),
+                    ids=tuple(ids[:begin].tolist()),
+                )
 
 
 def _first_documents(source: MixtureSource) -> list[int]:

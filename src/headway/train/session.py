@@ -44,27 +44,44 @@ from headway.train.start import agree_on_start
 log = logging.getLogger("headway")
 
 
-def run_recipe(recipe: Recipe, resume: str = "auto", hook: RunHook = nullcontext, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
+def run_recipe(
+    recipe: Recipe,
+    resume: str = "auto",
+    hook: RunHook = nullcontext,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
     """Train, in one stage or several; returns the summary. Nothing is written before everything is built."""
     with running_callbacks(recipe, callbacks, is_first=from_environment().is_first) as threads:
         threads.summary = outcome = _run_recipe(recipe, resume, hook, threads)
     return outcome
 
 
-def _run_recipe(recipe: Recipe, resume: str, hook: RunHook, callbacks: CallbackThreads) -> dict[str, Any]:
+def _run_recipe(
+    recipe: Recipe, resume: str, hook: RunHook, callbacks: CallbackThreads
+) -> dict[str, Any]:
     process = from_environment()
     raise_open_files()
     heart, folder = Heartbeat(process.rank), recipe.run.folder
     well = False
     with StopSignal(grace_seconds=recipe.run.grace_seconds, starting=True) as stop:
         try:
-            resolved, backend = None if recipe.stages else resolve(recipe), backend_of(recipe.device)
+            resolved, backend = (
+                None if recipe.stages else resolve(recipe),
+                backend_of(recipe.device),
+            )
             if backend == "nccl" and process.world > 1:
                 set_environment(flight_recorder(folder))
-            with start_group(process, backend, recipe.parallel.timeout_seconds, heart) as world, lock_run(recipe, world) as locks:
-                session = Session(process, world, stop, locks, hook, callbacks, None if recipe.stages else recipe)
+            with (
+                start_group(process, backend, recipe.parallel.timeout_seconds, heart) as world,
+                lock_run(recipe, world) as locks,
+            ):
+                session = Session(
+                    process, world, stop, locks, hook, callbacks, None if recipe.stages else recipe
+                )
                 outcome = (
-                    _run(session, resolved, resume) if resolved else run_stages(recipe, resume, world, partial(_run, session), locks.moved)
+                    _run(session, resolved, resume)
+                    if resolved
+                    else run_stages(recipe, resume, world, partial(_run, session), locks.moved)
                 )
             well = True
             # A signal that came too late to stop the run is still one that the caller must see.
@@ -73,7 +90,10 @@ def _run_recipe(recipe: Recipe, resume: str, hook: RunHook, callbacks: CallbackT
         except StopBeforeStart as interrupted:
             well = True
             name = interrupted.signal_name
-            log.info("stopped by %s before the first step: nothing was trained, so nothing is kept or lost", name)
+            log.info(
+                "stopped by %s before the first step: nothing was trained, so nothing is kept or lost",
+                name,
+            )
             return {"run": str(folder), "stopped_by": name, "exit_code": exit_code(name)}
         except Exception as error:
             explained = explain_lost_ranks(error, heart, folder, process.world)
@@ -85,13 +105,17 @@ def _run_recipe(recipe: Recipe, resume: str, hook: RunHook, callbacks: CallbackT
             heart.close(well=well)
 
 
-def _run(session: Session, resolved: Resolved, resume: str, stage: StagePosition | None = None) -> dict[str, Any]:
+def _run(
+    session: Session, resolved: Resolved, resume: str, stage: StagePosition | None = None
+) -> dict[str, Any]:
     process, stop = session.process, session.stop
     stop.starting = True
     if stage is not None:
         _refuse_after_signal(session)
     with _explain_out_of_memory(resolved, process):
-        run = build(resolved, agree_on_start(resolved.recipe, resume, session.world), session, stage)
+        run = build(
+            resolved, agree_on_start(resolved.recipe, resume, session.world), session, stage
+        )
     start_step = run.state.step
     stop.is_saving = lambda: run.heart.phase == "save" or run.saver.is_busy
     stop.has_something_to_save = lambda: run.state.step > run.saver.saved_step
@@ -99,11 +123,19 @@ def _run(session: Session, resolved: Resolved, resume: str, stage: StagePosition
     run.begin()
     try:
         also = None if stage is None else stage.run_folder
-        with start_logging(run.start.folder, rank=process.rank, also=also), closing(run), _explain_out_of_memory(resolved, process, run):
+        with (
+            start_logging(run.start.folder, rank=process.rank, also=also),
+            closing(run),
+            _explain_out_of_memory(resolved, process, run),
+        ):
             return _train(run, resolved.tokenizer)
     except (CommunicationError, RuntimeError) as error:
         # another rank was stopped before its loop began and has exited; this one, stopped in its loop, has nothing to save either
-        if stop.requested is not None and run.state.step == start_step and (isinstance(error, CommunicationError) or is_lost(error)):
+        if (
+            stop.requested is not None
+            and run.state.step == start_step
+            and (isinstance(error, CommunicationError) or is_lost(error))
+        ):
             raise StopBeforeStart(stop.requested) from error
         raise
     finally:
@@ -124,7 +156,11 @@ def _refuse_after_signal(session: Session) -> None:
 def _train(run: Run, tokenizer: Tokenizer | None) -> dict[str, Any]:
     recipe, start = run.recipe, run.start
     announce(run)
-    if run.process.is_first and tokenizer is not None and (folder := save_tokenizer(start.folder, recipe, tokenizer)):
+    if (
+        run.process.is_first
+        and tokenizer is not None
+        and (folder := save_tokenizer(start.folder, recipe, tokenizer))
+    ):
         run.use_tokenizer(folder)
     if recipe.checkpoint.at_end and (reason := why_not_exported(run)):
         log.warning("there will be no %s at the end: %s", FINAL, reason)
@@ -150,17 +186,28 @@ def try_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
     """Build everything and train one step in memory, for every unfinished stage; returns what a run would do."""
     process = from_environment()
     backend, timeout_seconds = backend_of(recipe.device), recipe.parallel.timeout_seconds
-    with start_group(process, backend, timeout_seconds) as world, _leaving_no_cache(recipe, world) as recipe:
+    with (
+        start_group(process, backend, timeout_seconds) as world,
+        _leaving_no_cache(recipe, world) as recipe,
+    ):
         session = Session(process, world)
         if not recipe.stages:
             return _try(resolve(recipe), resume, session)
-        begin = StagedStart(**on_first_rank(world, lambda: vars(decide_staged_start(recipe, resume))))
+        begin = StagedStart(
+            **on_first_rank(world, lambda: vars(decide_staged_start(recipe, resume)))
+        )
         found = [
             {"name": stage.name, **_try(resolved, "auto", session)}
-            for stage, resolved in check_stages(expand(recipe), begin.done, recipe.run.folder, world)
+            for stage, resolved in check_stages(
+                expand(recipe), begin.done, recipe.run.folder, world
+            )
         ]
     lines = [f"{one['name']}: {line}" for one in found for line in one["would"]]
-    return {"would": lines, "stages": found, "total_steps": sum(one["total_steps"] for one in found)}
+    return {
+        "would": lines,
+        "stages": found,
+        "total_steps": sum(one["total_steps"] for one in found),
+    }
 
 
 @contextmanager
@@ -170,13 +217,17 @@ def _leaving_no_cache(recipe: Recipe, world: RankGroup) -> Iterator[Recipe]:
     folder = Path(on_first_rank(world, lambda: {"folder": str(make_dry_cache(cache))})["folder"])
     with dry_cache(folder, cache):
         world.barrier()
-        yield recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache_dir": folder, "stage_to": None})})
+        yield recipe.model_copy(
+            update={"data": recipe.data.model_copy(update={"cache_dir": folder, "stage_to": None})}
+        )
         world.barrier()
 
 
 def _try(resolved: Resolved, resume: str, session: Session) -> dict[str, Any]:
     with _explain_out_of_memory(resolved, session.process):
-        run = build(resolved, agree_on_start(resolved.recipe, resume, session.world), session, is_dry=True)
+        run = build(
+            resolved, agree_on_start(resolved.recipe, resume, session.world), session, is_dry=True
+        )
     with run.loader, _explain_out_of_memory(resolved, session.process, run):
         train_step(run, dry=True)
     record = run.meter.collect(everything=True)[0]
@@ -184,11 +235,17 @@ def _try(resolved: Resolved, resume: str, session: Session) -> dict[str, Any]:
     for line in lines:
         log.info("%s", line)
     seconds = record["time"]["step_seconds"]
-    log.info("one step: loss %.4f in %.2f s (first steps are slower); nothing was written", record["loss"], seconds)
+    log.info(
+        "one step: loss %.4f in %.2f s (first steps are slower); nothing was written",
+        record["loss"],
+        seconds,
+    )
     return {"would": lines, "first_step": record, "total_steps": run.total_steps}
 
 
-def _explain_out_of_memory(resolved: Resolved, process: Process, run: Run | None = None) -> AbstractContextManager[None]:
+def _explain_out_of_memory(
+    resolved: Resolved, process: Process, run: Run | None = None
+) -> AbstractContextManager[None]:
     """Turn running out of memory into one error that says what needs memory and what would need less."""
     recipe = resolved.recipe
     if resolved.model.aligner is not None:

@@ -26,18 +26,28 @@ def settings_page() -> str:
     """Markdown: one table per section, and one per kind where a kind is chosen."""
     schema = Recipe.model_json_schema(by_alias=True)
     definitions = schema["$defs"]
-    plain = {n: e for n, e in schema["properties"].items() if _section(e, definitions) is None and not _kinds(e)}
+    plain = {
+        n: e
+        for n, e in schema["properties"].items()
+        if _section(e, definitions) is None and not _kinds(e)
+    }
     parts = [HEAD, _table("recipe", plain, definitions, "free")]
     for name, entry in schema["properties"].items():
         parts += _below(name, entry, definitions, "free")
     return "\n".join(parts)
 
 
-def _below(name: str, entry: dict[str, Any], definitions: dict[str, Any], rule: str) -> Iterator[str]:
+def _below(
+    name: str, entry: dict[str, Any], definitions: dict[str, Any], rule: str
+) -> Iterator[str]:
     """The tables of what an entry holds."""
     rule = entry.get("on_resume", rule)
     section = _section(entry, definitions)
-    tables = [(name, section)] if section is not None else [(f"{name} (kind: {kind})", one) for kind, one in _kinds(entry)]
+    tables = (
+        [(name, section)]
+        if section is not None
+        else [(f"{name} (kind: {kind})", one) for kind, one in _kinds(entry)]
+    )
     for title, one in tables:
         yield _table(title, one["properties"], definitions, rule)
         for key, inner in one["properties"].items():
@@ -49,13 +59,22 @@ def _kinds(entry: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     values = entry.get("additionalProperties")
     options = [*entry.get("anyOf", ()), *entry.get("items", {}).get("anyOf", ())]
     options += values.get("anyOf", ()) if isinstance(values, dict) else ()
-    found = [(one["properties"]["kind"].get("const"), one) for one in options if "kind" in one.get("properties", {})]
+    found = [
+        (one["properties"]["kind"].get("const"), one)
+        for one in options
+        if "kind" in one.get("properties", {})
+    ]
     return [(kind, one) for kind, one in found if kind is not None]
 
 
 def _section(entry: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any] | None:
     """The section an entry holds, directly, as an option, in a list or in a mapping."""
-    for found in (entry, *entry.get("anyOf", ()), entry.get("items", {}), entry.get("additionalProperties") or {}):
+    for found in (
+        entry,
+        *entry.get("anyOf", ()),
+        entry.get("items", {}),
+        entry.get("additionalProperties") or {},
+    ):
         if not isinstance(found, dict) or not found:
             continue
         if "$ref" in found:
@@ -74,10 +93,18 @@ def _section(entry: dict[str, Any], definitions: dict[str, Any]) -> dict[str, An
 def _table(name: str, entries: dict[str, Any], definitions: dict[str, Any], rule: str) -> str:
     lines = [f"## {name}", "", "| setting | default | meaning | on resume |", "|---|---|---|---|"]
     for key, entry in entries.items():
-        default = "" if "default" not in entry else f"`{json.dumps(entry['default'], ensure_ascii=False)}`"
-        meaning = str(entry.get("description") or (_section(entry, definitions) or {}).get("description", ""))
+        default = (
+            ""
+            if "default" not in entry
+            else f"`{json.dumps(entry['default'], ensure_ascii=False)}`"
+        )
+        meaning = str(
+            entry.get("description") or (_section(entry, definitions) or {}).get("description", "")
+        )
         meaning = meaning.replace("|", "\\|").replace("*", "\\*")
-        lines.append(f"| `{key}` | {default} | {meaning}{_limits(entry)} | {entry.get('on_resume', rule)} |")
+        lines.append(
+            f"| `{key}` | {default} | {meaning}{_limits(entry)} | {entry.get('on_resume', rule)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -87,7 +114,12 @@ def _limits(entry: dict[str, Any]) -> str:
     for one in (entry, *entry.get("anyOf", ())):
         if "enum" in one:
             words.append("one of " + ", ".join(str(value) for value in one["enum"]))
-        names = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+        names = {
+            "minimum": "at least",
+            "exclusiveMinimum": "above",
+            "maximum": "at most",
+            "exclusiveMaximum": "below",
+        }
         words += [f"{word} {one[key]:g}" for key, word in names.items() if key in one]
     return f" ({'; '.join(dict.fromkeys(words))})" if words else ""
 
@@ -129,7 +161,9 @@ def _changed(
             continue
         section: dict[str, Any] | None = None
         if isinstance(value, dict):
-            section = _section(entry, definitions) or dict(_kinds(entry)).get(str(value.get("kind")))
+            section = _section(entry, definitions) or dict(_kinds(entry)).get(
+                str(value.get("kind"))
+            )
         if isinstance(value, dict) and section is not None:
             below = default if isinstance(default, dict) else {}
             if below.get("kind") != value.get("kind"):

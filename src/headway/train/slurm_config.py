@@ -26,7 +26,9 @@ def minutes_of(time: str) -> float | None:
     found = TIME.fullmatch(time)
     if found is None:
         return None
-    days, hours, minutes, seconds, first, second, third = (None if part is None else int(part) for part in found.groups())
+    days, hours, minutes, seconds, first, second, third = (
+        None if part is None else int(part) for part in found.groups()
+    )
     if days is not None:
         return days * 1440 + (hours or 0) * 60 + (minutes or 0) + (seconds or 0) / 60
     assert first is not None
@@ -52,29 +54,54 @@ class SlurmConfig(Section):
     account: str | None = setting(None, "Account that is charged.")
     qos: str | None = setting(None, "Quality of service.")
     nodes: int = setting(1, "Number of nodes.", gt=0)
-    gpus_per_node: int | str | None = setting(None, "GPUs of each node, e.g. 8 or h100:8; one rank for each. null = no GPUs.")
+    gpus_per_node: int | str | None = setting(
+        None, "GPUs of each node, e.g. 8 or h100:8; one rank for each. null = no GPUs."
+    )
     nproc: int | None = setting(None, "Ranks on each node; null = one for each GPU, or one.", gt=0)
-    time: str | None = setting(None, "Time limit: minutes, hours:minutes:seconds or days-hours:minutes:seconds; null = the partition's.")
-    cpus: int | None = setting(None, "CPU cores of each node's launcher and its ranks together.", gt=0)
+    time: str | None = setting(
+        None,
+        "Time limit: minutes, hours:minutes:seconds or days-hours:minutes:seconds; null = the partition's.",
+    )
+    cpus: int | None = setting(
+        None, "CPU cores of each node's launcher and its ranks together.", gt=0
+    )
     mem: str | None = setting(None, "Memory of each node, e.g. 500G; 0 = all of it.")
-    setup: tuple[str, ...] = setting((), "Shell lines before the ranks start, e.g. `module load cuda`; what they export reaches all nodes.")
-    container: str | None = setting(None, "Image that the ranks run in; headway must be installed in it.")
+    setup: tuple[str, ...] = setting(
+        (),
+        "Shell lines before the ranks start, e.g. `module load cuda`; what they export reaches all nodes.",
+    )
+    container: str | None = setting(
+        None, "Image that the ranks run in; headway must be installed in it."
+    )
     container_runtime: Literal["apptainer", "pyxis"] = setting(
         "apptainer", "What starts the container: apptainer, or srun with pyxis (enroot)."
     )
     container_mounts: tuple[str, ...] = setting(
-        (), "Further folders in the container, HERE or HERE:THERE; run and working folder always are."
+        (),
+        "Further folders in the container, HERE or HERE:THERE; run and working folder always are.",
     )
-    python: str | None = setting(None, "Python of the ranks; null = the one that submits, and python3 in a container.")
+    python: str | None = setting(
+        None, "Python of the ranks; null = the one that submits, and python3 in a container."
+    )
     signal_seconds: int = setting(
         300,
         "How long before the time limit the run saves and is queued again. SLURM may be a minute early.",
         ge=10,
         le=65535,
     )
-    requeue: bool = setting(True, "Queue the job again after its time limit, a preemption or the loss of a node; the run resumes.")
-    max_restarts: int = setting(5, "Starts of the job in a row without a newer checkpoint, after which it is not queued again.", ge=0)
-    sbatch: tuple[str, ...] = setting((), "Further options of sbatch, KEY or KEY=VALUE, e.g. constraint=h100, exclusive, reservation=R.")
+    requeue: bool = setting(
+        True,
+        "Queue the job again after its time limit, a preemption or the loss of a node; the run resumes.",
+    )
+    max_restarts: int = setting(
+        5,
+        "Starts of the job in a row without a newer checkpoint, after which it is not queued again.",
+        ge=0,
+    )
+    sbatch: tuple[str, ...] = setting(
+        (),
+        "Further options of sbatch, KEY or KEY=VALUE, e.g. constraint=h100, exclusive, reservation=R.",
+    )
 
     @field_validator("partition", "account", "qos", "time", "mem", mode="before")
     @classmethod
@@ -93,8 +120,12 @@ class SlurmConfig(Section):
     @classmethod
     def _counts_gpus(cls, value: int | str | None) -> int | str | None:
         text = str(value)
-        if value is not None and (re.fullmatch(r"(?:[A-Za-z0-9_.-]+:)?\d+", text) is None or gpu_count(value) < 1):
-            raise ValueError(f"is {text[:80]!r}; it must be a number of GPUs, or TYPE:NUMBER such as h100:8")
+        if value is not None and (
+            re.fullmatch(r"(?:[A-Za-z0-9_.-]+:)?\d+", text) is None or gpu_count(value) < 1
+        ):
+            raise ValueError(
+                f"is {text[:80]!r}; it must be a number of GPUs, or TYPE:NUMBER such as h100:8"
+            )
         return value
 
     @field_validator("setup", "container_mounts")
@@ -102,7 +133,9 @@ class SlurmConfig(Section):
     def _are_lines(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         for value in values:
             if "\n" in value or "\r" in value:
-                raise ValueError(f"has a line break in {value[:80]!r}; write one list entry per line")
+                raise ValueError(
+                    f"has a line break in {value[:80]!r}; write one list entry per line"
+                )
         return values
 
     @field_validator("sbatch")
@@ -119,7 +152,9 @@ class SlurmConfig(Section):
             return self
         minutes = minutes_of(self.time)
         if minutes is None:
-            raise ValueError(f"time is {self.time[:80]!r}; it must be minutes, hours:minutes:seconds or days-hours:minutes:seconds")
+            raise ValueError(
+                f"time is {self.time[:80]!r}; it must be minutes, hours:minutes:seconds or days-hours:minutes:seconds"
+            )
         if minutes * 60 <= self.signal_seconds:
             raise ValueError(
                 f"time is {self.time!r}, and signal_seconds is {self.signal_seconds}: the signal to save would come before the run begins. "

@@ -74,7 +74,11 @@ class StagedStart:
 
 
 def run_stages(
-    recipe: Recipe, resume: str, world: RankGroup, train: TrainStage, moved: Callable[[], None] = lambda: None
+    recipe: Recipe,
+    resume: str,
+    world: RankGroup,
+    train: TrainStage,
+    moved: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Train all unfinished stages; returns the summary of the whole run. `moved` is called after the run folder was moved."""
     home, stages = recipe.run.folder, expand(recipe)
@@ -94,7 +98,11 @@ def run_stages(
     for stage in stages[len(done) :]:
         position = StagePosition(home, stage.label, sum(entry["steps"] for entry in done))
         log.info("stage %d of %d: %s", stage.index + 1, len(stages), stage.name)
-        stopped = train(_resolved(stage, done, home), begin.resume if stage.index == len(begin.done) else "auto", position)
+        stopped = train(
+            _resolved(stage, done, home),
+            begin.resume if stage.index == len(begin.done) else "auto",
+            position,
+        )
         _free()
         if "stopped_by" in stopped:
             return {**stopped, "run": str(home), "stage": stage.name}
@@ -107,7 +115,9 @@ def run_stages(
     return summary
 
 
-def check_stages(stages: list[Stage], done: list[dict[str, Any]], home: Path, world: RankGroup) -> list[tuple[Stage, Resolved]]:
+def check_stages(
+    stages: list[Stage], done: list[dict[str, Any]], home: Path, world: RankGroup
+) -> list[tuple[Stage, Resolved]]:
     """Resolve and check every unfinished stage on the model the one before it will produce; nothing is trained."""
     previous = _left_by(done, home, stages[0].recipe)
     found: list[tuple[Stage, Resolved]] = []
@@ -130,13 +140,25 @@ def resolve_stage(stage: Stage, previous: StoredModel | None) -> Resolved:
 def check_stage(stage: Stage, resolved: Resolved, world: RankGroup) -> None:
     """Open what a stage reads, match its patterns and check its batch, so that its errors are found before the first stage trains."""
     recipe, model = resolved.recipe, resolved.model
-    shapes = {spec.name: spec.shape for spec in param_specs(model)} if recipe.adapter is None else recipe.adapter.all_shapes(model)
+    shapes = (
+        {spec.name: spec.shape for spec in param_specs(model)}
+        if recipe.adapter is None
+        else recipe.adapter.all_shapes(model)
+    )
     try:
         recipe.batch.resolve(recipe.data.seq_len, recipe.parallel.mesh(world.rank, world.size).data)
         module = recipe.objective.build().module
         if module is not None:
-            shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        make_groups(recipe.optim, shapes, trainable(shapes, recipe.freeze, recipe.train), recipe.objective.rules)
+            shapes |= {
+                OBJECTIVE + name: tuple(parameter.shape)
+                for name, parameter in module.named_parameters()
+            }
+        make_groups(
+            recipe.optim,
+            shapes,
+            trainable(shapes, recipe.freeze, recipe.train),
+            recipe.objective.rules,
+        )
         check_targets(open_run_data(resolved), resolved.tokenizer)
         check_reference(resolved)
     except HeadwayError as problem:
@@ -144,7 +166,9 @@ def check_stage(stage: Stage, resolved: Resolved, world: RankGroup) -> None:
 
 
 def _raise_of(stage: Stage, problem: HeadwayError) -> NoReturn:
-    raise type(problem)("\n".join(f"stage {stage.name}: {line}" for line in str(problem).splitlines())) from None
+    raise type(problem)(
+        "\n".join(f"stage {stage.name}: {line}" for line in str(problem).splitlines())
+    ) from None
 
 
 def expected_model(resolved: Resolved, folder: Path) -> StoredModel:
@@ -154,11 +178,18 @@ def expected_model(resolved: Resolved, folder: Path) -> StoredModel:
         from headway.model.init import initial_value
 
         for spec in param_specs(resolved.model):
-            yield spec.name, initial_value(spec.name, spec.shape, resolved.model, resolved.recipe.seed)
+            yield (
+                spec.name,
+                initial_value(spec.name, spec.shape, resolved.model, resolved.recipe.seed),
+            )
 
-    weights: Callable[[], Iterator[tuple[str, Tensor]]] = initial if resolved.weights is None else resolved.weights.weights
+    weights: Callable[[], Iterator[tuple[str, Tensor]]] = (
+        initial if resolved.weights is None else resolved.weights.weights
+    )
     adapter = resolved.recipe.adapter
-    carried = None if adapter is None else StoredAdapter(adapter, resolved.base, weights, dict, list)
+    carried = (
+        None if adapter is None else StoredAdapter(adapter, resolved.base, weights, dict, list)
+    )
     return StoredModel(folder, resolved.model, resolved.tokenizer_path, weights, adapter=carried)
 
 
@@ -178,7 +209,9 @@ def decide_staged_start(recipe: Recipe, resume: str) -> StagedStart:
         return StagedStart()
     before = load(Recipe, old)
     if not before.stages:
-        raise ConfigError(f"{home} is a run without stages. Choose another run.name, or use --resume never to start a new run.")
+        raise ConfigError(
+            f"{home} is a run without stages. Choose another run.name, or use --resume never to start a new run."
+        )
     done, is_damaged = _done_before(recipe)
     if resume != "auto":
         done, moved = _back_to(Path(resume), done, home, expand(recipe))
@@ -198,14 +231,20 @@ def _refuse_changes(before: Recipe, now: Recipe, done: list[dict[str, Any]]) -> 
         )
 
 
-def _back_to(path: Path, done: list[dict[str, Any]], home: Path, stages: list[Stage]) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+def _back_to(
+    path: Path, done: list[dict[str, Any]], home: Path, stages: list[Stage]
+) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """The stages before the one a checkpoint belongs to, and the folders of later ones, which will be trained again."""
     inside = [stage for stage in stages if path.resolve().is_relative_to(stage.folder.resolve())]
     if not inside:
-        raise ConfigError(f"--resume is {path}, which is not a checkpoint of a stage of {home}. Give one below {home / FOLDER}.")
+        raise ConfigError(
+            f"--resume is {path}, which is not a checkpoint of a stage of {home}. Give one below {home / FOLDER}."
+        )
     index = inside[0].index
     if len(done) < index:
-        raise ConfigError(f"--resume is {path}, of stage {index + 1}; stage {len(done) + 1} before it is not done. Leave --resume out.")
+        raise ConfigError(
+            f"--resume is {path}, of stage {index + 1}; stage {len(done) + 1} before it is not done. Leave --resume out."
+        )
     later = [stage.folder for stage in stages[index + 1 :] if stage.folder.exists()]
     return done[:index], [(str(folder), str(unused_name(folder))) for folder in later]
 
@@ -215,7 +254,10 @@ def read_ledger(home: Path) -> list[dict[str, Any]]:
     try:
         found: Any = load_json(home / STAGES)
         listed: list[dict[str, Any]] = list(found["stages"])
-        if any(entry["state"] == "done" and not {"steps", "seconds", "checkpoint"} <= entry.keys() for entry in listed):
+        if any(
+            entry["state"] == "done" and not {"steps", "seconds", "checkpoint"} <= entry.keys()
+            for entry in listed
+        ):
             raise ValueError("an entry lacks its summary")
     except FileNotFoundError:
         return []
@@ -230,14 +272,28 @@ def _done_before(recipe: Recipe) -> tuple[list[dict[str, Any]], bool]:
     try:
         return [entry for entry in read_ledger(home) if entry["state"] == "done"], False
     except ValueError as error:
-        done = [_entry(stage) for stage in takewhile(lambda stage: read_summary(stage.folder) is not None, expand(recipe))]
-        log.warning("%s is damaged (%s); according to their folders, %d stages are done", home / STAGES, error, len(done))
+        done = [
+            _entry(stage)
+            for stage in takewhile(
+                lambda stage: read_summary(stage.folder) is not None, expand(recipe)
+            )
+        ]
+        log.warning(
+            "%s is damaged (%s); according to their folders, %d stages are done",
+            home / STAGES,
+            error,
+            len(done),
+        )
         return done, True
 
 
 def _write_ledger(home: Path, stages: list[Stage], done: list[dict[str, Any]]) -> None:
     left = [
-        {"name": stage.name, "folder": f"{FOLDER}/{stage.label}", "state": "running" if stage.index == len(done) else "waiting"}
+        {
+            "name": stage.name,
+            "folder": f"{FOLDER}/{stage.label}",
+            "state": "running" if stage.index == len(done) else "waiting",
+        }
         for stage in stages[len(done) :]
     ]
     write_json(home / STAGES, {"stages": [*done, *left]})
@@ -256,7 +312,9 @@ def _prepare(recipe: Recipe, begin: StagedStart, moved: Callable[[], None]) -> N
         target = unused_name(final)
         final.rename(target)
         log.warning(
-            "%s was a folder, as a copy that follows links leaves it; it is now %s, and the link is written at the end", final, target
+            "%s was a folder, as a copy that follows links leaves it; it is now %s, and the link is written at the end",
+            final,
+            target,
         )
     for stale in (final, home / SUMMARY):  # of a run that had fewer stages
         stale.unlink(missing_ok=True)
@@ -264,7 +322,11 @@ def _prepare(recipe: Recipe, begin: StagedStart, moved: Callable[[], None]) -> N
 
 
 def _left_by(done: list[dict[str, Any]], home: Path, recipe: Recipe) -> StoredModel | None:
-    return find_model(home / done[-1]["checkpoint"], wrapping=wrapping_of(recipe)) if done and done[-1]["checkpoint"] else None
+    return (
+        find_model(home / done[-1]["checkpoint"], wrapping=wrapping_of(recipe))
+        if done and done[-1]["checkpoint"]
+        else None
+    )
 
 
 def _resolved(stage: Stage, done: list[dict[str, Any]], home: Path) -> Resolved:
@@ -272,7 +334,11 @@ def _resolved(stage: Stage, done: list[dict[str, Any]], home: Path) -> Resolved:
     if not stage.follows:
         return resolve_stage(stage, None)
     source = done[-1]["checkpoint"]
-    recorded = load(Recipe, stage.folder / RECIPE).init.source if (stage.folder / RECIPE).exists() else None
+    recorded = (
+        load(Recipe, stage.folder / RECIPE).init.source
+        if (stage.folder / RECIPE).exists()
+        else None
+    )
     # a run folder that was moved keeps the name it began with
     weights = recorded if recorded is not None and recorded.endswith(source) else str(home / source)
     return resolve_stage(stage.starting_from(weights), _left_by(done, home, stage.recipe))
@@ -285,16 +351,26 @@ def _entry(stage: Stage) -> dict[str, Any]:
     folder = f"{FOLDER}/{stage.label}"
     last = summary.get("checkpoint")
     checkpoint = None if last is None else f"{folder}/{CHECKPOINTS}/{Path(last).name}"
-    return {"name": stage.name, "folder": folder, "state": "done", **summary, "checkpoint": checkpoint}
+    return {
+        "name": stage.name,
+        "folder": folder,
+        "state": "done",
+        **summary,
+        "checkpoint": checkpoint,
+    }
 
 
 def whole_summary(home: Path, done: list[dict[str, Any]]) -> dict[str, Any]:
     """The summary of all stages: sums, the first loss of the first and the numbers of the last."""
     first, last = done[0], done[-1]
     total = {key: sum(entry[key] or 0 for entry in done) for key in SUMMED}
-    rates = {f"{kind}_per_second": _rate(done, f"{kind}_per_second") for kind in ("tokens", "samples")}
+    rates = {
+        f"{kind}_per_second": _rate(done, f"{kind}_per_second") for kind in ("tokens", "samples")
+    }
     latest = {
-        key: value for key, value in last.items() if key.startswith(("last_", "best_")) or key in ("data_wait_share", "stopped_early")
+        key: value
+        for key, value in last.items()
+        if key.startswith(("last_", "best_")) or key in ("data_wait_share", "stopped_early")
     }
     final = str(home / FINAL) if last.get("final") else None
     begun = {key: first[key] for key in ("first_loss", "first_valid_loss")}
@@ -312,7 +388,13 @@ def _finish(home: Path, last: Stage, summary: dict[str, Any]) -> None:
     if summary["final"] is not None:
         link_atomic(home / FINAL, f"{FOLDER}/{last.label}/{FINAL}")
     write_json(home / SUMMARY, summary)
-    log.info("all %d stages are done: %d steps in %.0f s; %s", len(summary["stages"]), summary["steps"], summary["seconds"], home)
+    log.info(
+        "all %d stages are done: %d steps in %.0f s; %s",
+        len(summary["stages"]),
+        summary["steps"],
+        summary["seconds"],
+        home,
+    )
 
 
 def _free() -> None:

@@ -49,7 +49,9 @@ class Stage:
 
     def starting_from(self, source: str) -> Stage:
         """This stage with `init.from` set."""
-        init = InitConfig.model_validate({**self.recipe.init.model_dump(by_alias=True), "from": source})
+        init = InitConfig.model_validate(
+            {**self.recipe.init.model_dump(by_alias=True), "from": source}
+        )
         return replace(self, recipe=self.recipe.model_copy(update={"init": init}))
 
 
@@ -60,7 +62,9 @@ def expand(recipe: Recipe) -> list[Stage]:
     for index, stage in enumerate(recipe.stages):
         given: Any = stage.settings
         follows = index > 0 and "from" not in (given.get("init") or {})
-        run = recipe.run.model_copy(update={"dir": home / FOLDER, "name": f"{index + 1:02}-{stage.name}"})
+        run = recipe.run.model_copy(
+            update={"dir": home / FOLDER, "name": f"{index + 1:02}-{stage.name}"}
+        )
         data = recipe.stage_settings(index)
         data["run"] = run.model_dump(mode="json")
         data.setdefault("seed", recipe.seed)
@@ -86,8 +90,14 @@ def changes_of_finished(old: Recipe, new: Recipe, finished: int) -> list[str]:
             now = after[index].name if index < len(after) else "nothing"
             found.append(f"stage {index + 1}: {before[index].name} -> {now}")
             continue
-        fixed, free = differences(_with_kinds(before[index].recipe), _with_kinds(after[index].recipe))
-        found += [f"{after[index].name}: {change}" for change in (*fixed, *free) if not change.startswith(MAY_CHANGE)]
+        fixed, free = differences(
+            _with_kinds(before[index].recipe), _with_kinds(after[index].recipe)
+        )
+        found += [
+            f"{after[index].name}: {change}"
+            for change in (*fixed, *free)
+            if not change.startswith(MAY_CHANGE)
+        ]
     return found
 
 
@@ -95,14 +105,19 @@ def _with_kinds(recipe: Recipe) -> Recipe:
     """The recipe with the kind of its raw data, which an older recipe.yaml states and a newer one may leave to detection."""
     from headway.prepare.detect import with_kinds
 
-    return recipe.model_copy(update={"data": with_kinds(recipe.data, None, unpaired=recipe.objective.UNPAIRED)})
+    return recipe.model_copy(
+        update={"data": with_kinds(recipe.data, None, unpaired=recipe.objective.UNPAIRED)}
+    )
 
 
 def resolved_settings(recipe: Recipe) -> dict[str, Any]:
     """Every setting of a recipe and of each of its stages, defaults included."""
     data = recipe.model_dump(mode="json", by_alias=True)
     data["stages"] = [
-        {"name": stage.name, **stage.recipe.model_dump(mode="json", by_alias=True, exclude=set(SHARED_BY_STAGES))}
+        {
+            "name": stage.name,
+            **stage.recipe.model_dump(mode="json", by_alias=True, exclude=set(SHARED_BY_STAGES)),
+        }
         for stage in expand(recipe)
     ]
     return data
@@ -132,7 +147,9 @@ class StagePosition:
 class StageMetrics:
     """Writes the metrics of a stage to its own file and to that of the whole run, which counts steps over all stages."""
 
-    def __init__(self, stage_file: MetricsFile, run_file: MetricsFile, position: StagePosition) -> None:
+    def __init__(
+        self, stage_file: MetricsFile, run_file: MetricsFile, position: StagePosition
+    ) -> None:
         self.stage_file, self.run_file, self.position = stage_file, run_file, position
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -153,11 +170,24 @@ class StageMetrics:
 
 def steps_saved(run: Path) -> int:
     """The step of a run's newest checkpoint, counted over all stages; -1 without a checkpoint. Reads names only, not files."""
-    found = [int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
+    found = [
+        int(path.name[5:])
+        for path in (run / "checkpoints").glob("step-*")
+        if path.name[5:].isdecimal()
+    ]
     try:
         listed = load_json(run / STAGES)["stages"]
         done = sum(stage["steps"] for stage in listed if stage["state"] == "done")
-        running = [steps_saved(run / stage["folder"]) for stage in listed if stage["state"] == "running"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no stages.json, or a damaged one
+        running = [
+            steps_saved(run / stage["folder"]) for stage in listed if stage["state"] == "running"
+        ]
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):  # no stages.json, or a damaged one
         return max(found, default=-1)
     return done + max([0, *running]) if done or running else -1

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.checkpoint.files import open_files
-from headway.checkpoint.load import FoundCheckpoint, Reader, locate, newest_good, open_checkpoint, step_folders, step_of
+from headway.checkpoint.load import (
+    FoundCheckpoint,
+    Reader,
+    locate,
+    newest_good,
+    open_checkpoint,
+    step_folders,
+    step_of,
+)
 from headway.checkpoint.remote import PROBE_SECONDS, RemoteCheckpoints
 from headway.config.load import load
 from headway.config.section import differences
@@ -22,7 +30,17 @@ from headway.runtime.s3 import StoreDown
 from headway.runtime.storage import check_writable
 from headway.train.config import Recipe
 from headway.train.control import on_first_rank
-from headway.train.run_folder import FILES, JOB, RECIPE, SAVED, SaveRecord, read_save_record, refuse_broken_links, unused_name, was_used
+from headway.train.run_folder import (
+    FILES,
+    JOB,
+    RECIPE,
+    SAVED,
+    SaveRecord,
+    read_save_record,
+    refuse_broken_links,
+    unused_name,
+    was_used,
+)
 from headway.train.run_name import refuse_missing_data
 
 if TYPE_CHECKING:
@@ -64,23 +82,38 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
         old = path.parent.parent / RECIPE if isinstance(path, Path) else path.parent / RECIPE
         return Start(folder, open_checkpoint(path), changes=tuple(_allowed_changes(old, recipe)))
     if resume == "never":
-        return Start(folder, None, set_aside=unused_name(folder) if was_used(folder) else None, from_scratch=True)
-    places = [folder, *([remote.location] if remote is not None else [])]  # a disk may be new where the object store is not
-    old = next((place / RECIPE for place in places if open_files(place).read(RECIPE) is not None), None)
+        return Start(
+            folder,
+            None,
+            set_aside=unused_name(folder) if was_used(folder) else None,
+            from_scratch=True,
+        )
+    places = [
+        folder,
+        *([remote.location] if remote is not None else []),
+    ]  # a disk may be new where the object store is not
+    old = next(
+        (place / RECIPE for place in places if open_files(place).read(RECIPE) is not None), None
+    )
     if old is None:
         refuse_leftovers(folder, local)
         refuse_misplaced(folder)
         return Start(folder, None)
     changes = _allowed_changes(old, recipe)
     refuse_misplaced(folder)
-    stored, saved = [*([remote.location] if remote is not None else []), local], read_save_record(folder)
+    stored, saved = (
+        [*([remote.location] if remote is not None else []), local],
+        read_save_record(folder),
+    )
     finds = [newest_good(here, "" if saved is None else saved.run) for here in stored]
     _refuse_missing(folder, stored, saved, finds)
     found = max(finds, key=_step_found)
     for path, reason in found.rejected:
         log.warning("%s cannot be used: %s", path, reason)
     if found.path is None and found.rejected:
-        raise CheckpointError(f"{local}: no checkpoint there can be read. Use --resume never to start a new run, or --resume PATH.")
+        raise CheckpointError(
+            f"{local}: no checkpoint there can be read. Use --resume never to start a new run, or --resume PATH."
+        )
     return Start(folder, found.reader, changes=tuple(changes))
 
 
@@ -89,12 +122,18 @@ def refuse_misplaced(folder: Path) -> None:
     for name in ("logs", FINAL):
         path = folder / name
         if path.is_symlink() and name == FINAL:
-            raise ConfigError(f"{path} is a link, and a run writes a folder there. Move it away, or choose another run.name.")
+            raise ConfigError(
+                f"{path} is a link, and a run writes a folder there. Move it away, or choose another run.name."
+            )
         if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path} is a file, and a run keeps a folder there. Move it away, or choose another run.name.")
+            raise ConfigError(
+                f"{path} is a file, and a run keeps a folder there. Move it away, or choose another run.name."
+            )
     for name in FILES:
         if (folder / name).is_dir():
-            raise ConfigError(f"{folder / name} is a folder, and a run keeps a file there. Move it away, or choose another run.name.")
+            raise ConfigError(
+                f"{folder / name} is a folder, and a run keeps a file there. Move it away, or choose another run.name."
+            )
 
 
 def refuse_leftovers(folder: Path, checkpoints: Path) -> None:
@@ -112,11 +151,20 @@ def refuse_leftovers(folder: Path, checkpoints: Path) -> None:
             )
 
 
-def _refuse_missing(folder: Path, places: Sequence[AnyPath], saved: SaveRecord | None, found: Sequence[FoundCheckpoint]) -> None:
+def _refuse_missing(
+    folder: Path,
+    places: Sequence[AnyPath],
+    saved: SaveRecord | None,
+    found: Sequence[FoundCheckpoint],
+) -> None:
     """Refuse to resume from an older step than was saved; a damaged checkpoint is not missing."""
     readable = [one.reader.step for one in found if one.reader is not None]
     damaged = [step_of(path) for one in found for path, _ in one.rejected]
-    if saved is not None and saved.step is not None and max([*readable, *damaged], default=-1) < saved.step:
+    if (
+        saved is not None
+        and saved.step is not None
+        and max([*readable, *damaged], default=-1) < saved.step
+    ):
         where = " or ".join(str(place) for place in places)
         older = f"the newest there is of step {max(readable)}" if readable else "there is none"
         raise ConfigError(
@@ -124,7 +172,11 @@ def _refuse_missing(folder: Path, places: Sequence[AnyPath], saved: SaveRecord |
             "--resume PATH resumes from an older checkpoint, --resume never starts a new run."
         )
     if not readable and not damaged and (steps := _last_step(folder / "metrics.jsonl")):
-        log.warning("%s: %d steps were trained here and no checkpoint of them was saved; the run starts at step 0", folder, steps)
+        log.warning(
+            "%s: %d steps were trained here and no checkpoint of them was saved; the run starts at step 0",
+            folder,
+            steps,
+        )
 
 
 def _last_step(metrics: Path) -> int:
@@ -168,7 +220,8 @@ def agree_on_start(recipe: Recipe, resume: str, world: RankGroup) -> Start:
     def decide() -> dict[str, Any]:
         nonlocal start
         resumes = is_restart(recipe.run.folder) and (
-            resume == "never" or bool(step_folders(recipe.checkpoint.locations(recipe.run.folder)[0]))
+            resume == "never"
+            or bool(step_folders(recipe.checkpoint.locations(recipe.run.folder)[0]))
         )
         start = decide_start(recipe, "auto" if resumes else resume)
         return {
@@ -180,9 +233,17 @@ def agree_on_start(recipe: Recipe, resume: str, world: RankGroup) -> Start:
 
     decided = on_first_rank(world, decide)
     if start is None:
-        checkpoint = None if decided["checkpoint"] is None else _open_verified(decided["checkpoint"], resume)
+        checkpoint = (
+            None if decided["checkpoint"] is None else _open_verified(decided["checkpoint"], resume)
+        )
         set_aside = None if decided["set_aside"] is None else Path(decided["set_aside"])
-        start = Start(recipe.run.folder, checkpoint, set_aside, decided["from_scratch"], tuple(decided["changes"]))
+        start = Start(
+            recipe.run.folder,
+            checkpoint,
+            set_aside,
+            decided["from_scratch"],
+            tuple(decided["changes"]),
+        )
     return start
 
 
@@ -199,7 +260,9 @@ def _allowed_changes(old: AnyPath, recipe: Recipe) -> list[str]:
         return []
     fixed, free = differences(load(Recipe, source.folder([old.name], ".") / old.name), recipe)
     if fixed:
-        refuse_missing_data(recipe)  # a file that is not there explains more than what differs because of it
+        refuse_missing_data(
+            recipe
+        )  # a file that is not there explains more than what differs because of it
         raise ConfigError(
             f"{old.parent} is a run with other settings that a resumed run may not change: {'; '.join(fixed)}. "
             "Set them back, choose another run.name, or use --resume never to start a new run."

@@ -30,7 +30,10 @@ NOT_SUGGESTED = ("stages", "tokenizer", "steps", "epochs", "freeze", "train")
 
 def shipped_recipes() -> dict[str, str]:
     """Name and first sentence of every shipped recipe."""
-    return {name: _head(FOLDER / f"{name}.yaml")[0].removeprefix("# ").partition(". ")[0].rstrip(".,:") for name in recipe_names()}
+    return {
+        name: _head(FOLDER / f"{name}.yaml")[0].removeprefix("# ").partition(". ")[0].rstrip(".,:")
+        for name in recipe_names()
+    }
 
 
 def commented_recipe(path: Path, overrides: Sequence[str] = ()) -> str:
@@ -40,9 +43,27 @@ def commented_recipe(path: Path, overrides: Sequence[str] = ()) -> str:
     apply_overrides(Recipe, plain, overrides, {})
     lines = [*_head(path), "# All settings with their defaults: headway config show THIS_FILE"]
     for key, value in plain.items():
-        lines += ["", *_setting(key, value, recipe, recipe)] if isinstance(value, (dict, list)) else _setting(key, value, recipe, recipe)
-    further = [line for name in _further(plain) for line in _setting(name, getattr(recipe, name), recipe, recipe)]
-    return "\n".join([*lines, "", "# Further settings, with their defaults:", *(f"# {line}" for line in further)]) + "\n"
+        lines += (
+            ["", *_setting(key, value, recipe, recipe)]
+            if isinstance(value, (dict, list))
+            else _setting(key, value, recipe, recipe)
+        )
+    further = [
+        line
+        for name in _further(plain)
+        for line in _setting(name, getattr(recipe, name), recipe, recipe)
+    ]
+    return (
+        "\n".join(
+            [
+                *lines,
+                "",
+                "# Further settings, with their defaults:",
+                *(f"# {line}" for line in further),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _head(path: Path) -> list[str]:
@@ -64,10 +85,16 @@ def _setting(key: str, value: Any, config: Any, recipe: Recipe, indent: str = ""
             yield from _setting(name, one, below, recipe, indent + "  ")
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         yield f"{indent}{key}:"
-        configs = [stage.recipe for stage in expand(recipe)] if key == "stages" and not indent else below
+        configs = (
+            [stage.recipe for stage in expand(recipe)] if key == "stages" and not indent else below
+        )
         for at, item in enumerate(value):
             of = configs[at] if isinstance(configs, (list, tuple)) and at < len(configs) else None
-            lines = [line for name, one in item.items() for line in _setting(name, one, of, recipe, indent + "    ")]
+            lines = [
+                line
+                for name, one in item.items()
+                for line in _setting(name, one, of, recipe, indent + "    ")
+            ]
             yield f"{indent}  - {lines[0].strip()}"
             yield from lines[1:]
     else:
@@ -91,7 +118,9 @@ def _described(text: str, description: str, indent: str) -> Iterator[str]:
     elif len(line) <= WIDTH:
         yield line
     else:
-        yield from textwrap.wrap(description, 120, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        yield from textwrap.wrap(
+            description, 120, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+        )
         yield indent + text
 
 

@@ -72,7 +72,9 @@ class TrainState:
         return {
             "model": self.model.model_dump(mode="json"),
             "engine": self.engine.scalars(),
-            "adapter": None if self.adapter is None else {"config": self.adapter.model_dump(mode="json"), "base": self.adapter_base},
+            "adapter": None
+            if self.adapter is None
+            else {"config": self.adapter.model_dump(mode="json"), "base": self.adapter_base},
             "cursor": self.cursor.to_json(),
             "data": list(self.data),
             "consumed_tokens": self.consumed_tokens,
@@ -94,7 +96,11 @@ class TrainState:
             raise other_data(reader, changed)
         self.engine.load(reader.read, scalars["engine"])
         if changed:
-            log.warning("the data changed since %s: %s; reading it from its beginning (data.accept_changed)", reader.path, changed)
+            log.warning(
+                "the data changed since %s: %s; reading it from its beginning (data.accept_changed)",
+                reader.path,
+                changed,
+            )
         else:
             self.cursor = LoaderState.from_json(scalars["cursor"])
         self.step = reader.step
@@ -107,17 +113,29 @@ class TrainState:
 
     def _check_adapter(self, reader: Reader) -> None:
         form: Any = reader.scalars.get("adapter")
-        saved = None if form is None else AdapterConfig.model_validate_json(json.dumps(form["config"]))
-        same = saved == self.adapter or (saved is not None and self.adapter is not None and saved.same_form(self.adapter, self.model))
+        saved = (
+            None if form is None else AdapterConfig.model_validate_json(json.dumps(form["config"]))
+        )
+        same = saved == self.adapter or (
+            saved is not None
+            and self.adapter is not None
+            and saved.same_form(self.adapter, self.model)
+        )
         if saved is not None and self.adapter is not None and saved.base != self.adapter.base:
-            raise CheckpointError(f"{reader.path}: its adapter.base is {saved.base}, and the recipe's is {self.adapter.base}.")
+            raise CheckpointError(
+                f"{reader.path}: its adapter.base is {saved.base}, and the recipe's is {self.adapter.base}."
+            )
         if not same:
-            raise CheckpointError(f"{reader.path}: its adapter ({'none' if saved is None else saved.kind}) is not the recipe's.")
+            raise CheckpointError(
+                f"{reader.path}: its adapter ({'none' if saved is None else saved.kind}) is not the recipe's."
+            )
         if form is not None:
             self.adapter_base = form["base"]
 
 
-def first_position(recipe: Recipe, checkpoint: Reader | None, data: Sequence[Mapping[str, str]]) -> tuple[int, LoaderState | None] | None:
+def first_position(
+    recipe: Recipe, checkpoint: Reader | None, data: Sequence[Mapping[str, str]]
+) -> tuple[int, LoaderState | None] | None:
     """The step and the cursor at which a run begins or resumes, before its state exists; None if `init.content` decides it."""
     if checkpoint is None:
         return (0, None) if recipe.init.contents == ("model",) else None
@@ -167,14 +185,18 @@ def apply_init_content(recipe: Recipe, state: TrainState) -> None:
     try:
         reader = open_checkpoint(locate(place))
     except (CheckpointError, ConfigError) as problem:
-        raise ConfigError(f"init.content is {sorted(wanted)}; only a headway checkpoint has more than the model: {problem}") from None
+        raise ConfigError(
+            f"init.content is {sorted(wanted)}; only a headway checkpoint has more than the model: {problem}"
+        ) from None
     scalars: Any = reader.scalars
     if "optimizer" in wanted:
         state.engine.load(reader.read, scalars["engine"])
     if "scheduler" in wanted:
         state.step, state.consumed_tokens = reader.step, scalars["consumed_tokens"]
     if "sampler" in wanted:
-        if (changed := changed_data(scalars.get("data"), state.data)) and not state.accepts_other_data:
+        if (
+            changed := changed_data(scalars.get("data"), state.data)
+        ) and not state.accepts_other_data:
             raise other_data(reader, changed)
         state.cursor, state.epoch = LoaderState.from_json(scalars["cursor"]), scalars["epoch"]
     _log_content(reader.path, wanted)
@@ -195,4 +217,9 @@ def _take_internlm(given: InternlmState, wanted: set[str], state: TrainState) ->
 def _log_content(source: object, wanted: set[str]) -> None:
     left = [name for name in get_args(Content) if name not in wanted]
     taken = [name for name in get_args(Content) if name in wanted]
-    log.info("taken from %s: %s%s", source, ", ".join(taken), f"; not taken: {', '.join(left)}" if left else "")
+    log.info(
+        "taken from %s: %s%s",
+        source,
+        ", ".join(taken),
+        f"; not taken: {', '.join(left)}" if left else "",
+    )

@@ -68,7 +68,10 @@ def resolve_all(recipe: Recipe) -> list[tuple[str | None, Resolved]]:
     """The recipe as training would see it; one of each stage, on the model that the stage before it will leave."""
     if not recipe.stages:
         return [(None, resolve(recipe))]
-    return [(stage.name, resolved) for stage, resolved in check_stages(expand(recipe), [], recipe.run.folder, RankGroup())]
+    return [
+        (stage.name, resolved)
+        for stage, resolved in check_stages(expand(recipe), [], recipe.run.folder, RankGroup())
+    ]
 
 
 def check_data(recipe: Recipe, options: SampleOptions = SampleOptions()) -> list[DataCheckup]:
@@ -80,33 +83,60 @@ def check_resolved(stage: str | None, resolved: Resolved, options: SampleOptions
     """Check the data of one resolved recipe."""
     recipe, data = resolved.recipe, open_resolved(resolved)
     if resolved.model.aligner is not None:
-        return DataCheckup(stage, (Check("samples", "ok", f"opened: {', '.join(data.names)}; aligned samples have no loss mask to check"),))
+        return DataCheckup(
+            stage,
+            (
+                Check(
+                    "samples",
+                    "ok",
+                    f"opened: {', '.join(data.names)}; aligned samples have no loss mask to check",
+                ),
+            ),
+        )
     end_ids = resolved.weights.end_ids if resolved.weights else frozenset[int]()
     checks = data_checks(DataContext(recipe.data, data, resolved.tokenizer, end_ids))
     checks += round_trip_checks(recipe.data, resolved.tokenizer)
     if resolved.media is None:
         checks += equality_checks(recipe.data, data.train, resolved.model, recipe.seed)
     else:
-        checks.append(Check("packing and accumulation", "ok", "not tried: these documents hold pictures or sounds"))
+        checks.append(
+            Check(
+                "packing and accumulation",
+                "ok",
+                "not tried: these documents hold pictures or sounds",
+            )
+        )
     return DataCheckup(stage, tuple(checks), tuple(take_samples(data, resolved.tokenizer, options)))
 
 
 def open_resolved(resolved: Resolved) -> OpenData:
     """The data that a run would open; raw files are tokenized into the cache."""
-    return open_run_data(resolved, choose_compute(resolved.recipe.device, resolved.recipe.precision).device)
+    return open_run_data(
+        resolved, choose_compute(resolved.recipe.device, resolved.recipe.precision).device
+    )
 
 
-def take_samples(data: OpenData, tokenizer: Tokenizer | None, options: SampleOptions) -> Iterator[SourceSamples]:
+def take_samples(
+    data: OpenData, tokenizer: Tokenizer | None, options: SampleOptions
+) -> Iterator[SourceSamples]:
     """Documents to show; none without a tokenizer."""
     for number, one in enumerate(data.train if tokenizer is not None and options.documents else ()):
         source = one.selection.source
         shown = source.store if isinstance(source, (PairSource, UnpairedSource)) else source
         if options.wanted:
-            chosen = [document for document in options.wanted if document < shown.num_documents] if number == 0 else []
+            chosen = (
+                [document for document in options.wanted if document < shown.num_documents]
+                if number == 0
+                else []
+            )
         else:
-            chosen = np.unique(np.linspace(0, shown.num_documents - 1, options.documents).astype(np.int64)).tolist()
+            chosen = np.unique(
+                np.linspace(0, shown.num_documents - 1, options.documents).astype(np.int64)
+            ).tolist()
         assert tokenizer is not None
-        documents = tuple(preview_document(shown, document, tokenizer, options.max_tokens) for document in chosen)
+        documents = tuple(
+            preview_document(shown, document, tokenizer, options.max_tokens) for document in chosen
+        )
         if documents:
             yield SourceSamples(source.name, source.masked, documents)
 
@@ -117,22 +147,36 @@ def round_trip_checks(config: DataConfig, tokenizer: Tokenizer | None) -> list[C
         return []
     hard: list[str] = []
     measure(tokenizer, ((repr(text), text) for text in HARD_TEXTS), hard)
-    checks = [_round_trip("hard texts", f"{len(HARD_TEXTS)} texts that tokenizers are known to lose", hard)]
+    checks = [
+        _round_trip(
+            "hard texts", f"{len(HARD_TEXTS)} texts that tokenizers are known to lose", hard
+        )
+    ]
     for one in config.train or ():
         path = local_path(one.path, config.cache_dir)
         if one.format is None and format_of(path) == "raw":
             lost: list[str] = []
             found = measure(tokenizer, islice(_texts(path, one), ROUND_TRIP_TEXTS), lost)
-            checks.append(_round_trip(one.path, f"{found.texts} texts, {found.bytes_per_token:.2f} bytes per token", lost))
+            checks.append(
+                _round_trip(
+                    one.path,
+                    f"{found.texts} texts, {found.bytes_per_token:.2f} bytes per token",
+                    lost,
+                )
+            )
     return checks
 
 
 def _round_trip(name: str, detail: str, lost: list[str]) -> Check:
     if not lost:
         return Check(f"round trip of {name}", "ok", f"{detail}; all come back byte for byte")
-    named = ", ".join(lost[:NAMED_LOST]) + (f" and {len(lost) - NAMED_LOST} more" if len(lost) > NAMED_LOST else "")
+    named = ", ".join(lost[:NAMED_LOST]) + (
+        f" and {len(lost) - NAMED_LOST} more" if len(lost) > NAMED_LOST else ""
+    )
     remedy = "Such texts come back changed: use a tokenizer without normalisation (byte-level), if they matter to you."
-    return Check(f"round trip of {name}", "warn", f"{detail}; {len(lost)} come back changed: {named}", remedy)
+    return Check(
+        f"round trip of {name}", "warn", f"{detail}; {len(lost)} come back changed: {named}", remedy
+    )
 
 
 def _texts(path: str, one: SourceConfig) -> Iterator[tuple[str, str]]:
@@ -142,5 +186,7 @@ def _texts(path: str, one: SourceConfig) -> Iterator[tuple[str, str]]:
             for text in texts_in(dict(record.data)):
                 yield record.place, text[:MOST_CHARACTERS]
         return
-    for document in read_documents([path], text_key=one.text_key, template=one.template, split=one.split):
+    for document in read_documents(
+        [path], text_key=one.text_key, template=one.template, split=one.split
+    ):
         yield document.place, document.text[:MOST_CHARACTERS]

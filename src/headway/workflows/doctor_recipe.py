@@ -76,7 +76,14 @@ def check_recipe(recipe: Recipe, target: RecipeTarget = RecipeTarget()) -> list[
     try:
         all_resolved = resolve_all(recipe)
     except HeadwayError as error:
-        return [Check("recipe", "fail", str(error), "Correct this setting; it is the first one that training refuses.")]
+        return [
+            Check(
+                "recipe",
+                "fail",
+                str(error),
+                "Correct this setting; it is the first one that training refuses.",
+            )
+        ]
     checks = [Check("recipe", "ok", "every setting is known, and the files it names were found")]
     for stage, resolved in all_resolved:
         found = list(_check_one(resolved, target))
@@ -88,11 +95,23 @@ def _check_one(resolved: Resolved, target: RecipeTarget) -> Iterator[Check]:
     recipe = resolved.recipe
     try:
         data = open_resolved(resolved)
-        targets = check_targets(data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset())
-        yield Check("data", "ok", "; ".join(targets.lines) or f"{len(data.train)} sources, {len(data.valid)} validation sets")
+        targets = check_targets(
+            data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset()
+        )
+        yield Check(
+            "data",
+            "ok",
+            "; ".join(targets.lines)
+            or f"{len(data.train)} sources, {len(data.valid)} validation sets",
+        )
         trial = _trial(resolved, data, target.world or 1)
     except HeadwayError as error:
-        yield Check("data", "fail", str(error), "Correct the data; `headway doctor data` shows it as training reads it.")
+        yield Check(
+            "data",
+            "fail",
+            str(error),
+            "Correct the data; `headway doctor data` shows it as training reads it.",
+        )
         return
     yield from memory_checks(resolved, target)
     yield from length_checks(trial)
@@ -101,14 +120,23 @@ def _check_one(resolved: Resolved, target: RecipeTarget) -> Iterator[Check]:
     yield from saving_checks(trial)
     if recipe.log.every > trial.steps:
         detail = f"log.every is {recipe.log.every} and the run has {trial.steps} steps"
-        yield Check("log", "warn", f"{detail}: only the first and the last step are shown", "Lower log.every.")
+        yield Check(
+            "log",
+            "warn",
+            f"{detail}: only the first and the last step are shown",
+            "Lower log.every.",
+        )
 
 
 def _trial(resolved: Resolved, data: OpenData, world: int) -> RecipeTrial:
     recipe = resolved.recipe
-    mesh = recipe.parallel.mesh(0, max(world, recipe.parallel.ranks_per_row * recipe.parallel.expert))
+    mesh = recipe.parallel.mesh(
+        0, max(world, recipe.parallel.ranks_per_row * recipe.parallel.expert)
+    )
     batch = recipe.batch.resolve(recipe.data.seq_len, mesh.data)
-    ranks = RankGroups(data=RankGroup(0, mesh.data))  # the first of ranks that do not run: a loader only counts by them
+    ranks = RankGroups(
+        data=RankGroup(0, mesh.data)
+    )  # the first of ranks that do not run: a loader only counts by them
     with make_loader(recipe, data, batch, None, ranks) as loader:
         rows = None if recipe.data.train is None else loader.rows_per_epoch()
         return RecipeTrial(resolved, data, batch, count_steps(recipe, loader, batch), rows)
@@ -121,27 +149,45 @@ def memory_checks(resolved: Resolved, target: RecipeTarget) -> Iterator[Check]:
         if target.gpu is not None:
             job = plan_job(recipe, PlanTarget(target.gpu, target.world))
             made = make_plan(job)
-            detail = (
-                f"{amount(max(one.total for one in made.by_rank))} of {amount(job.usable_bytes)} on {job.layout.world} x {job.gpu.name}"
-            )
+            detail = f"{amount(max(one.total for one in made.by_rank))} of {amount(job.usable_bytes)} on {job.layout.world} x {job.gpu.name}"
             if made.fits:
                 yield Check("memory", "ok", detail)
                 return
-            near = [", ".join(str(cell) for cell in summary_row(one)[:2]) for one in nearest_fitting(job)[:2]]
+            near = [
+                ", ".join(str(cell) for cell in summary_row(one)[:2])
+                for one in nearest_fitting(job)[:2]
+            ]
             remedy = (
-                f"These fit: {'; '.join(near)} (headway plan shows more)." if near else "Use more GPUs, shorter rows or a smaller model."
+                f"These fit: {'; '.join(near)} (headway plan shows more)."
+                if near
+                else "Use more GPUs, shorter rows or a smaller model."
             )
             yield Check("memory", "fail", f"it does not fit: {detail}", remedy)
             return
         compute = choose_compute(recipe.device, recipe.precision)
         batch = recipe.batch.resolve(recipe.data.seq_len, 1)
-        wanted, limit = estimate(describe_job(recipe, resolved.model, compute, batch, 1)).total, memory_limit(recipe, compute.device)
+        wanted, limit = (
+            estimate(describe_job(recipe, resolved.model, compute, batch, 1)).total,
+            memory_limit(recipe, compute.device),
+        )
     except HeadwayError as error:
-        yield Check("memory", "fail", str(error), "Correct the layout; `headway plan --search` lists those that fit.")
+        yield Check(
+            "memory",
+            "fail",
+            str(error),
+            "Correct the layout; `headway plan --search` lists those that fit.",
+        )
         return
-    detail = f"a step needs about {amount(wanted)} on {compute.name}" + ("" if limit is None else f", which has {amount(limit)}")
+    detail = f"a step needs about {amount(wanted)} on {compute.name}" + (
+        "" if limit is None else f", which has {amount(limit)}"
+    )
     if limit is not None and wanted > limit:
-        yield Check("memory", "warn", f"{detail}: it does not fit here", "Give --gpu and --world of the machine it will run on.")
+        yield Check(
+            "memory",
+            "warn",
+            f"{detail}: it does not fit here",
+            "Give --gpu and --world of the machine it will run on.",
+        )
     else:
         yield Check("memory", "ok", detail)
 
@@ -156,14 +202,29 @@ def length_checks(trial: RecipeTrial) -> Iterator[Check]:
     epochs = trial.steps * batch.rows / max(1, rows)
     detail = f"{read}, about {epochs:.2g} passes over {rows:,} rows"
     if batch.rows > rows:
-        yield Check("length", "warn", f"{detail}: a batch is larger than all data", "Lower batch.rows or batch.tokens.")
+        yield Check(
+            "length",
+            "warn",
+            f"{detail}: a batch is larger than all data",
+            "Lower batch.rows or batch.tokens.",
+        )
     elif epochs > MANY_EPOCHS:
-        yield Check("length", "warn", f"{detail}: the model will learn the data by heart", "Train for fewer steps, or on more data.")
+        yield Check(
+            "length",
+            "warn",
+            f"{detail}: the model will learn the data by heart",
+            "Train for fewer steps, or on more data.",
+        )
     else:
         yield Check("length", "ok", detail)
     last = max((first for first, _ in recipe.data.skipped), default=0)
     if last >= trial.steps + sum(last - first + 1 for first, last in recipe.data.skipped):
-        yield Check("skip_batches", "warn", f"data.skip_batches names batch {last}, after the end of the run", "Correct the numbers.")
+        yield Check(
+            "skip_batches",
+            "warn",
+            f"data.skip_batches names batch {last}, after the end of the run",
+            "Correct the numbers.",
+        )
 
 
 def rate_checks(trial: RecipeTrial) -> Iterator[Check]:
@@ -183,14 +244,26 @@ def rate_checks(trial: RecipeTrial) -> Iterator[Check]:
     if rate == 0:
         yield Check("learning rate", "fail", "optim.lr is 0: nothing is learned", "Set optim.lr.")
     elif not low <= rate <= high:
-        yield Check("learning rate", "warn", detail, f"{'Lower' if rate > high else 'Raise'} optim.lr, unless you tried it.")
+        yield Check(
+            "learning rate",
+            "warn",
+            detail,
+            f"{'Lower' if rate > high else 'Raise'} optim.lr, unless you tried it.",
+        )
     else:
         yield Check("learning rate", "ok", detail)
     before = schedule.zero_steps + schedule.warmup_steps(trial.steps)
     if before >= trial.steps:
         peak = max(schedule.factor(step, trial.steps) for step in (0, trial.steps - 1)) * rate
-        detail = f"takes {before} steps and the run has {trial.steps}: the rate only reaches {peak:.2g}"
-        yield Check("warm-up", "warn", detail, "Shorten optim.schedule.warmup (a fraction such as 0.05 follows the run's length).")
+        detail = (
+            f"takes {before} steps and the run has {trial.steps}: the rate only reaches {peak:.2g}"
+        )
+        yield Check(
+            "warm-up",
+            "warn",
+            detail,
+            "Shorten optim.schedule.warmup (a fraction such as 0.05 follows the run's length).",
+        )
     else:
         yield Check("warm-up", "ok", f"{before} of {trial.steps} steps")
 
@@ -201,14 +274,24 @@ def validation_checks(trial: RecipeTrial) -> Iterator[Check]:
     if not trial.data.valid:
         if recipe.data.train is not None:
             remedy = "Set data.valid: 0.01 (a share of the documents) or validation sets."
-            yield Check("validation", "warn", "data.valid is not set, so nothing shows whether the model overfits", remedy)
+            yield Check(
+                "validation",
+                "warn",
+                "data.valid is not set, so nothing shows whether the model overfits",
+                remedy,
+            )
         return
     every = recipe.eval.every
     if every is None or every >= trial.steps:
         detail = f"runs only once, at the end: eval.every is {'null' if every is None else every} and the run has {trial.steps} steps"
         yield Check("validation", "warn", detail, "Lower eval.every.")
         if recipe.eval.stop is not None:
-            yield Check("early stopping", "fail", "eval.stop needs several validations and there is one", "Lower eval.every.")
+            yield Check(
+                "early stopping",
+                "fail",
+                "eval.stop needs several validations and there is one",
+                "Lower eval.every.",
+            )
         return
     count = trial.steps // every
     yield Check("validation", "ok", f"{count} times, every {every} steps")
@@ -221,16 +304,35 @@ def validation_checks(trial: RecipeTrial) -> Iterator[Check]:
 def saving_checks(trial: RecipeTrial) -> Iterator[Check]:
     """Whether a crash would lose the run."""
     config, steps = trial.recipe.checkpoint, trial.steps
-    intervals = [every for every in (config.every, config.snapshot_every) if every is not None and every < steps]
+    intervals = [
+        every
+        for every in (config.every, config.snapshot_every)
+        if every is not None and every < steps
+    ]
     if not intervals and not config.at_end:
-        yield Check("checkpoints", "fail", "no checkpoint is ever written: the run would leave nothing", "Set checkpoint.every or at_end.")
+        yield Check(
+            "checkpoints",
+            "fail",
+            "no checkpoint is ever written: the run would leave nothing",
+            "Set checkpoint.every or at_end.",
+        )
     elif not intervals:
         detail = f"are written only at the end (checkpoint.every is {config.every}, the run has {steps} steps); a crash loses everything"
-        yield Check("checkpoints", "warn" if steps > 100 else "ok", detail, "Lower checkpoint.every." if steps > 100 else None)
+        yield Check(
+            "checkpoints",
+            "warn" if steps > 100 else "ok",
+            detail,
+            "Lower checkpoint.every." if steps > 100 else None,
+        )
     else:
         yield Check("checkpoints", "ok", f"every {min(intervals)} of {steps} steps")
     if config.on_best and not trial.data.valid:
-        yield Check("best checkpoint", "warn", "checkpoint.on_best is true and nothing is validated", "Set data.valid.")
+        yield Check(
+            "best checkpoint",
+            "warn",
+            "checkpoint.on_best is true and nothing is validated",
+            "Set data.valid.",
+        )
 
 
 def check_step(recipe: Recipe) -> Check:
@@ -240,4 +342,8 @@ def check_step(recipe: Recipe) -> Check:
     except HeadwayError as error:
         return Check("one step", "fail", str(error), "Correct it; training would end here.")
     first: dict[str, Any] = outcome.get("first_step") or outcome["stages"][0]["first_step"]
-    return Check("one step", "ok", f"loss {first['loss']:.4f} in {first['time']['step_seconds']:.2f} s; nothing was written")
+    return Check(
+        "one step",
+        "ok",
+        f"loss {first['loss']:.4f} in {first['time']['step_seconds']:.2f} s; nothing was written",
+    )

@@ -61,7 +61,11 @@ class FirstTokenizer:
             size = self.vocab_size
             while builds:
                 try:
-                    train_bpe((one.text for one in read_documents(self.files)), vocab_size=size, out=self.folder)
+                    train_bpe(
+                        (one.text for one in read_documents(self.files)),
+                        vocab_size=size,
+                        out=self.folder,
+                    )
                     return
                 except DataError:
                     least = 256 + len(SPECIAL_TOKENS) + 1  # hardly more than the bytes
@@ -99,8 +103,16 @@ def choose_recipe(overrides: Sequence[str]) -> FirstRun:
     kind, names = found[0].kind, ", ".join(one.path for one in config.train or ())
     if kind == "text":
         if source is not None:
-            return FirstRun(None, list(overrides), [f"no recipe is given: continued pretraining of {source} on {names}"])
-        return plain if given.get("tokenizer") or given.get("model") else _pretrain(config, overrides, given, names)
+            return FirstRun(
+                None,
+                list(overrides),
+                [f"no recipe is given: continued pretraining of {source} on {names}"],
+            )
+        return (
+            plain
+            if given.get("tokenizer") or given.get("model")
+            else _pretrain(config, overrides, given, names)
+        )
     if source is None and (given.get("tokenizer") or given.get("model")):
         return plain  # conversations from scratch, as the user describes them
     if source is None:
@@ -126,7 +138,9 @@ def _kinds(config: DataConfig) -> list[DetectedKind]:
     return found
 
 
-def _pretrain(config: DataConfig, overrides: Sequence[str], given: dict[str, Any], names: str) -> FirstRun:
+def _pretrain(
+    config: DataConfig, overrides: Sequence[str], given: dict[str, Any], names: str
+) -> FirstRun:
     from headway.store.checksums import Checksums
     from headway.text.expand import expand
 
@@ -146,7 +160,14 @@ def _pretrain(config: DataConfig, overrides: Sequence[str], given: dict[str, Any
     return FirstRun(find_shipped("laptop/pretrain"), [*chosen, *overrides], lines, tokenizer)
 
 
-def _fine_tune(kind: str, source: str, overrides: Sequence[str], given: dict[str, Any], names: str, cache_dir: Path | None) -> FirstRun:
+def _fine_tune(
+    kind: str,
+    source: str,
+    overrides: Sequence[str],
+    given: dict[str, Any],
+    names: str,
+    cache_dir: Path | None,
+) -> FirstRun:
     from headway.infer.load import find_model
     from headway.model.layout import param_specs
 
@@ -158,5 +179,7 @@ def _fine_tune(kind: str, source: str, overrides: Sequence[str], given: dict[str
     name = "dpo" if kind == "preference" else "lora" if is_large else "sft"
     chosen = [ADAPTER] if name == "dpo" and is_large and "adapter" not in given else []
     how = "a LoRA adapter" if name == "lora" or chosen else "all weights"
-    lines = [f"no recipe is given and {names} is {kind} data: the recipe laptop/{name}, training {how} ({size / 1e6:,.0f}M parameters)"]
+    lines = [
+        f"no recipe is given and {names} is {kind} data: the recipe laptop/{name}, training {how} ({size / 1e6:,.0f}M parameters)"
+    ]
     return FirstRun(find_shipped(f"laptop/{name}"), [*chosen, *overrides], lines)

@@ -56,7 +56,9 @@ class Trial:
     def __post_init__(self) -> None:
         if not 1 <= self.kill_at < self.steps * self.num_stages:
             stages = f" x {self.num_stages} stages" if self.num_stages > 1 else ""
-            raise ConfigError(f"--kill-at is {self.kill_at}; it must be at least 1 and less than --steps {self.steps}{stages}.")
+            raise ConfigError(
+                f"--kill-at is {self.kill_at}; it must be at least 1 and less than --steps {self.steps}{stages}."
+            )
 
     @property
     def changes_world(self) -> bool:
@@ -68,17 +70,29 @@ Train = Callable[[list[str], int | None, int | None], None]
 """Trains with these arguments on this many ranks (None: as the recipe says), and is killed after a step if one is given."""
 
 
-def prove_resume(trial: Trial, recipe: Recipe, folder: Path, train: Train | None = None) -> dict[str, Any]:
+def prove_resume(
+    trial: Trial, recipe: Recipe, folder: Path, train: Train | None = None
+) -> dict[str, Any]:
     """Run the trial in a folder; returns the certificate, whose `holds` is the answer."""
     train = train or in_processes
-    has_spread = backend_of(recipe.device) == "nccl" and not recipe.deterministic and not trial.changes_world
+    has_spread = (
+        backend_of(recipe.device) == "nccl" and not recipe.deterministic and not trial.changes_world
+    )
     with progress("verify resume", total=4 if has_spread else 3, unit="runs") as advance:
-        whole, disturbed, again = folder / "whole", folder / "killed", folder / "again" if has_spread else None
+        whole, disturbed, again = (
+            folder / "whole",
+            folder / "killed",
+            folder / "again" if has_spread else None,
+        )
         train(_arguments(trial, whole), trial.nproc, None)
         advance(1)
         train(_arguments(trial, disturbed), trial.nproc, trial.kill_at)
         advance(1)
-        train(_arguments(trial, disturbed), trial.resume_nproc if trial.resume_nproc is not None else trial.nproc, None)
+        train(
+            _arguments(trial, disturbed),
+            trial.resume_nproc if trial.resume_nproc is not None else trial.nproc,
+            None,
+        )
         advance(1)
         if again is not None:
             train(_arguments(trial, again), trial.nproc, None)
@@ -95,7 +109,8 @@ def prove_resume(trial: Trial, recipe: Recipe, folder: Path, train: Train | None
     }
     if recipe.stages:
         found["stages"] = [
-            {"name": part.label, "whole": one["whole"], "resumed": one["resumed"]} for part, one in zip(parts, compared, strict=True)
+            {"name": part.label, "whole": one["whole"], "resumed": one["resumed"]}
+            for part, one in zip(parts, compared, strict=True)
         ]
     if again is not None:
         found["spread"] = max(one["spread"] for one in compared)
@@ -126,7 +141,9 @@ def _parts(recipe: Recipe, whole: Path) -> list[_Part]:
     return found
 
 
-def _compare(trial: Trial, part: _Part, whole: Path, disturbed: Path, again: Path | None) -> dict[str, Any]:
+def _compare(
+    trial: Trial, part: _Part, whole: Path, disturbed: Path, again: Path | None
+) -> dict[str, Any]:
     """The certificates of a part, and the tensors that differ."""
 
     def reader(run: Path) -> Reader:
@@ -144,37 +161,77 @@ def _compare(trial: Trial, part: _Part, whole: Path, disturbed: Path, again: Pat
 
 def _judge(trial: Trial, recipe: Recipe, found: dict[str, Any], same_order: bool) -> dict[str, Any]:
     difference = _largest(found["unequal"])
-    judged: dict[str, Any] = {"same_sample_order": same_order, "largest_relative_difference": difference}
+    judged: dict[str, Any] = {
+        "same_sample_order": same_order,
+        "largest_relative_difference": difference,
+    }
     pairs = [(one["whole"], one["resumed"]) for one in found.get("stages", [found])]
-    data_agrees = same_order and all(whole[key] == resumed[key] for whole, resumed in pairs for key in ("data_cursor", "next_batch"))
+    data_agrees = same_order and all(
+        whole[key] == resumed[key]
+        for whole, resumed in pairs
+        for key in ("data_cursor", "next_batch")
+    )
     if trial.changes_world:
-        kind = recipe.precision if recipe.precision != "auto" else "bf16" if backend_of(recipe.device) == "nccl" else "fp32"
+        kind = (
+            recipe.precision
+            if recipe.precision != "auto"
+            else "bf16"
+            if backend_of(recipe.device) == "nccl"
+            else "fp32"
+        )
         bound = trial.bound if trial.bound is not None else BOUNDS[kind]
         parameters = _largest([one for one in found["unequal"] if one["role"] in PARAMETERS])
         rule = f"another number of ranks: the same sample order, parameters within {bound:g}"
-        return {**judged, "rule": rule, "bound": bound, "parameter_difference": parameters, "holds": data_agrees and parameters <= bound}
+        return {
+            **judged,
+            "rule": rule,
+            "bound": bound,
+            "parameter_difference": parameters,
+            "holds": data_agrees and parameters <= bound,
+        }
     if "spread" in found and found["spread"] > 0:
         rule = f"not deterministic on this GPU: the same data, tensors within {SPREAD_FACTOR:g} times the run-to-run spread"
-        return {**judged, "rule": rule, "holds": data_agrees and difference <= SPREAD_FACTOR * found["spread"]}
-    return {**judged, "rule": "bit for bit", "holds": data_agrees and all(a == b for a, b in pairs) and not found["unequal"]}
+        return {
+            **judged,
+            "rule": rule,
+            "holds": data_agrees and difference <= SPREAD_FACTOR * found["spread"],
+        }
+    return {
+        **judged,
+        "rule": "bit for bit",
+        "holds": data_agrees and all(a == b for a, b in pairs) and not found["unequal"],
+    }
 
 
 def _arguments(trial: Trial, run_dir: Path) -> list[str]:
     """The recipe with the changes of the trial."""
-    every = max(1, ((trial.kill_at - 1) % trial.steps + 2) // 2)  # so that some steps are trained twice
+    every = max(
+        1, ((trial.kill_at - 1) % trial.steps + 2) // 2
+    )  # so that some steps are trained twice
     settings = {
         "steps": trial.steps, "epochs": "null", "track": "[]", "checkpoint.every": every, "checkpoint.at_end": "true",
         "checkpoint.to": "null", "eval.stop": "null", "log.every": trial.steps,
     }  # fmt: skip
-    staged = [(f"stages.{index}.{key}", value) for index in range(trial.num_stages) for key, value in settings.items()]
-    run = {"run.dir": json.dumps(str(run_dir.parent)), "run.name": run_dir.name, "run.supervise": "false", **settings}
+    staged = [
+        (f"stages.{index}.{key}", value)
+        for index in range(trial.num_stages)
+        for key, value in settings.items()
+    ]
+    run = {
+        "run.dir": json.dumps(str(run_dir.parent)),
+        "run.name": run_dir.name,
+        "run.supervise": "false",
+        **settings,
+    }
     changes = [*run.items(), *(staged if trial.num_stages > 1 else [])]
     return [*trial.arguments, *(f"{key}={value}" for key, value in changes)]
 
 
 def in_processes(arguments: list[str], nproc: int | None, kill_at: int | None) -> None:
     """Train as the command line does, in new processes."""
-    command = headway_command(["train", *arguments, *(["--nproc", str(nproc)] if nproc is not None else [])])
+    command = headway_command(
+        ["train", *arguments, *(["--nproc", str(nproc)] if nproc is not None else [])]
+    )
     environment = {**os.environ, **({KILL_AT_STEP: str(kill_at)} if kill_at is not None else {})}
     done = run_command(command, environment, captures_errors=True)
     code = done.returncode if done.returncode >= 0 else 128 - done.returncode
@@ -201,7 +258,9 @@ def _certificate(reader: Reader, resolved: Resolved) -> dict[str, Any]:
     return {
         "parameters": parameters.hexdigest(),
         "optimizer": optimizer.hexdigest(),
-        "rng": _hash({"seed": resolved.recipe.seed, "step": reader.step, "engine": scalars["engine"]}),
+        "rng": _hash(
+            {"seed": resolved.recipe.seed, "step": reader.step, "engine": scalars["engine"]}
+        ),
         "data_cursor": _hash(scalars["cursor"]),
         "next_batch": _hash(batch),
         "next_batch_documents": {name: ids[:8] for name, ids in batch.items()},
@@ -214,7 +273,9 @@ def next_batch(resolved: Resolved, cursor: dict[str, Any]) -> dict[str, list[int
     from headway.parallel.collectives import RankGroups
     from headway.train.batches import make_loader, open_run_data
 
-    config = resolved.recipe.model_copy(update={"data": resolved.recipe.data.model_copy(update={"workers": 0})})
+    config = resolved.recipe.model_copy(
+        update={"data": resolved.recipe.data.model_copy(update={"workers": 0})}
+    )
     data = open_run_data(resolved)
     state = LoaderState.from_json(cursor)
     batch = config.batch.resolve(config.data.seq_len, 1)
@@ -231,14 +292,18 @@ def _unequal(one: Reader, two: Reader) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name in sorted({*one.names(), *two.names()}):
         if name not in one.names() or name not in two.names():
-            found.append({"name": name, "role": "missing", "largest": None, "relative": float("inf")})
+            found.append(
+                {"name": name, "role": "missing", "largest": None, "relative": float("inf")}
+            )
             continue
         for role in sorted({*one.roles(name)} & {*two.roles(name)}):
             left, right = one.read(name, role).double(), two.read(name, role).double()
             gap = (left - right).abs()
             if bool((gap != 0).any()):
                 relative = float(gap.norm() / left.norm().clamp(min=1e-30))
-                found.append({"name": name, "role": role, "largest": float(gap.max()), "relative": relative})
+                found.append(
+                    {"name": name, "role": role, "largest": float(gap.max()), "relative": relative}
+                )
     return found
 
 
@@ -248,7 +313,10 @@ def _largest(unequal: Sequence[dict[str, Any]]) -> float:
 
 def _same_order(one: Path, two: Path) -> bool:
     """Whether both runs read the same amounts at every step."""
-    left, right = ([[record[key] for key in ORDER] for record in read_metrics(run / "metrics.jsonl")] for run in (one, two))
+    left, right = (
+        [[record[key] for key in ORDER] for record in read_metrics(run / "metrics.jsonl")]
+        for run in (one, two)
+    )
     return left == right
 
 
@@ -256,5 +324,9 @@ def _resumed_from(run: Path, trial: Trial, labels: list[str]) -> int:
     """The step at which the second start resumed, counted over all stages: that of a checkpoint, or the first step of a stage."""
     killed_in = (trial.kill_at - 1) // trial.steps
     stage = labels[killed_in] or None
-    starts = [one for one in read_events(run) if one.get("event") == "start" and one.get("stage") == stage and one.get("checkpoint")]
+    starts = [
+        one
+        for one in read_events(run)
+        if one.get("event") == "start" and one.get("stage") == stage and one.get("checkpoint")
+    ]
     return killed_in * trial.steps + (starts[-1]["step"] if starts else 0)

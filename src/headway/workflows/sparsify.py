@@ -104,20 +104,44 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
 
     objective: Any = recipe.objective
     if objective.kind != "head_sparsity":
-        raise ConfigError(f"objective.kind is {objective.kind!r}; sparsify trains head gates. Use objective: {{kind: head_sparsity}}.")
+        raise ConfigError(
+            f"objective.kind is {objective.kind!r}; sparsify trains head gates. Use objective: {{kind: head_sparsity}}."
+        )
     if not recipe.checkpoint.at_end:
-        raise ConfigError("checkpoint.at_end is false; sparsify reads the trained model from it. Set it to true.")
+        raise ConfigError(
+            "checkpoint.at_end is false; sparsify reads the trained model from it. Set it to true."
+        )
     sparsities = plan.sparsities or (objective.target,)
-    extra = MaskSpec(MaskChoice(plan.masks or NONE), random=plan.random and plan.masks not in (None, NONE), seed=plan.seed)
-    spec = MaskSpec(MaskChoice(equal_per_layer=plan.equal_per_layer), sparsities, plan.random, plan.seed)
+    extra = MaskSpec(
+        MaskChoice(plan.masks or NONE),
+        random=plan.random and plan.masks not in (None, NONE),
+        seed=plan.seed,
+    )
+    spec = MaskSpec(
+        MaskChoice(equal_per_layer=plan.equal_per_layer), sparsities, plan.random, plan.seed
+    )
     lengths = plan.lengths or (recipe.data.seq_len,)
-    long = LongPlan(plan.tasks, lengths, plan.depths, plan.samples, plan.seed, plan.chunk_tokens, plan.rows, plan.template, plan.bos)
+    long = LongPlan(
+        plan.tasks,
+        lengths,
+        plan.depths,
+        plan.samples,
+        plan.seed,
+        plan.chunk_tokens,
+        plan.rows,
+        plan.template,
+        plan.bos,
+    )
     resolved = resolve(recipe)
     longest = resolved.model.max_seq_len
     if max(lengths) > longest:
-        raise ConfigError(f"--lengths holds {max(lengths)}; the model's max_seq_len is {longest}. Give lengths up to that.")
+        raise ConfigError(
+            f"--lengths holds {max(lengths)}; the model's max_seq_len is {longest}. Give lengths up to that."
+        )
     if resolved.tokenizer_path is None:
-        raise ConfigError("the recipe has no tokenizer, and the tasks need text. Give tokenizer=DIR, or init.from a model that has one.")
+        raise ConfigError(
+            "the recipe has no tokenizer, and the tasks need text. Give tokenizer=DIR, or init.from a model that has one."
+        )
     make_cases(load_tokenizer(resolved.tokenizer_path), long)
     _check_data(plan.data)
     if plan.masks not in (None, NONE, OWN):
@@ -137,9 +161,13 @@ def _check_data(data: Sequence[str]) -> None:
                 next(iter(read_documents([path])), None)
 
 
-def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], dict[str, Any]] | None = None) -> Sparsified | int:
+def sparsify(
+    recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], dict[str, Any]] | None = None
+) -> Sparsified | int:
     """Do every part that is not done yet; returns an exit code if training was stopped. `train` may train in other processes."""
-    from headway.train.session import run_recipe as train_here  # a stop is an exit code here, not a signal
+    from headway.train.session import (
+        run_recipe as train_here,
+    )  # a stop is an exit code here, not a signal
     from headway.workflows.stopping import stop_code
 
     checked = check(recipe, plan)
@@ -158,13 +186,22 @@ def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], di
     return Sparsified(run, files, _training_numbers(summary), result)
 
 
-def train_in_processes(arguments: Sequence[str], nproc: int | None, gpus: str | None) -> Callable[[Recipe], dict[str, Any]]:
+def train_in_processes(
+    arguments: Sequence[str], nproc: int | None, gpus: str | None
+) -> Callable[[Recipe], dict[str, Any]]:
     """A `train` that runs `headway train` with these arguments in a separate process, which may start several ranks."""
-    flags = [text for flag, value in (("--nproc", nproc), ("--gpus", gpus)) if value is not None for text in (flag, str(value))]
+    flags = [
+        text
+        for flag, value in (("--nproc", nproc), ("--gpus", gpus))
+        if value is not None
+        for text in (flag, str(value))
+    ]
 
     def train(recipe: Recipe) -> dict[str, Any]:
         child = run_command(headway_command(["train", *arguments, *flags, "--json"]))
-        return json.loads(child.stdout) if child.returncode == 0 else {"exit_code": child.returncode}
+        return (
+            json.loads(child.stdout) if child.returncode == 0 else {"exit_code": child.returncode}
+        )
 
     return train
 
@@ -176,7 +213,11 @@ def write_mask_files(run: Path, spec: MaskSpec, out: Path) -> list[str]:
     from headway.model.head_masks.plot import draw_masks
 
     source = find_model(run).mask_source()
-    learned = [one.masks for one in spec.variants(source) if one.masks is not None and one.masks_from != "random"]
+    learned = [
+        one.masks
+        for one in spec.variants(source)
+        if one.masks is not None and one.masks_from != "random"
+    ]
     files = [f"masks_sp{sparsity:g}.tsv" for sparsity in sorted(spec.sparsities)]
     for masks, name in zip(learned, files, strict=True):
         write_masks(masks, out / name)
@@ -192,17 +233,29 @@ def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) ->
     compute = choose_compute(recipe.device, "auto")
     loaded = load_model(run, device=compute.device, dtype=compute.dtype)
     source = find_model(run).mask_source()
-    variants = [*checked.spec.variants(source), *(_named(one, plan.masks) for one in checked.extra.variants(source)[1:])]
+    variants = [
+        *checked.spec.variants(source),
+        *(_named(one, plan.masks) for one in checked.extra.variants(source)[1:]),
+    ]
     assert variants[0].name == FULL
     results_dir = run / FOLDER / "parts"
     return evaluate_long(
-        loaded, variants, checked.long, name=str(run), texts=read_texts(plan.data, loaded, plan.bos), results_dir=results_dir
+        loaded,
+        variants,
+        checked.long,
+        name=str(run),
+        texts=read_texts(plan.data, loaded, plan.bos),
+        results_dir=results_dir,
     )
 
 
 def _named(variant: MaskVariant, masks: str | None) -> MaskVariant:
     """A variant under the name of its masks; other variants are named by sparsity."""
-    return replace(variant, name=("random " if variant.masks_from == "random" else "") + (Path(masks).name if masks else variant.name))
+    return replace(
+        variant,
+        name=("random " if variant.masks_from == "random" else "")
+        + (Path(masks).name if masks else variant.name),
+    )
 
 
 def _training_numbers(summary: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +265,9 @@ def _training_numbers(summary: dict[str, Any]) -> dict[str, Any]:
 
 def _preface(summary: dict[str, Any], files: Sequence[str]) -> Iterable[str]:
     numbers = ", ".join(
-        f"{name.replace('_', ' ')} {value:g}" for name, value in _training_numbers(summary).items() if isinstance(value, int | float)
+        f"{name.replace('_', ' ')} {value:g}"
+        for name, value in _training_numbers(summary).items()
+        if isinstance(value, int | float)
     )
     yield f"Training: {numbers}."
     yield ""

@@ -24,5 +24,9 @@ def train_or_stop(recipe: Recipe) -> dict[str, Any]:
 
     summary = train(recipe)
     if (by := summary.get("stopped_by")) is not None:
-        raise Terminated(f"{by} ended {summary['run']}, which is saved; the same command continues it", exit_code(by), summary)
+        raise Terminated(
+            f"{by} ended {summary['run']}, which is saved; the same command continues it",
+            exit_code(by),
+            summary,
+        )
     return summary

@@ -9,8 +9,14 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TEXT = ["The river had frozen early that year, and the children crossed it.\n" * 8, "那年河水结冰很早，孩子们踩着冰面过河上学。\n" * 8]
-HEADERS = ["system\nuser\nassistant\nYou are a helpful assistant. ### Instruction: Response: hello Hello! Hi Bye\n" * 8]
+TEXT = [
+    "The river had frozen early that year, and the children crossed it.\n" * 8,
+    "那年河水结冰很早，孩子们踩着冰面过河上学。\n" * 8,
+]
+HEADERS = [
+    "system\nuser\nassistant\nYou are a helpful assistant. ### Instruction: Response: hello Hello! Hi Bye\n"
+    * 8
+]
 
 
 def write_tokenizers() -> None:
@@ -21,9 +27,14 @@ def write_tokenizers() -> None:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     backend.train_from_iterator(TEXT + HEADERS, trainer)
-    (HERE / "bpe.json").write_text(json.dumps(json.loads(backend.to_str()), ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+    (HERE / "bpe.json").write_text(
+        json.dumps(json.loads(backend.to_str()), ensure_ascii=False, separators=(",", ":")),
+        encoding="utf-8",
+    )
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.Train(
         sentence_iterator=iter(" ".join(TEXT + HEADERS).split("\n")),
@@ -49,7 +60,12 @@ def write_digests() -> None:
 
     loaded = tokenizers_by_name()
     ids = {
-        name: {template: [encoded(turns, template, tokenizer, tools) for turns, tools in TALKS.values()] for template in TEMPLATES}
+        name: {
+            template: [
+                encoded(turns, template, tokenizer, tools) for turns, tools in TALKS.values()
+            ]
+            for template in TEMPLATES
+        }
         for name, tokenizer in loaded.items()
     }
     (HERE / "ids.json").write_text(json.dumps(ids, indent=0) + "\n")
@@ -60,8 +76,13 @@ def write_digests() -> None:
         if source is not None:
             own = tokenizer.with_chat_template(source)
             exported[template] = {
-                "transformers": [in_transformers(turns, source, tokenizer, tools) for turns, tools in TALKS.values()],
-                "tokenizer": [encoded(turns, "tokenizer", own, tools) for turns, tools in TALKS.values()],
+                "transformers": [
+                    in_transformers(turns, source, tokenizer, tools)
+                    for turns, tools in TALKS.values()
+                ],
+                "tokenizer": [
+                    encoded(turns, "tokenizer", own, tools) for turns, tools in TALKS.values()
+                ],
             }
     (HERE / "exported.json").write_text(json.dumps(exported, indent=0) + "\n")
 

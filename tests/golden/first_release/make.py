@@ -81,7 +81,9 @@ def write_text(folder: Path) -> None:
         question = {"role": "user", "content": sentence(i, 4)}
         answer = {"role": "assistant", "content": sentence(i + 1, 6)}
         chats.append({"messages": [question, answer]})
-        pairs.append({"prompt": sentence(i, 4), "chosen": sentence(i + 1, 5), "rejected": sentence(i + 2, 3)})
+        pairs.append(
+            {"prompt": sentence(i, 4), "chosen": sentence(i + 1, 5), "rejected": sentence(i + 2, 3)}
+        )
     write_lines(folder / "chat.jsonl", chats)
     write_lines(folder / "pairs.jsonl", pairs)
 
@@ -115,7 +117,16 @@ def main(folder: Path) -> None:
         if name == "pretrain":
             shutil.copytree(whole / "final", folder / "base")
         if name == "gates":
-            run("masks", "export", "--model", "runs/gates", "--sparsity", "0.5", "--out", "masks.tsv")
+            run(
+                "masks",
+                "export",
+                "--model",
+                "runs/gates",
+                "--sparsity",
+                "0.5",
+                "--out",
+                "masks.tsv",
+            )
         if name == "lora":
             shutil.copytree(whole / "final" / "adapter", folder / "adapter")
         shutil.rmtree(whole)
@@ -124,12 +135,30 @@ def main(folder: Path) -> None:
     prompts = ["the model reads", "学会"]
     answers = {}
     for flags in ("--model base", "--model base --masks masks.tsv", "--model adapter"):
-        command = headway("generate", "--max-new-tokens", "40", "--temperature", "1", "--seed", "3", "--json", *flags.split())
+        command = headway(
+            "generate",
+            "--max-new-tokens",
+            "40",
+            "--temperature",
+            "1",
+            "--seed",
+            "3",
+            "--json",
+            *flags.split(),
+        )
         for prompt in prompts:
-            out = subprocess.run([*command, "--prompt", prompt], cwd=folder, capture_output=True, text=True, check=True)
+            out = subprocess.run(
+                [*command, "--prompt", prompt],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
             answers[f"{flags} --prompt {prompt}"] = json.loads(out.stdout)["token_ids"]
     expected["generate"] = answers
-    (folder / "expected.json").write_text(json.dumps(expected, ensure_ascii=False, indent=1), encoding="utf-8")
+    (folder / "expected.json").write_text(
+        json.dumps(expected, ensure_ascii=False, indent=1), encoding="utf-8"
+    )
     pack(folder)
 
 

@@ -10,7 +10,11 @@ def tone(seconds: float, rate: int, seed: int) -> np.ndarray:
     """A gliding tone with harmonics and noise, with quiet ends."""
     time = np.arange(int(seconds * rate)) / rate
     noise = np.random.default_rng(seed).normal(size=len(time))
-    sound = 0.4 * np.sin(2 * np.pi * (220 + 90 * time) * time) + 0.2 * np.sin(2 * np.pi * 1500 * time) + 0.01 * noise
+    sound = (
+        0.4 * np.sin(2 * np.pi * (220 + 90 * time) * time)
+        + 0.2 * np.sin(2 * np.pi * 1500 * time)
+        + 0.01 * noise
+    )
     quiet = int(0.05 * rate)
     sound[:quiet] *= 0.001
     sound[-quiet:] *= 0.001
@@ -49,5 +53,12 @@ def mel_filters_file(folder: Path) -> Path:
     from headway.media.sound import LogMel, mel_filters
 
     path = folder / "cnn14.pth"
-    torch.save({"model": {"logmel_extractor.melW": torch.from_numpy(mel_filters(LogMel()).astype(np.float32))}}, path)
+    torch.save(
+        {
+            "model": {
+                "logmel_extractor.melW": torch.from_numpy(mel_filters(LogMel()).astype(np.float32))
+            }
+        },
+        path,
+    )
     return path

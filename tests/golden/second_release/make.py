@@ -103,8 +103,12 @@ def write_text(folder: Path) -> None:
         question = {"role": "user", "content": sentence(i, 4)}
         answer = {"role": "assistant", "content": sentence(i + 1, 6)}
         chats.append({"messages": [question, answer]})
-        pairs.append({"prompt": sentence(i, 4), "chosen": sentence(i + 1, 5), "rejected": sentence(i + 2, 3)})
-        labelled.append({"prompt": sentence(i, 4), "completion": sentence(i + 3, 5), "label": i % 3 == 0})
+        pairs.append(
+            {"prompt": sentence(i, 4), "chosen": sentence(i + 1, 5), "rejected": sentence(i + 2, 3)}
+        )
+        labelled.append(
+            {"prompt": sentence(i, 4), "completion": sentence(i + 3, 5), "label": i % 3 == 0}
+        )
     write_lines(folder / "chat.jsonl", chats)
     write_lines(folder / "pairs.jsonl", pairs)
     write_lines(folder / "labelled.jsonl", labelled)
@@ -130,7 +134,19 @@ def main(folder: Path) -> None:
         runs[name] = {"metrics": metrics_of(whole), "weights": weights_of(whole)}
         if name == "base":
             shutil.copytree(whole / "final", folder / "base")
-            run("data", "teacher-logits", "store", "--teacher", "base", "--top-k", "8", "--temperature", "2", "--out", "logits")
+            run(
+                "data",
+                "teacher-logits",
+                "store",
+                "--teacher",
+                "base",
+                "--top-k",
+                "8",
+                "--temperature",
+                "2",
+                "--out",
+                "logits",
+            )
         if name == "align":
             shutil.copytree(whole / "final", folder / "aligned")
         if name == "reward":
@@ -143,7 +159,9 @@ def main(folder: Path) -> None:
         cwd=folder, capture_output=True, text=True, check=True,
     )  # fmt: skip
     expected["reward"] = json.loads(scored.stdout)
-    (folder / "expected.json").write_text(json.dumps(expected, ensure_ascii=False, indent=1), encoding="utf-8")
+    (folder / "expected.json").write_text(
+        json.dumps(expected, ensure_ascii=False, indent=1), encoding="utf-8"
+    )
     pack(folder)
 
 

@@ -27,16 +27,27 @@ SHIFTS = [0.1, -0.4]
 def make_trainer(folder: str, weights: tuple[float, float], shift: float) -> KTOTrainer:
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
     rows = Dataset(
-        InMemoryTable.from_pydict({"prompt": ["w3", "w4"], "completion": ["w4", "w5"], "label": [True, False]}), fingerprint="rows"
+        InMemoryTable.from_pydict(
+            {"prompt": ["w3", "w4"], "completion": ["w4", "w5"], "label": [True, False]}
+        ),
+        fingerprint="rows",
     )
     arguments = KTOConfig(
         output_dir=folder, beta=BETA, desirable_weight=weights[0], undesirable_weight=weights[1], report_to=[], use_cpu=True, bf16=False,
         per_device_train_batch_size=4, gradient_checkpointing=False, train_sampling_strategy="sequential",
     )  # fmt: skip
     KTOTrainer._prepare_dataset = lambda self, dataset, *rest: dataset  # the batch is made below
-    return KTOTrainer(make_model(0.0), ref_model=make_model(shift), args=arguments, train_dataset=rows, processing_class=tokenizer)
+    return KTOTrainer(
+        make_model(0.0),
+        ref_model=make_model(shift),
+        args=arguments,
+        train_dataset=rows,
+        processing_class=tokenizer,
+    )
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -57,12 +68,40 @@ def main() -> None:
                 trainer.model.train()
                 loss = trainer._compute_loss(trainer.model, batch(), return_outputs=False)
                 loss.backward()
-                norm = torch.stack([p.grad.double().norm() for p in trainer.model.parameters() if p.grad is not None]).norm()
-                metrics = {name: float(sum(values) / len(values)) for name, values in trainer._metrics["train"].items() if values}
-                kept = {name: value for name, value in metrics.items() if name.startswith(("rewards/", "logps/", "kl"))}
-                case = {"weights": weights, "shift": shift, "loss": float(loss), "grad_norm": float(norm), "metrics": kept}
+                norm = torch.stack(
+                    [
+                        p.grad.double().norm()
+                        for p in trainer.model.parameters()
+                        if p.grad is not None
+                    ]
+                ).norm()
+                metrics = {
+                    name: float(sum(values) / len(values))
+                    for name, values in trainer._metrics["train"].items()
+                    if values
+                }
+                kept = {
+                    name: value
+                    for name, value in metrics.items()
+                    if name.startswith(("rewards/", "logps/", "kl"))
+                }
+                case = {
+                    "weights": weights,
+                    "shift": shift,
+                    "loss": float(loss),
+                    "grad_norm": float(norm),
+                    "metrics": kept,
+                }
                 found.append(case)
-    content = {"shape": SHAPE, "vocab": VOCAB, "beta": BETA, "prompts": PROMPTS, "answers": ANSWERS, "labels": LABELS, "cases": found}
+    content = {
+        "shape": SHAPE,
+        "vocab": VOCAB,
+        "beta": BETA,
+        "prompts": PROMPTS,
+        "answers": ANSWERS,
+        "labels": LABELS,
+        "cases": found,
+    }
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     Path(__file__).with_name("kto.json").write_text("{\n" + lines + "\n}\n")
 

@@ -10,7 +10,9 @@ ARCHITECTURE = "MyLlamaForCausalLM"
 
 
 def read(config: dict[str, Any]) -> ModelConfig:
-    return llama.read({**config, "model_type": "llama", "architectures": [llama.ARCHITECTURE]}).with_(family="support.my_lab.family")
+    return llama.read(
+        {**config, "model_type": "llama", "architectures": [llama.ARCHITECTURE]}
+    ).with_(family="support.my_lab.family")
 
 
 def published(config: ModelConfig) -> ModelConfig:
@@ -18,7 +20,11 @@ def published(config: ModelConfig) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    return {**llama.write(config.with_(family="llama")), "model_type": MODEL_TYPE, "architectures": [ARCHITECTURE]}
+    return {
+        **llama.write(config.with_(family="llama")),
+        "model_type": MODEL_TYPE,
+        "architectures": [ARCHITECTURE],
+    }
 
 
 def to_theirs(name: str) -> str:

@@ -29,7 +29,9 @@ class MLPModel(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.words = nn.Embedding(config.vocab, config.hidden_size, _weight=torch.empty(config.vocab, config.hidden_size))
+        self.words = nn.Embedding(
+            config.vocab, config.hidden_size, _weight=torch.empty(config.vocab, config.hidden_size)
+        )
         self.stack = nn.ModuleList(Layer(config.hidden_size) for _ in range(config.num_layers))
         self.out = nn.Linear(config.hidden_size, config.vocab, bias=False)
 
@@ -41,7 +43,9 @@ class MLPModel(Model):
         return x
 
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
-        return ModelOut(LMHead(self(batch.tokens), self.head_weight, self.chunk_tokens, self.head_grad_buffer))
+        return ModelOut(
+            LMHead(self(batch.tokens), self.head_weight, self.chunk_tokens, self.head_grad_buffer)
+        )
 
     def blocks(self) -> Mapping[str, nn.Module]:
         return {f"stack.{index}": layer for index, layer in enumerate(self.stack)}

@@ -30,4 +30,10 @@ class Poisoned:
         if not at.training or not (batch.tokens == self.config.token).any():
             return found
         factor = self.config.factor or float("nan")
-        return Loss({name: Term(term.sum * factor, term.per, term.coefficient) for name, term in found.terms.items()}, found.metrics)
+        return Loss(
+            {
+                name: Term(term.sum * factor, term.per, term.coefficient)
+                for name, term in found.terms.items()
+            },
+            found.metrics,
+        )

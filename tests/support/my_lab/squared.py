@@ -31,4 +31,7 @@ class Squared:
         per_token = (-log_prob).pow(self.power) * batch.loss_weight
         total = batch.loss_weight.sum()
         scaled = per_token.sum() * self.module.scale.sum()
-        return Loss({"squared": Term(scaled)}, {"nll": ((-log_prob * batch.loss_weight).sum().detach(), total)})
+        return Loss(
+            {"squared": Term(scaled)},
+            {"nll": ((-log_prob * batch.loss_weight).sum().detach(), total)},
+        )

@@ -11,6 +11,8 @@ def all_rows() -> dict[str, Row]:
     table: dict[str, Row] = {}
     for module in pkgutil.iter_modules(__path__):
         rows: dict[str, Row] = importlib.import_module(f"{__name__}.{module.name}").ROWS
-        assert not table.keys() & rows.keys(), f"{module.name}.py has settings that stand elsewhere: {table.keys() & rows.keys()}"
+        assert not table.keys() & rows.keys(), (
+            f"{module.name}.py has settings that stand elsewhere: {table.keys() & rows.keys()}"
+        )
         table |= rows
     return table

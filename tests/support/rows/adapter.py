@@ -11,7 +11,11 @@ def chosen(overrides: tuple[str, ...]) -> Any:
     """The loss of a run whose overrides name the folders of an earlier one."""
     base = observed(("run.dir=$/adapter-base",)).folder
     first = observed((*LORA, "run.dir=$/adapter-first", f"init.from={base}")).folder
-    places = {"BASE": base, "ADAPTER": first / "final" / "adapter", "CHECKPOINT": first / "checkpoints" / "latest"}
+    places = {
+        "BASE": base,
+        "ADAPTER": first / "final" / "adapter",
+        "CHECKPOINT": first / "checkpoints" / "latest",
+    }
     texts = list(overrides)
     for name, path in places.items():
         texts = [text.replace(name, str(path)) for text in texts]

@@ -7,7 +7,13 @@ from typing import Any
 from support.aligned import ENCODERS
 from support.observe import Row, root
 
-FROZEN = {"efficientnet_lite0": "image", "huggingface": "text", "minilm": "text", "mobilenet_v4": "image", "cnn14": "audio"}
+FROZEN = {
+    "efficientnet_lite0": "image",
+    "huggingface": "text",
+    "minilm": "text",
+    "mobilenet_v4": "image",
+    "cnn14": "audio",
+}
 
 
 def encoded_by(kind: str) -> str:
@@ -20,9 +26,15 @@ def _resolved(overrides: tuple[str, ...]) -> Any:
     from headway.train.config import Recipe
     from headway.train.resolve import resolve
 
-    own = [f"model.aligner.encoders.{name}.{key}={value}" for name, one in ENCODERS.items() for key, value in one.items()]
+    own = [
+        f"model.aligner.encoders.{name}.{key}={value}"
+        for name, one in ENCODERS.items()
+        for key, value in one.items()
+    ]
     base = ["model.aligner.dim=8", "objective.kind=contrastive", "data.train=[captions.jsonl]"]
-    return resolve(load(Recipe, None, [*own, *base, *(text.replace("$", str(root())) for text in overrides)]))
+    return resolve(
+        load(Recipe, None, [*own, *base, *(text.replace("$", str(root())) for text in overrides)])
+    )
 
 
 def refused_aligner(overrides: tuple[str, ...]) -> Any:
@@ -44,7 +56,9 @@ def aligner_shapes(overrides: tuple[str, ...]) -> Any:
     model = _resolved(overrides).model
     with torch.device("meta"):
         shapes = {name: tuple(value.shape) for name, value in build_model(model).named_parameters()}
-    return shapes, [one.input_of(name).shape for name, one in model.aligner.encoders.items() if one.TRAINS]
+    return shapes, [
+        one.input_of(name).shape for name, one in model.aligner.encoders.items() if one.TRAINS
+    ]
 
 
 def aligner_numbers(overrides: tuple[str, ...]) -> Any:
@@ -57,12 +71,17 @@ def aligner_numbers(overrides: tuple[str, ...]) -> Any:
     from support.engines import OPTIM, Setup, make_engine
 
     resolved = _resolved(overrides)
-    engine = make_engine(RankGroup(), Setup(micro=1, config=resolved.model, freeze=(), objective=resolved.recipe.objective))
+    engine = make_engine(
+        RankGroup(),
+        Setup(micro=1, config=resolved.model, freeze=(), objective=resolved.recipe.objective),
+    )
     engine.fill(first_heads(resolved.model.aligner, resolved.recipe.objective, engine.shapes))
     seen: list[Any] = []
     for index in range(3):
         result = engine.forward_backward(share_of_samples(index, 1, 0, 1), StepInfo(index, 20))
-        seen.append((float(result.loss), float(engine.update(hypers(OPTIM, engine.groups, index, 20)).norm)))
+        seen.append(
+            (float(result.loss), float(engine.update(hypers(OPTIM, engine.groups, index, 20)).norm))
+        )
     return seen, {name: value.tolist() for name, value in engine.objective_values().items()}
 
 
@@ -76,9 +95,16 @@ def heads_file() -> Path:
     tensors: dict[str, torch.Tensor] = {}
     for name, one in ENCODERS.items():
         width = int(one["width"])  # type: ignore[call-overload]
-        tensors |= {f"heads.{name}.norm.weight": torch.ones(width), f"heads.{name}.norm.bias": torch.zeros(width)}
-        tensors[f"heads.{name}.proj.weight"] = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
-    write_aligner(AlignerHeads(tensors, dict.fromkeys(ENCODERS, 1.5)), root() / "aligner.safetensors")
+        tensors |= {
+            f"heads.{name}.norm.weight": torch.ones(width),
+            f"heads.{name}.norm.bias": torch.zeros(width),
+        }
+        tensors[f"heads.{name}.proj.weight"] = torch.randn(
+            8, width, generator=torch.Generator().manual_seed(0)
+        )
+    write_aligner(
+        AlignerHeads(tensors, dict.fromkeys(ENCODERS, 1.5)), root() / "aligner.safetensors"
+    )
     return root() / "aligner.safetensors"
 
 
@@ -92,16 +118,32 @@ def frozen_shape(overrides: tuple[str, ...]) -> Any:
     from support.small_encoders import frozen_from
 
     return frozen_from(
-        dict(text.replace("$", str(root())).removeprefix("model.aligner.encoders.").split("=") for text in overrides), root()
+        dict(
+            text.replace("$", str(root())).removeprefix("model.aligner.encoders.").split("=")
+            for text in overrides
+        ),
+        root(),
     )
 
 
-TEXT_FOLDER = ("model.aligner.encoders.text.kind=huggingface", "model.aligner.encoders.text.path=$/bert")
-SOUND_FOLDER = ("model.aligner.encoders.audio.kind=huggingface", "model.aligner.encoders.audio.path=$/whisper")
+TEXT_FOLDER = (
+    "model.aligner.encoders.text.kind=huggingface",
+    "model.aligner.encoders.text.path=$/bert",
+)
+SOUND_FOLDER = (
+    "model.aligner.encoders.audio.kind=huggingface",
+    "model.aligner.encoders.audio.path=$/whisper",
+)
 MINILM = ("model.aligner.encoders.text.kind=minilm",)
 LITE0 = ("model.aligner.encoders.image.kind=efficientnet_lite0",)
-MOBILENET = ("model.aligner.encoders.image.kind=mobilenet_v4", "model.aligner.encoders.image.path=$/mobilenet/mobilenetv4.pth")
-CNN14 = ("model.aligner.encoders.audio.kind=cnn14", "model.aligner.encoders.audio.path=$/cnn14/cnn14.pth")
+MOBILENET = (
+    "model.aligner.encoders.image.kind=mobilenet_v4",
+    "model.aligner.encoders.image.path=$/mobilenet/mobilenetv4.pth",
+)
+CNN14 = (
+    "model.aligner.encoders.audio.kind=cnn14",
+    "model.aligner.encoders.audio.path=$/cnn14/cnn14.pth",
+)
 AT = "model.aligner.encoders"
 ROWS: dict[str, Row] = {
     "model.aligner.dim": ((), 8, 12, aligner_shapes),
@@ -136,7 +178,12 @@ ROWS: dict[str, Row] = {
     f"{AT}[efficientnet_lite0].kind": ((), "vit", "nothing", refused_aligner),
     f"{AT}[efficientnet_lite0].pool": (LITE0, "mean", "none", frozen_shape),
     f"{AT}[mobilenet_v4].kind": ((), "vit", "nothing", refused_aligner),
-    f"{AT}[mobilenet_v4].path": (MOBILENET[:1], "$/mobilenet/mobilenetv4.pth", "$/nowhere", frozen_shape),
+    f"{AT}[mobilenet_v4].path": (
+        MOBILENET[:1],
+        "$/mobilenet/mobilenetv4.pth",
+        "$/nowhere",
+        frozen_shape,
+    ),
     f"{AT}[mobilenet_v4].pool": (MOBILENET, "mean", "none", frozen_shape),
     f"{AT}[mobilenet_v4].preprocessing": (MOBILENET, "standard", "purrsight", frozen_shape),
     f"{AT}[cnn14].kind": ((), "audio_cnn", "nothing", refused_aligner),

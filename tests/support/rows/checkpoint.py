@@ -5,7 +5,15 @@ from headway.runtime.paths import S3Path
 from headway.train.config import Recipe
 from support.observe import STORES, Row, engine, files, load, observed, refused
 
-VALIDATED = (*STORES, "data.valid.fraction=0.4", "eval.every=1", "eval.rows=8", "checkpoint.every=1", "checkpoint.keep_last=1", "steps=4")
+VALIDATED = (
+    *STORES,
+    "data.valid.fraction=0.4",
+    "eval.every=1",
+    "eval.rows=8",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=1",
+    "steps=4",
+)
 WORSE = (*VALIDATED, "optim.lr=3")
 ROWS: dict[str, Row] = {
     "checkpoint.keep_last": (("checkpoint.every=1",), 1, 3, files("checkpoints/step-*")),

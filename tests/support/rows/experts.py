@@ -47,7 +47,12 @@ ROWS: dict[str, Row] = {
     "model.experts.router_bias": (MIXTURE, False, True, engine(shapes)),
     "model.experts.bias": (MIXTURE, False, True, engine(shapes)),
     "model.experts.swiglu_limit": (MIXTURE, None, 7.0, numbers),
-    "model.experts.swiglu_alpha": ((*MIXTURE, "model.experts.swiglu_limit=7.0"), 1.702, 0.5, numbers),
+    "model.experts.swiglu_alpha": (
+        (*MIXTURE, "model.experts.swiglu_limit=7.0"),
+        1.702,
+        0.5,
+        numbers,
+    ),
     "init.upcycle.experts": (DENSE, 4, 6, upcycled),
     "init.upcycle.per_token": (DENSE, 2, 1, upcycled),
     "init.upcycle.noise": (DENSE, 0.0, 0.5, upcycled),

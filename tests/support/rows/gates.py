@@ -7,7 +7,12 @@ from support.observe import Row, numbers, observed, refused, root
 TRAINED = ("objective.kind=head_sparsity",)
 OPEN = (*TRAINED, "model.head_gates.init_mean=0", "steps=5")
 """Gates that are undecided from the start, so that everything about them shows."""
-NEAR = (*TRAINED, "model.head_gates.init_mean=-4", "model.head_gates.sinks=1", "model.head_gates.window=4")
+NEAR = (
+    *TRAINED,
+    "model.head_gates.init_mean=-4",
+    "model.head_gates.sinks=1",
+    "model.head_gates.window=4",
+)
 
 
 def masked(overrides: tuple[str, ...]) -> Any:
@@ -39,7 +44,12 @@ ROWS: dict[str, Row] = {
     "objective[head_sparsity].sinks": (without("model.head_gates.sinks"), 1, 8, numbers),
     "objective[head_sparsity].mask_lr": (OPEN, 1.0, 0.1, numbers),
     "objective[head_sparsity].reg_lr": (OPEN, 1.0, 0.1, numbers),
-    "objective[head_sparsity].mask_weight_decay": ((*TRAINED, "model.head_gates.init_mean=1", "steps=5"), 0.1, 0.9, numbers),
+    "objective[head_sparsity].mask_weight_decay": (
+        (*TRAINED, "model.head_gates.init_mean=1", "steps=5"),
+        0.1,
+        0.9,
+        numbers,
+    ),
     "objective[head_sparsity].reg_weight_decay": (OPEN, 0.1, 0.0, numbers),
     "objective[head_sparsity].mask_betas": (OPEN, [0.7, 0.95], [0.9, 0.95], numbers),
     "objective[head_sparsity].reg_betas": (OPEN, [0.0, 0.99], [0.9, 0.95], numbers),

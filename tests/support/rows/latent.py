@@ -9,7 +9,11 @@ from headway.model.rope import attention_factor
 from headway.train.config import Recipe
 from support.observe import Row
 
-LATENT = ("model.vocab_size=64", "model.latent_attention.kv_rank=8", "model.latent_attention.value_head_dim=8")
+LATENT = (
+    "model.vocab_size=64",
+    "model.latent_attention.kv_rank=8",
+    "model.latent_attention.value_head_dim=8",
+)
 YARN = (*LATENT, "model.rope_scaling.kind=yarn", "model.rope_scaling.factor=8")
 
 
@@ -30,6 +34,11 @@ ROWS: dict[str, Row] = {
     "model.latent_attention.nope_head_dim": (LATENT, 128, 8, sizes),
     "model.latent_attention.rope_head_dim": (LATENT, 64, 4, sizes),
     "model.latent_attention.value_head_dim": (LATENT, 8, 12, sizes),
-    "model.rope_scaling.mscale": ((*YARN, "model.rope_scaling.mscale_all_dim=1.0"), 0.0, 0.5, scales),
+    "model.rope_scaling.mscale": (
+        (*YARN, "model.rope_scaling.mscale_all_dim=1.0"),
+        0.0,
+        0.5,
+        scales,
+    ),
     "model.rope_scaling.mscale_all_dim": (YARN, 0.0, 1.0, scales),
 }

@@ -18,7 +18,11 @@ def eight_bit(overrides: tuple[str, ...]) -> Any:
 
     recipe = load(Recipe, None, [*BASE, "model.ffn_size=32", "model.vocab_size=64", *overrides])
     compute = Compute(torch.device("cpu"), "cpu", torch.bfloat16, "fp8")
-    return assemble(engine_spec(recipe, recipe.model, compute, RankGroups())).model.model.layers["0"].mlp.up_proj.scaling
+    return (
+        assemble(engine_spec(recipe, recipe.model, compute, RankGroups()))
+        .model.model.layers["0"]
+        .mlp.up_proj.scaling
+    )
 
 
 ROWS: dict[str, Row] = {

@@ -27,13 +27,23 @@ def prepare() -> None:
         files = sorted((folder / kind).glob(f"*.{suffix}"))
         hashes = [MediaRef(name, file).content_hash() for file in files]  # pyright: ignore[reportArgumentType]
         for extra in (0, 1):
-            rows = np.random.default_rng(10 * number + extra).normal(size=(len(files), 1, 6)).astype(np.float32)
-            with MediaTableWriter(root() / f"{name}{extra}", (1, 6), "float32", f"made {name} {extra}") as writer:
+            rows = (
+                np.random.default_rng(10 * number + extra)
+                .normal(size=(len(files), 1, 6))
+                .astype(np.float32)
+            )
+            with MediaTableWriter(
+                root() / f"{name}{extra}", (1, 6), "float32", f"made {name} {extra}"
+            ) as writer:
                 writer.add(hashes, rows)
                 writer.finish()
     generator = torch.Generator().manual_seed(0)
     shapes = {"norm.weight": (6,), "norm.bias": (6,), "proj.weight": (5, 6)}
-    heads = {f"heads.{name}.{leaf}": torch.randn(*shape, generator=generator) for name in NAMES for leaf, shape in shapes.items()}
+    heads = {
+        f"heads.{name}.{leaf}": torch.randn(*shape, generator=generator)
+        for name in NAMES
+        for leaf, shape in shapes.items()
+    }
     write_aligner(AlignerHeads(heads, dict.fromkeys(NAMES, 2.66)), root() / "aligner.safetensors")
 
 
@@ -47,7 +57,12 @@ def said(overrides: tuple[str, ...]) -> Any:
     return refused(overrides)
 
 
-CHAT = ("data.train=[{path: $/media/chat.jsonl, kind: multimodal}]", "tokenizer=$/tok0", "model.vocab_size=null", "data.seq_len=128")
+CHAT = (
+    "data.train=[{path: $/media/chat.jsonl, kind: multimodal}]",
+    "tokenizer=$/tok0",
+    "model.vocab_size=null",
+    "data.seq_len=128",
+)
 TABLES = tuple(f"multimodal.{name}.features=$/{name}0" for name in NAMES)
 ROWS: dict[str, Row] = {
     "multimodal.image.features": ((*CHAT, TABLES[1]), "$/image0", "$/image1", seen),

@@ -20,7 +20,11 @@ def group_numbers(overrides: tuple[str, ...]) -> Any:
     recipe = load(Recipe, None, [*BASE, *overrides])
     spec = EngineSpec(recipe.model, NextToken(), recipe.optim, torch.device("cpu"))
     groups = group_parameters(meta_model(spec), NextToken().build(), spec)
-    return [(group.names, group.part) for group in groups], [hypers(recipe.optim, groups, step, 6) for step in range(6)], recipe.optim.clip
+    return (
+        [(group.names, group.part) for group in groups],
+        [hypers(recipe.optim, groups, step, 6) for step in range(6)],
+        recipe.optim.clip,
+    )
 
 
 def updated(overrides: tuple[str, ...]) -> Any:
@@ -28,7 +32,14 @@ def updated(overrides: tuple[str, ...]) -> Any:
     optim = load(Recipe, None, [*BASE, *overrides]).optim
     parts = [
         optim.part(part)
-        for part in dict.fromkeys(("", *optim.parts({"model.layers.0.mlp.up_proj.weight": (8, 4), "model.norm.weight": (8,)}).values()))
+        for part in dict.fromkeys(
+            (
+                "",
+                *optim.parts(
+                    {"model.layers.0.mlp.up_proj.weight": (8, 4), "model.norm.weight": (8,)}
+                ).values(),
+            )
+        )
     ]
     return [_update(part, (8, 4) if index == 0 else (32,)) for index, part in enumerate(parts)]
 
@@ -46,7 +57,15 @@ def _update(config: Any, shape: tuple[int, ...]) -> list[float]:
     for index in range(3):
         grad = torch.randn(param.shape, generator=generator)
         lists = {slot: [held] for slot, held in state.items()}
-        rule.optimizer.update([param], [grad], lists, [step], config.hyper(index, 3), Guard(torch.ones(()), torch.zeros(())), [copy])
+        rule.optimizer.update(
+            [param],
+            [grad],
+            lists,
+            [step],
+            config.hyper(index, 3),
+            Guard(torch.ones(()), torch.zeros(())),
+            [copy],
+        )
     return [*param.view(-1).tolist(), *copy.view(-1).tolist()]
 
 
@@ -72,13 +91,28 @@ def shared_rows(kind: str) -> dict[str, Row]:
         f"{at}.weight_decay": (chosen, 0.1, 10.0, group_numbers),
         f"{at}.decay": (chosen, ["matrices"], ["weights"], group_numbers),
         f"{at}.clip": (chosen, 1.0, 0.01, group_numbers),
-        f"{at}.schedule.kind": (chosen, "constant", "linear", refused if kind == "schedule_free" else group_numbers),
+        f"{at}.schedule.kind": (
+            chosen,
+            "constant",
+            "linear",
+            refused if kind == "schedule_free" else group_numbers,
+        ),
         f"{at}.schedule.warmup": (constant, 1, 3, group_numbers),
         f"{at}.schedule.decay": (wsd, 2, 4, refused_or_numbers),
-        f"{at}.schedule.decay_shape": ((*wsd, "optim.schedule.decay=4"), "linear", "sqrt", refused_or_numbers),
+        f"{at}.schedule.decay_shape": (
+            (*wsd, "optim.schedule.decay=4"),
+            "linear",
+            "sqrt",
+            refused_or_numbers,
+        ),
         f"{at}.schedule.floor": (chosen, 0.1, 0.9, refused_or_numbers),
         f"{at}.schedule.zero_steps": (constant, 0, 2, group_numbers),
-        f"{at}.groups.match": (chosen, groups("lr: 0.5"), ["{match: [embeddings], lr: 0.5}"], group_numbers),
+        f"{at}.groups.match": (
+            chosen,
+            groups("lr: 0.5"),
+            ["{match: [embeddings], lr: 0.5}"],
+            group_numbers,
+        ),
         f"{at}.groups.lr": (rule, groups(), groups("lr: 0.5"), group_numbers),
         f"{at}.groups.lr_factor": (rule, groups(), groups("lr_factor: 3"), group_numbers),
         f"{at}.groups.betas": (rule, groups(), groups("betas: [0.1, 0.1]"), refused_or_numbers),

@@ -8,7 +8,13 @@ from headway.train.config import Recipe
 from support.observe import BASE, Row, engine, load, numbers, observed
 
 FP16 = ("precision=fp16",)
-OVERFLOWS = (*FP16, "steps=4", "loss_scale.initial=1e30", "loss_scale.max=1e38", "loss_scale.hysteresis=1")
+OVERFLOWS = (
+    *FP16,
+    "steps=4",
+    "loss_scale.initial=1e30",
+    "loss_scale.max=1e38",
+    "loss_scale.hysteresis=1",
+)
 
 
 def scales(overrides: tuple[str, ...]) -> Any:
@@ -32,7 +38,13 @@ def on_two_ranks(overrides: tuple[str, ...]) -> Any:
         mesh = parallel.mesh(0, 2)
         parallel.check(mesh, "float32")
         ranks = replace(RankGroups(), mesh=mesh)
-        return mesh, type(choose_hook(EngineSpec(recipe.model, recipe.objective, recipe.optim, parallel=parallel, ranks=ranks))).__name__
+        return mesh, type(
+            choose_hook(
+                EngineSpec(
+                    recipe.model, recipe.objective, recipe.optim, parallel=parallel, ranks=ranks
+                )
+            )
+        ).__name__
     except HeadwayError as error:
         return str(error)
 

@@ -34,7 +34,13 @@ LONGROPE = (
     "model.rope_scaling.long_factor=[1.0, 1.0, 1.0, 1.0]",
 )
 RULE = ("optim.groups=[{match: [norms]}]",)
-CHAT = ("model.vocab_size=null", "tokenizer=$/tok0", "data.train=[{path: $/raw.jsonl}]", "model.max_seq_len=512", "data.seq_len=512")
+CHAT = (
+    "model.vocab_size=null",
+    "tokenizer=$/tok0",
+    "data.train=[{path: $/raw.jsonl}]",
+    "model.max_seq_len=512",
+    "data.seq_len=512",
+)
 RAW = ("model.vocab_size=null", "tokenizer=$/tok0", "data.train=[{path: $/raw.jsonl}]")
 SETS = ("data.valid.sets={one: [{path: $/store0}, {path: $/store1}]}", "eval.rows=1000")
 RAW_SET = (

@@ -12,26 +12,62 @@ def told(overrides: tuple[str, ...]) -> Any:
     (one,) = load(Recipe, None, [*BASE, *overrides]).track
     if not isinstance(one, ServiceConfig):
         return one.kind
-    return one.kind, one.target(), one.variables(load(Recipe, None, [*BASE, *overrides]).run.folder), one.model_dump(exclude={"kind"})
+    return (
+        one.kind,
+        one.target(),
+        one.variables(load(Recipe, None, [*BASE, *overrides]).run.folder),
+        one.model_dump(exclude={"kind"}),
+    )
 
 
 def rows(kind: str, **values: tuple[str, str]) -> dict[str, Row]:
     """Two values of each setting."""
     one = {
-        f"track[{kind}].{name}": ((), [f"{{kind: {kind}, {name}: {a}}}"], [f"{{kind: {kind}, {name}: {b}}}"], told)
+        f"track[{kind}].{name}": (
+            (),
+            [f"{{kind: {kind}, {name}: {a}}}"],
+            [f"{{kind: {kind}, {name}: {b}}}"],
+            told,
+        )
         for name, (a, b) in values.items()
     }
-    return {f"track[{kind}].kind": ((), ["{kind: tensorboard}"], [f"{{kind: {kind}}}"], told), **one}
+    return {
+        f"track[{kind}].kind": ((), ["{kind: tensorboard}"], [f"{{kind: {kind}}}"], told),
+        **one,
+    }
 
 
 SECONDS = {"timeout_seconds": ("60", "5")}
 ROWS: dict[str, Row] = {
     **rows(
-        "wandb", project=("a", "b"), entity=("null", "lab"), mode=("offline", "online"), group=("null", "g"), tags=("[]", "[x]"), **SECONDS
+        "wandb",
+        project=("a", "b"),
+        entity=("null", "lab"),
+        mode=("offline", "online"),
+        group=("null", "g"),
+        tags=("[]", "[x]"),
+        **SECONDS,
     ),
     **rows(
-        "mlflow", uri=("null", "http://host:5000"), experiment=("a", "b"), artifacts=("true", "false"), weights=("false", "true"), **SECONDS
+        "mlflow",
+        uri=("null", "http://host:5000"),
+        experiment=("a", "b"),
+        artifacts=("true", "false"),
+        weights=("false", "true"),
+        **SECONDS,
     ),
-    **rows("swanlab", project=("a", "b"), workspace=("null", "lab"), mode=("offline", "online"), **SECONDS),
-    **rows("trackio", project=("a", "b"), folder=("null", "there"), space=("null", "me/curves"), **SECONDS),
+    **rows(
+        "swanlab",
+        project=("a", "b"),
+        workspace=("null", "lab"),
+        mode=("offline", "online"),
+        **SECONDS,
+    ),
+    **rows(
+        "trackio",
+        project=("a", "b"),
+        folder=("null", "there"),
+        space=("null", "me/curves"),
+        **SECONDS,
+    ),
 }

@@ -28,11 +28,19 @@ assert sys.modules["headway.train"].train is train is not hw.train
 """
 
 
-@pytest.mark.parametrize("first", ["", "import headway.train.loop", "from headway import train, export"])
+@pytest.mark.parametrize(
+    "first", ["", "import headway.train.loop", "from headway import train, export"]
+)
 def test_functions_and_packages_of_the_same_name_do_not_replace_each_other(first: str) -> None:
     pid = os.fork()
-    if pid == 0:  # torch is loaded already; headway is imported afresh, but for its operations, which torch knows once
-        for name in [name for name in sys.modules if name.split(".")[0] == "headway" and not name.startswith("headway.kernels")]:
+    if (
+        pid == 0
+    ):  # torch is loaded already; headway is imported afresh, but for its operations, which torch knows once
+        for name in [
+            name
+            for name in sys.modules
+            if name.split(".")[0] == "headway" and not name.startswith("headway.kernels")
+        ]:
             del sys.modules[name]
         try:
             exec(ORDERS.format(first=first), {})
@@ -44,17 +52,31 @@ def test_functions_and_packages_of_the_same_name_do_not_replace_each_other(first
 
 
 def test_import_loads_neither_torch_nor_pydantic() -> None:
-    code = "import sys, headway as hw; dir(hw); print({'torch', 'pydantic', 'numpy'} & {*sys.modules})"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    code = (
+        "import sys, headway as hw; dir(hw); print({'torch', 'pydantic', 'numpy'} & {*sys.modules})"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "set()\n"
+    )
     code = "import sys, headway as hw; hw.train, hw.Recipe, hw.Interrupted; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
 def test_exactly_the_public_names_exist_and_have_documentation() -> None:
     assert sorted(hw.__all__) == hw.__all__ and set(hw.__all__) <= set(dir(hw))
     for name in hw.__all__:
         found = getattr(hw, name)
-        assert isinstance(found, str) or ((inspect.getdoc(found) or "").count("\n") >= 0 and len(inspect.getdoc(found) or "") > 20), name
+        assert isinstance(found, str) or (
+            (inspect.getdoc(found) or "").count("\n") >= 0 and len(inspect.getdoc(found) or "") > 20
+        ), name
     functions = [name for name in hw.__all__ if inspect.isfunction(getattr(hw, name))]
     assert functions == ["evaluate", "export", "load_model", "score", "tokenize", "train"]
     assert all("Example:" in (inspect.getdoc(getattr(hw, name)) or "") for name in functions)
@@ -70,10 +92,15 @@ def test_the_page_names_every_public_name() -> None:
 def test_tables_in_a_terminal_and_in_a_notebook() -> None:
     table = hw.ResultTable(("data", "loss", "tokens"), (("wiki", 2.5, 1200), ("code", None, 7)))
     assert str(table) == "data   loss  tokens\nwiki  2.500   1,200\ncode              7"
-    assert [row["tokens"] for row in table] == table.column("tokens") == [1200, 7] and len(table) == 2
+    assert [row["tokens"] for row in table] == table.column("tokens") == [1200, 7] and len(
+        table
+    ) == 2
     assert as_text("run a", {"steps": 3, "model": None}) == "run a\n  steps  3"
     shown = as_html("<script>", {"a&b": "<i>"}, hw.ResultTable(("<x>",), (("<y>",),)))
-    assert not {"<script>", "<i>", "<x>", "<y>"} & {part + ">" for part in shown.split(">")} and "&lt;script&gt;" in shown
+    assert (
+        not {"<script>", "<i>", "<x>", "<y>"} & {part + ">" for part in shown.split(">")}
+        and "&lt;script&gt;" in shown
+    )
 
 
 def test_the_table_of_losses_is_small(tmp_path: Path) -> None:
@@ -83,6 +110,8 @@ def test_the_table_of_losses_is_small(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     table = loss_table(tmp_path)
     assert table.columns == ("step", "loss", "valid") and len(table) == 20
-    assert table.rows[0] == (1, 1.0, None) and table.rows[-1][0] == 1000 and table.rows[-1][2] == 3.5
+    assert (
+        table.rows[0] == (1, 1.0, None) and table.rows[-1][0] == 1000 and table.rows[-1][2] == 3.5
+    )
     before, last = table.rows[-2][0], table.rows[-1]
     assert isinstance(before, int) and last[1] == sum(range(before + 1, 1001)) / (1000 - before)

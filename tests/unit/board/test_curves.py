@@ -23,7 +23,9 @@ def expected(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Every number of a metrics.jsonl by name, read with the project's own reader."""
     found: dict[str, list[tuple[int, float]]] = {}
     for one in read_metrics(path):
-        for name, value in flatten({key: value for key, value in one.items() if key != "non_finite"}).items():
+        for name, value in flatten(
+            {key: value for key, value in one.items() if key != "non_finite"}
+        ).items():
             if isinstance(value, (int, float)):
                 found.setdefault(name, []).append((one["step"], float(value)))
     return found
@@ -62,18 +64,42 @@ def test_zoomed_windows_together_show_every_point(tmp_path: Path) -> None:
 
 def test_values_that_json_cannot_hold_come_back(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write({"step": 1, "loss": float("nan"), "valid": {"valid": {"loss": float("inf")}}, "time": {"mfu": float("-inf")}})
-    file.write({"step": 2, "loss": 1.0, "note": None, "valid": {"a": {"loss": 1.0}, "b": {"loss": float("nan")}}})
+    file.write(
+        {
+            "step": 1,
+            "loss": float("nan"),
+            "valid": {"valid": {"loss": float("inf")}},
+            "time": {"mfu": float("-inf")},
+        }
+    )
+    file.write(
+        {
+            "step": 2,
+            "loss": 1.0,
+            "note": None,
+            "valid": {"a": {"loss": 1.0}, "b": {"loss": float("nan")}},
+        }
+    )
     block = RecordBlock()
     block.add((tmp_path / "metrics.jsonl").read_bytes())
     values = {name: list(column.values) for name, column in block.columns.items()}
-    assert str(values["loss"]) == "[nan, 1.0]" and values["valid/loss"] == [float("inf")] and values["mfu"] == [float("-inf")]
-    assert values["valid/a/loss"] == [1.0] and str(values["valid/b/loss"]) == "[nan]" and "note" not in values
+    assert (
+        str(values["loss"]) == "[nan, 1.0]"
+        and values["valid/loss"] == [float("inf")]
+        and values["mfu"] == [float("-inf")]
+    )
+    assert (
+        values["valid/a/loss"] == [1.0]
+        and str(values["valid/b/loss"]) == "[nan]"
+        and "note" not in values
+    )
     curve = downsample(np.array([1.0, 2.0]), np.array([np.nan, 1.0]))
     assert list(curve.not_finite_x) == [1.0] and list(curve.y) == [1.0]
 
 
-def test_a_file_that_grows_is_read_from_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_grows_is_read_from_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_run(tmp_path / "run", 100)
     path = folder / "metrics.jsonl"
     index = MetricIndex(path)
@@ -108,7 +134,11 @@ def test_a_file_that_was_cut_is_read_again(tmp_path: Path, how: str) -> None:
 
 def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "loss": 1}\n\xff\xfe not json\n[1]\n{"no": "step"}\n' + b"[" * 100_000 + b'\n{"step": 2, "loss": 2}\n')
+    path.write_bytes(
+        b'{"step": 1, "loss": 1}\n\xff\xfe not json\n[1]\n{"no": "step"}\n'
+        + b"[" * 100_000
+        + b'\n{"step": 2, "loss": 2}\n'
+    )
     index = MetricIndex(path)
     index.update()
     assert list(index.column("loss")[1]) == [1.0, 2.0] and index.damaged == 4
@@ -122,11 +152,19 @@ def test_numbers_of_every_kind_become_floats() -> None:
         + b', "b": 0}\n'
     )
     values = {name: list(column.values) for name, column in block.columns.items()}
-    assert values == {"step": [1.0, 2.0], "a": [1.0, float("inf")], "b": [1.0, 0.0], "c": [2.0], "e/f": [1.0]}
+    assert values == {
+        "step": [1.0, 2.0],
+        "a": [1.0, float("inf")],
+        "b": [1.0, 0.0],
+        "c": [2.0],
+        "e/f": [1.0],
+    }
     assert block.newest()["s"] == "x" and block.newest()["d"] == "t"
 
 
-def test_a_second_start_takes_the_sealed_index_and_reads_only_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_takes_the_sealed_index_and_reads_only_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_run(tmp_path / "run", 400)
     path = folder / "metrics.jsonl"
     monkeypatch.setattr(index_module, "SEGMENT_ROWS", 150)
@@ -161,7 +199,9 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path, harm: str) -> None:
     assert shown(curves) == expected(path)
 
 
-def test_growing_rows_are_sealed_and_leave_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_rows_are_sealed_and_leave_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(index_module, "SEAL_ROWS", 50)
     folder = make_run(tmp_path / "run", 60)
     curves = RunCurves(folder / "metrics.jsonl")
@@ -174,13 +214,20 @@ def test_growing_rows_are_sealed_and_leave_memory(tmp_path: Path, monkeypatch: p
     assert shown(curves) == expected(folder / "metrics.jsonl")
 
 
-def test_a_first_look_has_true_numbers_before_the_index_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_look_has_true_numbers_before_the_index_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = make_run(tmp_path / "run", 3000) / "metrics.jsonl"
     monkeypatch.setattr(curves_module, "INLINE_BYTES", 1000)
     curves = RunCurves(path)
     assert curves.is_partial and not curves.update()
     some, every = shown(curves)["loss"], expected(path)["loss"]
-    assert some[0] == every[0] and some[-1] == every[-1] and 250 < len(some) < 400 and set(some) < set(every)
+    assert (
+        some[0] == every[0]
+        and some[-1] == every[-1]
+        and 250 < len(some) < 400
+        and set(some) < set(every)
+    )
     assert curves.newest()["step"] == 3000.0
     build_index(path, cache_folder(path))
     curves.built()
@@ -188,7 +235,12 @@ def test_a_first_look_has_true_numbers_before_the_index_is_built(tmp_path: Path,
 
 
 def test_short_files_have_a_first_look_too(tmp_path: Path) -> None:
-    for content, steps in ((b"", 0), (b'{"step": 1}', 0), (b'{"step": 1}\n', 1), (b'{"step": 1}\n{"step": 2}\n{"st', 2)):
+    for content, steps in (
+        (b"", 0),
+        (b'{"step": 1}', 0),
+        (b'{"step": 1}\n', 1),
+        (b'{"step": 1}\n{"step": 2}\n{"st', 2),
+    ):
         path = tmp_path / "metrics.jsonl"
         path.write_bytes(content)
         assert sample_records(path).rows == steps
@@ -198,7 +250,9 @@ def test_short_files_have_a_first_look_too(tmp_path: Path) -> None:
 
 def test_time_and_tokens_are_axes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(record(step)) + "\n" for step in (10, 20, 30)))  # every tenth step is logged
+    path.write_text(
+        "".join(json.dumps(record(step)) + "\n" for step in (10, 20, 30))
+    )  # every tenth step is logged
     curves = RunCurves(path)
     curves.update()
     assert list(curves.points("loss", "time")[0]) == [0.25, 2.75, 5.25]
@@ -214,9 +268,15 @@ def test_a_spike_of_one_step_is_visible_at_any_width() -> None:
             spiked[at] = 99.0
             for points in (4, 100, 1000, 2000):
                 curve = downsample(np.arange(length, dtype=float), spiked, points)
-                assert (float(at), 99.0) in zip(curve.x, curve.y, strict=True) and len(curve.x) <= points + 6
-                assert curve.x[0] == 0 and curve.x[-1] == length - 1 and np.all(np.diff(curve.x) > 0)
-        assert np.isclose(np.mean(downsample(np.arange(length, dtype=float), y, 1000).mean_y), y.mean(), atol=0.05)
+                assert (float(at), 99.0) in zip(curve.x, curve.y, strict=True) and len(
+                    curve.x
+                ) <= points + 6
+                assert (
+                    curve.x[0] == 0 and curve.x[-1] == length - 1 and np.all(np.diff(curve.x) > 0)
+                )
+        assert np.isclose(
+            np.mean(downsample(np.arange(length, dtype=float), y, 1000).mean_y), y.mean(), atol=0.05
+        )
 
 
 def test_steps_that_run_backwards_are_put_in_order() -> None:

@@ -26,7 +26,9 @@ def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place.mkdir()
     (place / "python3").symlink_to(sys.executable)
     script = place / "ssh"
-    script.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/words\nfor last; do :; done\nexec sh -c "$last"\n')
+    script.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/words\nfor last; do :; done\nexec sh -c "$last"\n'
+    )
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
     return tmp_path / "words"
@@ -38,7 +40,9 @@ def refresh(source: MirrorSource, board: Board) -> None:
     board.look(source)
 
 
-def test_runs_over_ssh_are_listed_copied_and_followed(tmp_path: Path, fake_ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_over_ssh_are_listed_copied_and_followed(
+    tmp_path: Path, fake_ssh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mirror_module, "SMALL_BYTES", 10_000)
     there = tmp_path / "there $(touch hacked) 'quoted'"
     folder = make_run(there / "one `x`", 300, done=False)
@@ -55,11 +59,15 @@ def test_runs_over_ssh_are_listed_copied_and_followed(tmp_path: Path, fake_ssh: 
     refresh(source, board)
     (run,) = board.runs.values()
     assert (run.name, run.status.step, run.status.state) == ("one `x`", 300, "live"), source.problem
-    assert (run.folder / "metrics.jsonl").stat().st_size < (folder / "metrics.jsonl").stat().st_size  # only its end, so far
+    assert (run.folder / "metrics.jsonl").stat().st_size < (
+        folder / "metrics.jsonl"
+    ).stat().st_size  # only its end, so far
     board.want([run.id])
     refresh(source, board)
     assert (run.folder / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
-    assert (run.folder / "eval" / "plot.png").read_bytes() == b"png" and not (run.folder / "secret.txt").exists()
+    assert (run.folder / "eval" / "plot.png").read_bytes() == b"png" and not (
+        run.folder / "secret.txt"
+    ).exists()
     append_record(folder, 301, loss=0.25)
     refresh(source, board)
     assert list(run.curves.points("loss", "step")[1])[-1] == 0.25 and run.status.step == 301
@@ -70,8 +78,16 @@ def test_runs_over_ssh_are_listed_copied_and_followed(tmp_path: Path, fake_ssh: 
     assert list(run.curves.points("loss", "step")[0]) == [float(step) for step in range(1, 12)]
     assert json.loads((run.folder / mirror_module.CHECKPOINTS).read_text())[0][0] == "step-00000100"
     words = fake_ssh.read_text().splitlines()
-    assert "BatchMode=yes" in words and words[words.index("-p") + 1] == "2222" and words[-2:-1] == ["host"]
-    assert str(there) not in words[-1] and not Path("hacked").exists() and not (there / "hacked").exists()
+    assert (
+        "BatchMode=yes" in words
+        and words[words.index("-p") + 1] == "2222"
+        and words[-2:-1] == ["host"]
+    )
+    assert (
+        str(there) not in words[-1]
+        and not Path("hacked").exists()
+        and not (there / "hacked").exists()
+    )
     board.close()
     assert source.remote.poll_seconds <= 1.0
 
@@ -138,7 +154,14 @@ def test_names_from_the_other_machine_never_leave_the_copy(tmp_path: Path) -> No
         def listing(self) -> tuple[float, dict[str, mirror_module.RemoteRun]]:
             files = {
                 path: mirror_module.RemoteFile(4, 1)
-                for path in ("../../out.png", "/tmp/out.png", "recipe.yaml", "a/../../../b.png", ".x", "")
+                for path in (
+                    "../../out.png",
+                    "/tmp/out.png",
+                    "recipe.yaml",
+                    "a/../../../b.png",
+                    ".x",
+                    "",
+                )
             }
             return time.time(), {"../../../../out": mirror_module.RemoteRun(files)}
 

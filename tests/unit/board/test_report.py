@@ -27,19 +27,28 @@ def test_a_report_holds_its_data_and_loads_nothing(tmp_path: Path) -> None:
     written = write_html_report(open_sources([str(one), str(two)]), out)
     page = out.read_text(encoding="utf-8")
     assert written["bytes"] == len(page.encode()) and "<script>alert" not in page
-    assert not re.search(r'(src|href)="(?!data:)', page) and "http://" not in page.replace("http://www.w3.org", "")
+    assert not re.search(r'(src|href)="(?!data:)', page) and "http://" not in page.replace(
+        "http://www.w3.org", ""
+    )
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     assert len(scripts) == 1
     checksum = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
     assert f"script-src 'sha256-{checksum}'" in page and "default-src 'none'" in page
     data = json.loads(re.findall(r'id="embedded">(.*?)</script>', page, re.DOTALL)[0])
-    assert [run["name"] for run in data["runs"]] == ["</script><script>alert(1)<", "two"] or len(data["runs"]) == 2
+    assert [run["name"] for run in data["runs"]] == ["</script><script>alert(1)<", "two"] or len(
+        data["runs"]
+    ) == 2
     (identity,) = (run["id"] for run in data["runs"] if run["name"] == "two")
-    curves = {one["metric"]: one for one in unpack(base64.b64decode(data["curves"][identity]["step"]))}
+    curves = {
+        one["metric"]: one for one in unpack(base64.b64decode(data["curves"][identity]["step"]))
+    }
     records = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
     assert curves["loss"]["y"] == tuple(one["loss"] for one in records)
     assert data["details"][identity]["config"]["optim.lr"] == 0.5
-    assert any(value == {"eval/plot.png": "data:image/png;base64,iVBORw=="} for value in data["pictures"].values())
+    assert any(
+        value == {"eval/plot.png": "data:image/png;base64,iVBORw=="}
+        for value in data["pictures"].values()
+    )
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
@@ -51,7 +60,9 @@ def test_the_terminal_shows_runs_at_any_width(tmp_path: Path, width: int) -> Non
         text = console.export_text()
         console.file.close()
     assert "50/50" in text and "done" in text and "loss" in text and "\x1b" not in text
-    assert ("memory" in text) == (width == 160) and max(len(line) for line in text.splitlines()) <= width
+    assert ("memory" in text) == (width == 160) and max(
+        len(line) for line in text.splitlines()
+    ) <= width
 
 
 def test_plots_of_nothing_and_of_constants() -> None:
@@ -65,13 +76,23 @@ def test_plots_of_nothing_and_of_constants() -> None:
     board.close()
 
 
-def test_the_verbs_print_json_and_refuse_mistakes_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verbs_print_json_and_refuse_mistakes_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path / "runs" / "one", 5)
-    for words in (["board", str(tmp_path / "runs"), "--list", "--json"], ["top", str(tmp_path / "runs"), "--json"]):
+    for words in (
+        ["board", str(tmp_path / "runs"), "--list", "--json"],
+        ["top", str(tmp_path / "runs"), "--json"],
+    ):
         assert main(words) == 0
         (row,) = json.loads(capsys.readouterr().out)
         assert (row["name"], row["state"], row["step"]) == ("one", "done", 5)
-    assert main(["report", str(tmp_path / "runs" / "one"), "--out", str(tmp_path / "r.html"), "--json"]) == 0
+    assert (
+        main(
+            ["report", str(tmp_path / "runs" / "one"), "--out", str(tmp_path / "r.html"), "--json"]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["runs"] == ["one"]
     assert main(["top", str(tmp_path / "runs")]) == 0 and "5/5" in capsys.readouterr().out
     (tmp_path / "empty").mkdir()

@@ -30,7 +30,9 @@ def beat(folder: Path, *, pid: int, progress: float = 0.0, host: str = "", at: f
     (place / "rank-00000.json").write_text(json.dumps(values))
 
 
-def test_runs_are_found_below_a_folder_but_not_in_checkpoints_or_behind_links(tmp_path: Path) -> None:
+def test_runs_are_found_below_a_folder_but_not_in_checkpoints_or_behind_links(
+    tmp_path: Path,
+) -> None:
     make_run(tmp_path / "a", 1)
     make_run(tmp_path / "deep" / "b", 1)
     make_run(tmp_path / "a" / "checkpoints" / "step-00000001" / "odd", 1)
@@ -51,14 +53,20 @@ def test_the_state_of_a_run(tmp_path: Path, harm: str, state: str) -> None:
     events = folder / "events.jsonl"
     more = {"stopped": "finish", "crash": "crash"}.get(harm)
     if more is not None:
-        events.write_text(events.read_text() + json.dumps({"time": 1.0, "event": more, "step": 5, "text": ""}) + "\n")
+        events.write_text(
+            events.read_text()
+            + json.dumps({"time": 1.0, "event": more, "step": 5, "text": ""})
+            + "\n"
+        )
     if harm in ("live", "stalled"):
         beat(folder, pid=os.getpid(), progress=9999.0 if harm == "stalled" else 1.0)
     elif harm == "killed":
         beat(folder, pid=2**22 - 3)
     elif harm.endswith("elsewhere"):
         beat(folder, pid=1, host="another-host", at=100.0 if harm.startswith("silent") else 1.0)
-    found = StatusReader(folder, is_here=not harm.endswith("elsewhere")).read({"step": 5.0, "step_seconds": 0.2})
+    found = StatusReader(folder, is_here=not harm.endswith("elsewhere")).read(
+        {"step": 5.0, "step_seconds": 0.2}
+    )
     assert (found.state, found.step, found.total_steps) == (state, 5, 5)
 
 
@@ -73,13 +81,24 @@ def test_a_stage_takes_its_state_from_the_run(tmp_path: Path) -> None:
 
 
 def test_planned_steps_and_flat_values() -> None:
-    assert planned_steps({"steps": 5}) == 5 and planned_steps({}) is None and planned_steps({"steps": None}) is None
+    assert (
+        planned_steps({"steps": 5}) == 5
+        and planned_steps({}) is None
+        and planned_steps({"steps": None}) is None
+    )
     assert planned_steps({"steps": 3, "stages": [{"name": "a"}, {"name": "b", "steps": 6}]}) == 9
-    assert dict(flat_values({"a": {"b": 1}, "c": [1, 2], "d": [{"e": 1}], "f": {}})) == {"a.b": 1, "c": [1, 2], "d.0.e": 1, "f": {}}
+    assert dict(flat_values({"a": {"b": 1}, "c": [1, 2], "d": [{"e": 1}], "f": {}})) == {
+        "a.b": 1,
+        "c": [1, 2],
+        "d.0.e": 1,
+        "f": {},
+    }
 
 
 @pytest.mark.slow
-def test_a_long_run_is_indexed_by_another_process_or_here_where_none_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_is_indexed_by_another_process_or_here_where_none_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(curves, "INLINE_BYTES", 1000)
     make_run(tmp_path / "runs" / "one", 500)
     for cache in ("cache", "file"):
@@ -90,7 +109,11 @@ def test_a_long_run_is_indexed_by_another_process_or_here_where_none_can(tmp_pat
             (run,) = board.want(list(board.runs))
             assert run.is_indexing and run.curves.is_partial
             assert board.wait_until(lambda run=run: not run.is_indexing, 60.0)
-            assert run.curves.index.rows == 500 and not run.curves.is_partial and run.curves.reads_here == (cache == "file")
+            assert (
+                run.curves.index.rows == 500
+                and not run.curves.is_partial
+                and run.curves.reads_here == (cache == "file")
+            )
 
 
 def test_a_board_follows_new_steps_new_runs_and_removed_ones(tmp_path: Path) -> None:
@@ -129,7 +152,9 @@ def test_a_board_follows_new_steps_new_runs_and_removed_ones(tmp_path: Path) -> 
 )
 def test_a_failed_run_says_why(tmp_path: Path, events: list[tuple[str, str]], cause: str) -> None:
     folder = make_run(tmp_path / "run", 5, done=False)
-    lines = [json.dumps({"time": 1.0, "event": kind, "step": 5, "text": text}) for kind, text in events]
+    lines = [
+        json.dumps({"time": 1.0, "event": kind, "step": 5, "text": text}) for kind, text in events
+    ]
     (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
     status = StatusReader(folder).read({})
     assert status.state == "failed" and status.cause.startswith(cause) and "\n" not in status.cause
@@ -139,5 +164,10 @@ def test_a_failed_run_says_why(tmp_path: Path, events: list[tuple[str, str]], ca
 
 @pytest.mark.parametrize("name", ["valid/loss", "valid/books/loss"])
 def test_the_newest_validation_loss_is_listed_while_a_run_lives(name: str) -> None:
-    assert newest_valid_loss({"loss": 3.0, "valid_at_start/loss": 9.0, name: 2.5, "valid/perplexity": 12.0}) == 2.5
+    assert (
+        newest_valid_loss(
+            {"loss": 3.0, "valid_at_start/loss": 9.0, name: 2.5, "valid/perplexity": 12.0}
+        )
+        == 2.5
+    )
     assert newest_valid_loss({"loss": 3.0, "valid/perplexity": 12.0}) is None

@@ -21,7 +21,9 @@ def upload(folder: Path, prefix: str) -> None:
 
 
 @pytest.mark.slow
-def test_runs_in_s3_are_listed_and_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_in_s3_are_listed_and_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with serve_s3(monkeypatch) as store:
         folder = make_run(tmp_path / "one", 20)

@@ -26,8 +26,22 @@ def test_a_page_gets_its_files_its_runs_and_exact_curves(tmp_path: Path) -> None
     make_run(tmp_path / "runs" / "two", 20, lr=0.5)
     with serving(tmp_path / "runs") as (client, _):
         status, page, headers = client.get("/")
-        assert status == 200 and b"/main.js" in page and "script-src 'self'" in headers["Content-Security-Policy"]
-        for name in ("board.css", "format.js", "chart.js", "source.js", "store.js", "sidebar.js", "charts.js", "panels.js", "main.js"):
+        assert (
+            status == 200
+            and b"/main.js" in page
+            and "script-src 'self'" in headers["Content-Security-Policy"]
+        )
+        for name in (
+            "board.css",
+            "format.js",
+            "chart.js",
+            "source.js",
+            "store.js",
+            "sidebar.js",
+            "charts.js",
+            "panels.js",
+            "main.js",
+        ):
             assert name.encode() in page and client.get(f"/{name}")[0] == 200
         found = ids(client)
         query = f"run={found['one']}&run={found['two']}&metric=loss&metric=valid/loss"
@@ -38,7 +52,9 @@ def test_a_page_gets_its_files_its_runs_and_exact_curves(tmp_path: Path) -> None
         assert curves[0]["y"] == tuple(record(step)["loss"] for step in range(1, 51))
         assert client.json(f"/api/metrics?run={found['one']}")["loss/web"] == 50
         details = client.json(f"/api/details?run={found['two']}")
-        assert details["config"]["optim.lr"] == 0.5 and [one["event"] for one in details["events"]] == ["finish", "start"]
+        assert details["config"]["optim.lr"] == 0.5 and [
+            one["event"] for one in details["events"]
+        ] == ["finish", "start"]
         assert "INFO done" in client.json(f"/api/log?run={found['two']}")["text"]
 
 
@@ -92,8 +108,12 @@ def test_pictures_are_those_of_reports_inside_the_run_folder(tmp_path: Path) -> 
             assert client.get(f"/api/file?run={one}&path={path}")[0] == 404, path
         assert client.get("/api/file?run=nothing&path=eval/plot.png")[0] == 404
         details = client.json(f"/api/details?run={one}")
-        assert details["reports"][0]["pictures"] == ["eval/plot.png"] and details["masks"][0]["table"] == [[1.0, 0.0], [0.0, 0.0]]
-        assert details["samples"] == [{"report": "eval/report.md", "prompt": "p", "text": "<b>t</b>", "model": "m"}]
+        assert details["reports"][0]["pictures"] == ["eval/plot.png"] and details["masks"][0][
+            "table"
+        ] == [[1.0, 0.0], [0.0, 0.0]]
+        assert details["samples"] == [
+            {"report": "eval/report.md", "prompt": "p", "text": "<b>t</b>", "model": "m"}
+        ]
 
 
 @pytest.mark.parametrize(
@@ -107,12 +127,33 @@ def test_other_sites_get_nothing(tmp_path: Path, headers: dict[str, str]) -> Non
     make_run(tmp_path / "runs" / "one", 3)
     with serving(tmp_path / "runs") as (client, _):
         status, content, answered = client.get("/api/state", headers)
-        assert status == 403 and b"runs" not in content and not any(name.lower().startswith("access-control") for name in answered)
         assert (
-            client.get("/api/state", {"Host": "localhost:1234", "Origin": "http://localhost:1234", "Sec-Fetch-Site": "same-origin"})[0]
+            status == 403
+            and b"runs" not in content
+            and not any(name.lower().startswith("access-control") for name in answered)
+        )
+        assert (
+            client.get(
+                "/api/state",
+                {
+                    "Host": "localhost:1234",
+                    "Origin": "http://localhost:1234",
+                    "Sec-Fetch-Site": "same-origin",
+                },
+            )[0]
             == 200
         )
-        assert client.get("/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"})[0] == 200
+        assert (
+            client.get(
+                "/",
+                {
+                    "Sec-Fetch-Site": "cross-site",
+                    "Sec-Fetch-Mode": "navigate",
+                    "Sec-Fetch-Dest": "document",
+                },
+            )[0]
+            == 200
+        )
 
 
 def test_names_of_headers_are_compared_without_case(tmp_path: Path) -> None:
@@ -120,7 +161,9 @@ def test_names_of_headers_are_compared_without_case(tmp_path: Path) -> None:
     with serving(tmp_path / "runs", host="0.0.0.0", token=TOKEN) as (client, _):
 
         def status(head: str) -> bytes:
-            with closing(socket.create_connection(("127.0.0.1", client.port), timeout=20)) as connection:
+            with closing(
+                socket.create_connection(("127.0.0.1", client.port), timeout=20)
+            ) as connection:
                 connection.sendall(f"GET /api/state HTTP/1.1\r\n{head}\r\n\r\n".encode())
                 return connection.recv(4096).split()[1]
 
@@ -131,12 +174,16 @@ def test_names_of_headers_are_compared_without_case(tmp_path: Path) -> None:
         assert status(f"{known}\r\nHost: evil.example") == b"400"
 
 
-def test_half_open_connections_lock_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_open_connections_lock_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 8)
     make_run(tmp_path / "runs" / "one", 3)
     with serving(tmp_path / "runs") as (client, _), ExitStack() as held:
         for number in range(12):
-            connection = held.enter_context(closing(socket.create_connection(("127.0.0.1", client.port), timeout=20)))
+            connection = held.enter_context(
+                closing(socket.create_connection(("127.0.0.1", client.port), timeout=20))
+            )
             connection.sendall(b"GET / HTTP/1.1\r\nHost:"[: number * 2])
         for _ in range(3):
             assert client.get("/api/state")[0] == 200
@@ -152,10 +199,17 @@ def test_a_token_is_needed_and_compared_whole(tmp_path: Path) -> None:
             ("/api/state", {"Authorization": "Bearer " + "b" * 40}), ("/api/state", {"Cookie": "other=" + TOKEN}),
         ]:  # fmt: skip
             status, content, _ = client.get(path, headers)
-            assert status == 401 and b"one" not in content and TOKEN.encode() not in content, (path, headers)
+            assert status == 401 and b"one" not in content and TOKEN.encode() not in content, (
+                path,
+                headers,
+            )
         assert client.get("/api/state", {"Authorization": f"Bearer {TOKEN}"})[0] == 200
         status, _, headers = client.get(f"/?token={TOKEN}")
-        assert status == 303 and headers["Location"] == "/" and "HttpOnly; SameSite=Strict" in headers["Set-Cookie"]
+        assert (
+            status == 303
+            and headers["Location"] == "/"
+            and "HttpOnly; SameSite=Strict" in headers["Set-Cookie"]
+        )
         cookie = headers["Set-Cookie"].split(";")[0]
         assert client.get("/api/state", {"Cookie": cookie})[0] == 200
         assert client.get("/api/state", {"Cookie": cookie, "Host": "10.1.2.3:6080"})[0] == 200
@@ -164,7 +218,11 @@ def test_a_token_is_needed_and_compared_whole(tmp_path: Path) -> None:
 
 def test_where_the_token_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADWAY_BOARD_TOKEN", raising=False)
-    assert choose_token("127.0.0.1") is None and choose_token("localhost") is None and choose_token("::1") is None
+    assert (
+        choose_token("127.0.0.1") is None
+        and choose_token("localhost") is None
+        and choose_token("::1") is None
+    )
     made = choose_token("0.0.0.0")
     assert made is not None and len(made) == 48 and made != choose_token("0.0.0.0")
     monkeypatch.setenv("HEADWAY_BOARD_TOKEN", TOKEN)
@@ -186,10 +244,15 @@ def test_requests_are_bounded(tmp_path: Path, query: str, status: int) -> None:
     with serving(tmp_path / "runs") as (client, _):
         (one,) = ids(client).values()
         assert client.get(f"/api/series?run={one}&metric=loss&{query}")[0] == status
-        assert client.get("/api/state", method="POST")[0] == 501 and client.get("/api/state", method="DELETE")[0] == 501
+        assert (
+            client.get("/api/state", method="POST")[0] == 501
+            and client.get("/api/state", method="DELETE")[0] == 501
+        )
 
 
-def test_slow_clients_are_cut_and_do_not_hold_others_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_clients_are_cut_and_do_not_hold_others_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.3)
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 6)
     (tmp_path / "runs").mkdir()
@@ -201,7 +264,9 @@ def test_slow_clients_are_cut_and_do_not_hold_others_up(tmp_path: Path, monkeypa
         begun = time.monotonic()
         for one in slow:
             one.settimeout(5.0)
-            while one.recv(4096):  # an answer that the request is incomplete, or nothing; then the end
+            while one.recv(
+                4096
+            ):  # an answer that the request is incomplete, or nothing; then the end
                 pass
             one.close()
         assert time.monotonic() - begun < 4.0
@@ -212,10 +277,20 @@ def test_names_of_runs_are_text(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / name.replace("/", "∕"), 2)
     with serving(tmp_path / "runs") as (client, _):
         _, content, headers = client.get("/api/state")
-        assert headers["Content-Type"] == "application/json" and headers["X-Content-Type-Options"] == "nosniff"
+        assert (
+            headers["Content-Type"] == "application/json"
+            and headers["X-Content-Type-Options"] == "nosniff"
+        )
         assert json.loads(content)["runs"][0]["name"] == name.replace("/", "∕")
     for file in (Path(server_module.__file__).parent / "page").glob("*.js"):
         text = file.read_text()
-        for dangerous in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
+        for dangerous in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+        ):
             assert dangerous not in text, f"{file.name} has {dangerous}"
         assert "http://" not in text and "https://" not in text, f"{file.name} names another host"

@@ -44,7 +44,9 @@ def holds(folder: Path) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("second", [2, 1], ids=["next step", "same step again"])
-def test_a_save_killed_at_any_call_leaves_the_old_or_the_complete_new_one(tmp_path: Path, tokenizer: Path, second: int) -> None:
+def test_a_save_killed_at_any_call_leaves_the_old_or_the_complete_new_one(
+    tmp_path: Path, tokenizer: Path, second: int
+) -> None:
     clean_save = tmp_path / "clean"
     save(clean_save, 1, tokenizer)
     with killed_at(10**9, clean_save) as calls:
@@ -62,7 +64,10 @@ def test_a_save_killed_at_any_call_leaves_the_old_or_the_complete_new_one(tmp_pa
         save(folder, 3, tokenizer)
         assert holds(folder) == (3, 3.0)
         kept = {p.name for p in folder.iterdir()}
-        assert kept <= {"latest", "step-00000001", "step-00000002", "step-00000003"} and "step-00000001" in kept
+        assert (
+            kept <= {"latest", "step-00000001", "step-00000002", "step-00000003"}
+            and "step-00000001" in kept
+        )
         shutil.rmtree(folder)
     assert seen == {1, second}
 
@@ -85,9 +90,13 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("file", ["rank-00000.safetensors", "manifest.json", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize(
+    "file", ["rank-00000.safetensors", "manifest.json", "tokenizer/tokenizer.json"]
+)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_to_any_file_is_named_and_the_previous_checkpoint_is_used(tmp_path: Path, tokenizer: Path, file: str, damage: str) -> None:
+def test_damage_to_any_file_is_named_and_the_previous_checkpoint_is_used(
+    tmp_path: Path, tokenizer: Path, file: str, damage: str
+) -> None:
     folder = tmp_path / "c"
     save(folder, 1, tokenizer)
     newest = save(folder, 2, tokenizer)
@@ -113,7 +122,10 @@ def test_a_flipped_bit_is_found_by_a_plain_read_and_only_once_paid_for(tmp_path:
     path = save(tmp_path, 1)
     flip(path / "rank-00000.safetensors", 1.0)
     with open_checkpoint(path) as reader:
-        with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: damaged: the checksum of exp_avg:w\|0,0"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"rank-00000\.safetensors: damaged: the checksum of exp_avg:w\|0,0",
+        ):
             reader.read("w", "exp_avg")
         assert torch.equal(reader.weight("w"), torch.full((4, 4), 1.0))
 
@@ -123,7 +135,9 @@ class Payload:
         return os.mkdir, ("executed",)
 
 
-def test_a_pickle_in_the_place_of_a_file_is_refused_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_in_the_place_of_a_file_is_refused_and_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = save(tmp_path / "c", 1)
     size = (path / "rank-00000.safetensors").stat().st_size
@@ -142,12 +156,16 @@ def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None
     from headway.checkpoint.manifest import CheckpointManifest, StoredFile, read_manifest
 
     for name in ("../secret", "/etc/passwd", ""):
-        (tmp_path / "manifest.json").write_bytes(CheckpointManifest(1, 1, (StoredFile(name, 1),), {}, (), {}).to_bytes())
+        (tmp_path / "manifest.json").write_bytes(
+            CheckpointManifest(1, 1, (StoredFile(name, 1),), {}, (), {}).to_bytes()
+        )
         with pytest.raises(CheckpointError, match="is outside the checkpoint"):
             read_manifest(tmp_path)
 
 
-def test_a_disk_that_fills_up_fails_the_save_in_one_line_and_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_fails_the_save_in_one_line_and_keeps_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
     monkeypatch.setattr("headway.runtime.storage.free_bytes", lambda path: 10)
     with pytest.raises(CheckpointError, match=r"the disk is full: \d+ bytes needed, 10 bytes free"):
@@ -158,7 +176,10 @@ def test_a_disk_that_fills_up_fails_the_save_in_one_line_and_keeps_the_old_one(t
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("headway.checkpoint.save.fsync_file", full)
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: the disk is full: \d+ bytes needed, \d+ bytes free"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank-00000\.safetensors: the disk is full: \d+ bytes needed, \d+ bytes free",
+    ):
         save(tmp_path, 2)
     monkeypatch.undo()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]

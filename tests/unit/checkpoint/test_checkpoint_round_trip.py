@@ -15,11 +15,22 @@ from headway.checkpoint.retention import retain, set_aside_later
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
 from headway.errors import CheckpointError, ConfigError
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    bits = torch.randint(0, 256, (*shape, torch.empty((), dtype=dtype).element_size()), dtype=torch.uint8)
+    bits = torch.randint(
+        0, 256, (*shape, torch.empty((), dtype=dtype).element_size()), dtype=torch.uint8
+    )
     if dtype is torch.bool:
         return (bits[..., 0] % 2).bool()
     return bits.view(dtype)[..., 0].clone()  # any bit pattern, NaN and denormals too
@@ -35,10 +46,14 @@ def whole(name: str, tensor: torch.Tensor, role: str = "master") -> TensorRecord
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (5, 3), (2, 3, 4)], ids=str)
-def test_every_type_and_shape_round_trips_bit_for_bit(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_every_type_and_shape_round_trips_bit_for_bit(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     tensor = random(shape, dtype)
-    path = save_checkpoint(tmp_path, 1, [whole("a", tensor), whole("odd", torch.ones(3, dtype=torch.bool))], {})
+    path = save_checkpoint(
+        tmp_path, 1, [whole("a", tensor), whole("odd", torch.ones(3, dtype=torch.bool))], {}
+    )
     reader = open_checkpoint(path)
     read = reader.read("a", "master")
     assert (read.dtype, read.shape) == (dtype, tensor.shape)
@@ -59,11 +74,21 @@ def test_scalars_roles_names_and_tokenizer_come_back(tmp_path: Path) -> None:
     (tokenizer / "tokenizer.json").write_text("{}")
     (tokenizer / "model.safetensors").write_bytes(b"weights that are not a tokenizer's")
     scalars = {"data": {"epoch": 1, "window": 2, "row": [3, 0.1, None, True, "x"]}, "loss": 1e-300}
-    records = [whole("w", torch.ones(2)), whole("w", torch.zeros(2), "exp_avg"), whole("b", torch.full((2,), 2.0), "param")]
+    records = [
+        whole("w", torch.ones(2)),
+        whole("w", torch.zeros(2), "exp_avg"),
+        whole("b", torch.full((2,), 2.0), "param"),
+    ]
     reader = open_checkpoint(save_checkpoint(tmp_path / "c", 500, records, scalars, tokenizer))
     assert (reader.step, reader.world, reader.scalars) == (500, 1, scalars)
-    assert reader.names() == ["w", "b"] and reader.names("exp_avg") == ["w"] and reader.roles("w") == ["master", "exp_avg"]
-    assert torch.equal(reader.weight("w"), torch.ones(2)) and torch.equal(reader.weight("b"), torch.full((2,), 2.0))
+    assert (
+        reader.names() == ["w", "b"]
+        and reader.names("exp_avg") == ["w"]
+        and reader.roles("w") == ["master", "exp_avg"]
+    )
+    assert torch.equal(reader.weight("w"), torch.ones(2)) and torch.equal(
+        reader.weight("b"), torch.full((2,), 2.0)
+    )
     assert reader.tokenizer_folder is not None
     assert [p.name for p in reader.tokenizer_folder.iterdir()] == ["tokenizer.json"]
     assert open_checkpoint(tmp_path / "c" / "latest").path == tmp_path / "c" / "step-00000500"
@@ -86,7 +111,9 @@ def test_scalars_that_json_would_change_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def cut(draw: st.DrawFn, offset: tuple[int, ...], shape: tuple[int, ...], depth: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def cut(
+    draw: st.DrawFn, offset: tuple[int, ...], shape: tuple[int, ...], depth: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """A random partition of a box into boxes."""
     dims = [d for d, size in enumerate(shape) if size > 1]
     if depth == 0 or not dims or draw(st.booleans()):
@@ -101,7 +128,11 @@ def cut(draw: st.DrawFn, offset: tuple[int, ...], shape: tuple[int, ...], depth:
 @st.composite
 def layouts(
     draw: st.DrawFn,
-) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]]:
+) -> tuple[
+    list[tuple[tuple[int, ...], tuple[int, ...]]],
+    tuple[int, ...],
+    tuple[tuple[int, ...], tuple[int, ...]],
+]:
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     boxes = cut(draw, (0,) * len(shape), shape, 4)
     start = tuple(draw(st.integers(0, size - 1)) for size in shape)
@@ -111,7 +142,9 @@ def layouts(
 
 @settings(max_examples=80, deadline=None)
 @given(layout=layouts(), extra=st.integers(0, 1000), drop=st.integers(0, 1000))
-def test_any_cut_is_read_in_any_other_and_a_missing_box_is_refused(tmp_path_factory: pytest.TempPathFactory, layout, extra, drop) -> None:
+def test_any_cut_is_read_in_any_other_and_a_missing_box_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, layout, extra, drop
+) -> None:
     boxes, shape, (start, region) = layout
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int64).reshape(shape)
     slices = lambda at, size: tuple(slice(a, a + s) for a, s in zip(at, size, strict=True))  # noqa: E731
@@ -119,13 +152,19 @@ def test_any_cut_is_read_in_any_other_and_a_missing_box_is_refused(tmp_path_fact
     folder = tmp_path_factory.mktemp("c")
     overlap = whole("t", tensor, "overlap")
     overlap.boxes.extend((at, piece) for at, piece in [held[extra % len(held)]] if any(at))
-    reader = open_checkpoint(save_checkpoint(folder, 1, [TensorRecord("t", "cut", shape, held), overlap], {}))
+    reader = open_checkpoint(
+        save_checkpoint(folder, 1, [TensorRecord("t", "cut", shape, held), overlap], {})
+    )
     for role in ("cut", "overlap"):
         assert torch.equal(reader.read("t", role), tensor)
         assert torch.equal(reader.read("t", role, start, region), tensor[slices(start, region)])
     reader.verify()
     gone = held.pop(drop % len(held))
-    lacking = open_checkpoint(save_checkpoint(folder, 2, [TensorRecord("t", "cut", shape, [*held, (gone[0], gone[1][:0])])], {}))
+    lacking = open_checkpoint(
+        save_checkpoint(
+            folder, 2, [TensorRecord("t", "cut", shape, [*held, (gone[0], gone[1][:0])])], {}
+        )
+    )
     for refuse in (lambda: lacking.read("t", "cut"), lacking.verify):
         with pytest.raises(CheckpointError, match=r"cut:t lacks elements|have the dtypes none"):
             refuse()
@@ -133,7 +172,9 @@ def test_any_cut_is_read_in_any_other_and_a_missing_box_is_refused(tmp_path_fact
 
 def test_boxes_of_different_types_are_refused(tmp_path: Path) -> None:
     boxes = [((0,), torch.ones(2)), ((2,), torch.ones(2, dtype=torch.bfloat16))]
-    reader = open_checkpoint(save_checkpoint(tmp_path, 1, [TensorRecord("t", "master", (4,), boxes)], {}))
+    reader = open_checkpoint(
+        save_checkpoint(tmp_path, 1, [TensorRecord("t", "master", (4,), boxes)], {})
+    )
     with pytest.raises(CheckpointError, match="dtypes bfloat16, float32; they must share one"):
         reader.read("t", "master")
 
@@ -155,7 +196,13 @@ def test_boxes_of_many_ranks_make_one_checkpoint(tmp_path: Path) -> None:
     def gather_on_0(value: object) -> list[object]:
         call, turn["call"] = turn["call"], turn["call"] + 1
         if call == 1:  # both ranks write between the first and the second meeting
-            save_checkpoint(tmp_path, 3, [TensorRecord("t", "master", (10,), [((4,), tensor[4:])])], {}, writers=Writers(1, 2, gather_on_1))
+            save_checkpoint(
+                tmp_path,
+                3,
+                [TensorRecord("t", "master", (10,), [((4,), tensor[4:])])],
+                {},
+                writers=Writers(1, 2, gather_on_1),
+            )
         return [value, answers[1][call]] if call == 1 else [value, {"result": None, "error": None}]
 
     def gather_on_1(value: object) -> list[object]:
@@ -183,7 +230,13 @@ def test_retention_keeps_the_newest_and_what_links_point_at(tmp_path: Path) -> N
     (tmp_path / "mine").symlink_to("step-00000002")
     deleted = retain(tmp_path, CheckpointConfig(keep_last=2))
     assert [p.name for p in deleted] == ["step-00000001", "step-00000003"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "mine", "step-00000002", "step-00000004", "step-00000005"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latest",
+        "mine",
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+    ]
     assert retain(tmp_path, CheckpointConfig(keep_last=4)) == []
 
 
@@ -193,7 +246,9 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     (tmp_path / "step-00000003" / "manifest.json").unlink()
     (tmp_path / "step-00000004" / "rank-00000.safetensors").write_bytes(b"")
     assert retain(tmp_path, CheckpointConfig(keep_last=2)) == []
-    assert [path.name for path in retain(tmp_path, CheckpointConfig(keep_last=1))] == ["step-00000001"]
+    assert [path.name for path in retain(tmp_path, CheckpointConfig(keep_last=1))] == [
+        "step-00000001"
+    ]
     assert newest_good(tmp_path).path == tmp_path / "step-00000002"
 
 
@@ -203,9 +258,16 @@ def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: P
             save_checkpoint(tmp_path, step, [whole("w", torch.ones(1))], {})
         set_aside_later(tmp_path, 1)
     assert set_aside_later(tmp_path, 1) == []
-    assert newest_good(tmp_path).path == tmp_path / "step-00000001" == (tmp_path / "latest").resolve()
+    assert (
+        newest_good(tmp_path).path == tmp_path / "step-00000001" == (tmp_path / "latest").resolve()
+    )
     aside = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("set-aside"))
-    assert aside == ["set-aside-step-00000002", "set-aside-step-00000002-2", "set-aside-step-00000003", "set-aside-step-00000003-2"]
+    assert aside == [
+        "set-aside-step-00000002",
+        "set-aside-step-00000002-2",
+        "set-aside-step-00000003",
+        "set-aside-step-00000003-2",
+    ]
     assert set_aside_later(tmp_path, 0) == [tmp_path / "set-aside-step-00000001"]
     assert not (tmp_path / "latest").is_symlink() and newest_good(tmp_path).path is None
 
@@ -234,10 +296,16 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "latest" / "manifest.json").read_text())["step"] == 7
 
 
-def test_a_rank_with_a_disk_of_its_own_keeps_its_newest_part_alone_and_may_write_it_again(tmp_path: Path) -> None:
+def test_a_rank_with_a_disk_of_its_own_keeps_its_newest_part_alone_and_may_write_it_again(
+    tmp_path: Path,
+) -> None:
     """Rank 1 of 2 on another machine: rank 0 renames and cleans on its own disk, not here."""
     writers = Writers(1, 2, lambda value: [{"result": None, "error": None}, value])
     for step in (5, 10, 10):
-        save_checkpoint(tmp_path, step, [whole("w", torch.full((3,), float(step)))], {}, writers=writers)
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == [".tmp-step-00000010/rank-00001.safetensors"]
+        save_checkpoint(
+            tmp_path, step, [whole("w", torch.full((3,), float(step)))], {}, writers=writers
+        )
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == [
+        ".tmp-step-00000010/rank-00001.safetensors"
+    ]
     assert [path.name for path in tmp_path.iterdir()] == [".tmp-step-00000010"]

@@ -49,7 +49,10 @@ def state(value: float, size: int = 1000) -> list[TensorRecord]:
 
 
 def save(one: Saver, step: int, loss: float | None = None) -> None:
-    one.save(SaveJob(step, {"valid": None if loss is None else {"web": {"loss": loss}}}), state(float(step)))
+    one.save(
+        SaveJob(step, {"valid": None if loss is None else {"web": {"loss": loss}}}),
+        state(float(step)),
+    )
 
 
 def tokenizer(folder: Path) -> Path:
@@ -59,10 +62,17 @@ def tokenizer(folder: Path) -> Path:
 
 
 def test_texts_mean_places() -> None:
-    assert parse_path("s3://b/x/y") == parse_path("boto3:s3://b/x/y") == parse_path(Path("s3://b/x/y")) == S3Path("b", "x/y")
+    assert (
+        parse_path("s3://b/x/y")
+        == parse_path("boto3:s3://b/x/y")
+        == parse_path(Path("s3://b/x/y"))
+        == S3Path("b", "x/y")
+    )
     assert parse_path("boto3:s3://b.10.0.0.1:80/x") == S3Path("b", "x", "http://10.0.0.1:80")
     assert parse_path("local:/data/x") == Path("/data/x") == parse_path("/data/x")
-    assert str(S3Path("b", "x") / "y") == "s3://b/x/y" and (S3Path("b", "x/y")).parent == S3Path("b", "x")
+    assert str(S3Path("b", "x") / "y") == "s3://b/x/y" and (S3Path("b", "x/y")).parent == S3Path(
+        "b", "x"
+    )
     with pytest.raises(ConfigError, match="not an S3 path"):
         parse_path("s3://")
 
@@ -72,12 +82,17 @@ def test_what_went_up_is_read_back_in_ranges_bit_for_bit(store: Store, tmp_path:
     one.tokenizer = tokenizer(tmp_path / "tok")
     save(one, 5)
     one.require()
-    with open_checkpoint(tmp_path / "c" / "step-00000005") as local, open_checkpoint(f"{PLACE}/step-00000005") as remote:
+    with (
+        open_checkpoint(tmp_path / "c" / "step-00000005") as local,
+        open_checkpoint(f"{PLACE}/step-00000005") as remote,
+    ):
         assert remote.names() == local.names() and remote.scalars == local.scalars
         for name in local.names():
             for role in local.roles(name):
                 assert torch.equal(remote.read(name, role), local.read(name, role))
-        assert torch.equal(remote.read("w", "master", (450,), (100,)), local.read("w", "master", (450,), (100,)))
+        assert torch.equal(
+            remote.read("w", "master", (450,), (100,)), local.read("w", "master", (450,), (100,))
+        )
         remote.verify(deep=True)
         folder = remote.tokenizer_folder
         assert folder is not None and (folder / "tokenizer.json").read_text() == '{"model": {}}'
@@ -85,7 +100,9 @@ def test_what_went_up_is_read_back_in_ranges_bit_for_bit(store: Store, tmp_path:
     assert newest_good(PLACE).path == PLACE / "step-00000005"
 
 
-def test_the_store_keeps_what_retention_says_and_the_disk_the_newest_and_the_best(store: Store, tmp_path: Path) -> None:
+def test_the_store_keeps_what_retention_says_and_the_disk_the_newest_and_the_best(
+    store: Store, tmp_path: Path
+) -> None:
     one = saver(tmp_path, keep_best=1, keep_every=30)
     for step, loss in ((10, 0.9), (20, 0.1), (30, 0.5), (40, 0.6), (50, 0.7)):
         save(one, step, loss)
@@ -93,7 +110,12 @@ def test_the_store_keeps_what_retention_says_and_the_disk_the_newest_and_the_bes
     names = sorted(set(RemoteCheckpoints(PLACE, config()).names()))
     assert names == [f"step-{step:08}" for step in (20, 30, 40, 50)]
     assert locate(f"{PLACE}/best-1") == PLACE / "step-00000020"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best-1", "latest", "step-00000020", "step-00000050"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best-1",
+        "latest",
+        "step-00000020",
+        "step-00000050",
+    ]
 
 
 def test_errors_and_cut_lines_cost_time_alone(store: Store, tmp_path: Path) -> None:
@@ -107,11 +129,15 @@ def test_errors_and_cut_lines_cost_time_alone(store: Store, tmp_path: Path) -> N
     store.fault = every_first_time
     save(one, 5)
     one.require()
-    assert torch.equal(open_checkpoint(f"{PLACE}/step-00000005").weight("w"), torch.arange(1000.0) + 5)
+    assert torch.equal(
+        open_checkpoint(f"{PLACE}/step-00000005").weight("w"), torch.arange(1000.0) + 5
+    )
     assert told and "trying again" in told[0]
 
 
-def test_a_server_that_hangs_is_asked_again(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_hangs_is_asked_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(s3_module, "READ_SECONDS", 0.3)
     one = saver(tmp_path)
     slow = iter([1.0])
@@ -121,7 +147,9 @@ def test_a_server_that_hangs_is_asked_again(store: Store, tmp_path: Path, monkey
     assert one.saved_step == 5 and newest_good(PLACE).path is not None
 
 
-def test_a_store_that_stays_down_fails_the_save_keeps_the_local_one_and_is_caught_up_with(store: Store, tmp_path: Path) -> None:
+def test_a_store_that_stays_down_fails_the_save_keeps_the_local_one_and_is_caught_up_with(
+    store: Store, tmp_path: Path
+) -> None:
     one, told = saver(tmp_path, retry_seconds=0.1), list[str]()
     one.on_failure(told.append)
     save(one, 5)
@@ -132,8 +160,12 @@ def test_a_store_that_stays_down_fails_the_save_keeps_the_local_one_and_is_caugh
         one.wait()
     with pytest.raises(CheckpointError, match="does not answer"):
         one.require()
-    assert any("step 10 was not uploaded: " in text for text in told) and any("2 uploads in a row" in text for text in told)
-    assert newest_good(tmp_path).path == tmp_path / "step-00000015", "nothing is lost: it is whole on the disk"
+    assert any("step 10 was not uploaded: " in text for text in told) and any(
+        "2 uploads in a row" in text for text in told
+    )
+    assert newest_good(tmp_path).path == tmp_path / "step-00000015", (
+        "nothing is lost: it is whole on the disk"
+    )
     store.fault = lambda method, path: None
     assert newest_good(PLACE).path == PLACE / "step-00000005"
     again = saver(tmp_path)
@@ -142,7 +174,9 @@ def test_a_store_that_stays_down_fails_the_save_keeps_the_local_one_and_is_caugh
     assert newest_good(PLACE).path == PLACE / "step-00000015"
 
 
-def test_a_save_does_not_wait_for_a_store_that_is_down(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_does_not_wait_for_a_store_that_is_down(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(s3_module, "HURRY_SECONDS", 0.2)
     one, told, is_down = saver(tmp_path, retry_seconds=60), list[str](), True
     one.on_failure(told.append)
@@ -157,38 +191,57 @@ def test_a_save_does_not_wait_for_a_store_that_is_down(store: Store, tmp_path: P
     is_down = False
     one.require()
     unsent = [text for text in told if "was not uploaded" in text]
-    assert unsent and "step 5 " in unsent[0] and not any("step 15 was" in text for text in unsent), "a newer one took its place"
-    assert newest_good(PLACE).path == PLACE / "step-00000015" and newest_good(tmp_path).path == tmp_path / "step-00000015"
+    assert (
+        unsent and "step 5 " in unsent[0] and not any("step 15 was" in text for text in unsent)
+    ), "a newer one took its place"
+    assert (
+        newest_good(PLACE).path == PLACE / "step-00000015"
+        and newest_good(tmp_path).path == tmp_path / "step-00000015"
+    )
 
 
-def test_an_upload_that_was_cut_off_is_continued_not_repeated(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_was_cut_off_is_continued_not_repeated(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(s3_module, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(s3_module, "THREADS", 1)
     size = 4 * (5 << 20) // 4
     records = [TensorRecord("w", "master", (size,), [((0,), torch.arange(float(size)))])]
     path = save_checkpoint(tmp_path, 5, records, {})
     parts = iter(range(100))
-    store.fault = lambda method, path: 500 if method == "PUT" and "partNumber" in path and next(parts) >= 2 else None
+    store.fault = lambda method, path: (
+        500 if method == "PUT" and "partNumber" in path and next(parts) >= 2 else None
+    )
     remote = RemoteCheckpoints(PLACE, config(retry_seconds=0.0))
     with pytest.raises(CheckpointError, match="does not answer"):
         remote.publish(path, Writers())
     assert newest_good(PLACE).path is None, "without its manifest it is no checkpoint"
     store.fault, store.bytes_sent = lambda method, path: None, 0
     RemoteCheckpoints(PLACE, config()).publish(path, Writers())
-    assert 2 * (5 << 20) <= store.bytes_sent < 3 * (5 << 20) + (1 << 20), "two of five parts were there already"
-    assert torch.equal(open_checkpoint(f"{PLACE}/step-00000005").weight("w"), torch.arange(float(size)))
+    assert 2 * (5 << 20) <= store.bytes_sent < 3 * (5 << 20) + (1 << 20), (
+        "two of five parts were there already"
+    )
+    assert torch.equal(
+        open_checkpoint(f"{PLACE}/step-00000005").weight("w"), torch.arange(float(size))
+    )
     assert S3().abort_uploads(PLACE) == 0
 
 
-def test_the_uploads_of_a_run_whose_name_begins_alike_are_left_alone(store: Store, tmp_path: Path) -> None:
-    S3().call(PLACE, "create_multipart_upload", Key="runs/one-more/step-00000005/rank-00000.safetensors")
+def test_the_uploads_of_a_run_whose_name_begins_alike_are_left_alone(
+    store: Store, tmp_path: Path
+) -> None:
+    S3().call(
+        PLACE, "create_multipart_upload", Key="runs/one-more/step-00000005/rank-00000.safetensors"
+    )
     one = saver(tmp_path)
     save(one, 5)
     one.require()
     assert S3().abort_uploads(S3Path("bucket", "runs/one-more")) == 1
 
 
-def test_other_bytes_under_the_same_name_are_sent_anew(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_bytes_under_the_same_name_are_sent_anew(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(s3_module, "PART_BYTES", 5 << 20)
     big = tmp_path / "f"
     big.write_bytes(b"a" * (11 << 20))
@@ -202,8 +255,13 @@ def test_other_bytes_under_the_same_name_are_sent_anew(store: Store, tmp_path: P
     assert S3().read(PLACE / "f") == b"b" * (11 << 20)
 
 
-def test_what_can_never_succeed_is_refused_at_once_in_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError, match=r"^s3://no-such/x/\.ping-.*: the store refuses: NoSuchBucket.*Check the bucket"):
+def test_what_can_never_succeed_is_refused_at_once_in_one_line(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        CheckpointError,
+        match=r"^s3://no-such/x/\.ping-.*: the store refuses: NoSuchBucket.*Check the bucket",
+    ):
         RemoteCheckpoints(S3Path("no-such", "x"), config(retry_seconds=60)).probe()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

@@ -60,7 +60,9 @@ def test_beside_training_the_same_bytes_are_written(tmp_path: Path) -> None:
         assert (beside / name).read_bytes() == (alone / name).read_bytes()
 
 
-def test_what_training_changes_after_the_save_began_is_not_saved(tmp_path: Path, gate: threading.Event) -> None:
+def test_what_training_changes_after_the_save_began_is_not_saved(
+    tmp_path: Path, gate: threading.Event
+) -> None:
     saver, records = Saver(tmp_path, config()), state()
     saver.save(SaveJob(1, {}), records)
     for record in records:
@@ -68,7 +70,9 @@ def test_what_training_changes_after_the_save_began_is_not_saved(tmp_path: Path,
             tensor.fill_(99)
     gate.set()
     saver.require()
-    assert torch.equal(open_checkpoint(tmp_path / "latest").weight("w"), torch.arange(48.0).view(6, 8))
+    assert torch.equal(
+        open_checkpoint(tmp_path / "latest").weight("w"), torch.arange(48.0).view(6, 8)
+    )
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: threading.Event) -> None:
@@ -78,7 +82,10 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: threading.Event
     threading.Timer(0.3, gate.set).start()
     assert saver.save(SaveJob(2, {}), state()) > 0.2
     saver.require()
-    assert saver.saved_step == 2 and [p.name for p in sorted(tmp_path.glob("step-*"))] == ["step-00000001", "step-00000002"]
+    assert saver.saved_step == 2 and [p.name for p in sorted(tmp_path.glob("step-*"))] == [
+        "step-00000001",
+        "step-00000002",
+    ]
 
 
 def test_a_failed_save_is_told_every_time_keeps_the_old_one_and_is_forgotten_after_a_good_one(
@@ -97,16 +104,28 @@ def test_a_failed_save_is_told_every_time_keeps_the_old_one_and_is_forgotten_aft
         for step in (2, 3):
             saver.save(SaveJob(step, {}), state())
             saver.wait()
-        with pytest.raises(CheckpointError, match=r"the last save failed: .*disk is full.* the newest checkpoint on disk is of step 1"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"the last save failed: .*disk is full.* the newest checkpoint on disk is of step 1",
+        ):
             saver.require()
-    assert len(told) == 2 and "step 2 was not saved: " in told[0] and "step 3 was not saved (2 saves in a row)" in told[1]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"] and saver.saved_step == 1
+    assert (
+        len(told) == 2
+        and "step 2 was not saved: " in told[0]
+        and "step 3 was not saved (2 saves in a row)" in told[1]
+    )
+    assert (
+        sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+        and saver.saved_step == 1
+    )
     saver.save(SaveJob(4, {}), state())
     saver.require()
     assert saver.saved_step == 4 and len(told) == 2
 
 
-def test_bytes_the_disk_does_not_give_back_fail_the_save_and_nothing_older_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_the_disk_does_not_give_back_fail_the_save_and_nothing_older_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver = Saver(tmp_path, config(keep_last=1))
     saver.save(SaveJob(1, {}), state())
     saver.require()
@@ -124,7 +143,11 @@ def test_bytes_the_disk_does_not_give_back_fail_the_save_and_nothing_older_goes(
     assert newest_good(tmp_path).path == tmp_path / "step-00000001"
 
 
-@pytest.mark.parametrize("tensor", [0, 1, 2, 3, None], ids=lambda tensor: "header" if tensor is None else f"tensor {tensor}")
+@pytest.mark.parametrize(
+    "tensor",
+    [0, 1, 2, 3, None],
+    ids=lambda tensor: "header" if tensor is None else f"tensor {tensor}",
+)
 def test_a_flipped_bit_in_any_tensor_or_the_header_is_found_when_it_is_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: int | None
 ) -> None:
@@ -152,13 +175,19 @@ def test_a_snapshot_is_no_checkpoint_of_its_step(tmp_path: Path) -> None:
     saver.save(SaveJob(5, {}, snapshot=True), state())
     saver.require()
     assert (saver.saved_step, saver.started_step) == (3, 3)
-    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-00000003", "snapshot-00000005"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "latest",
+        "step-00000003",
+        "snapshot-00000005",
+    }
     saver.save(SaveJob(5, {}), state())
     saver.require()
     assert (saver.saved_step, saver.started_step) == (5, 5)
 
 
-def test_old_checkpoints_that_cannot_be_removed_do_not_fail_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_checkpoints_that_cannot_be_removed_do_not_fail_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver, told = Saver(tmp_path, config(keep_last=1)), list[str]()
     saver.report = told.append
 
@@ -178,7 +207,9 @@ def test_host_memory_is_taken_once_and_holds_one_copy(tmp_path: Path) -> None:
         copies = host.take(state(value))
         for copy, record in zip(copies, state(value), strict=True):
             assert [offset for offset, _ in copy.boxes] == [offset for offset, _ in record.boxes]
-            assert all(torch.equal(a, b) for (_, a), (_, b) in zip(copy.boxes, record.boxes, strict=True))
+            assert all(
+                torch.equal(a, b) for (_, a), (_, b) in zip(copy.boxes, record.boxes, strict=True)
+            )
         sizes.append(host.nbytes)
     needed = sum(t.nbytes for r in state() for _, t in r.boxes)
     assert len(set(sizes)) == 1 and needed <= sizes[0] <= needed + 64 * 8
@@ -186,7 +217,9 @@ def test_host_memory_is_taken_once_and_holds_one_copy(tmp_path: Path) -> None:
     assert torch.equal(host.take(bigger)[0].boxes[0][1], torch.arange(5000.0))
 
 
-def test_without_memory_for_a_copy_the_save_is_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_a_copy_the_save_is_made_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headway.checkpoint.saver.ram_bytes", lambda: (1000, 100))
     saver = Saver(tmp_path, CheckpointConfig())
     saver.save(SaveJob(1, {}), state())
@@ -221,7 +254,9 @@ def test_two_ranks_save_beside_training_and_fail_together(tmp_path: Path) -> Non
         return saver.saved_step, str(saver.failed)
 
     first, second = run_ranks(work, 2)
-    assert first[0] == second[0] == 1 and "rank 1: " in str(first[1]) and "read-only" in str(second[1])
+    assert (
+        first[0] == second[0] == 1 and "rank 1: " in str(first[1]) and "read-only" in str(second[1])
+    )
     found = newest_good(tmp_path)
     assert found.path == tmp_path / "step-00000001" and found.reader is not None
     assert found.reader.weight("w").tolist() == [0.0, 0.0, 1.0, 1.0]

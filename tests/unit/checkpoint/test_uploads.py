@@ -50,7 +50,10 @@ def saver(folder: Path) -> tuple[Saver, SlowStore]:
 
 def save(one: Saver, *steps: int) -> None:
     for step in steps:
-        one.save(SaveJob(step, {}), [TensorRecord("w", "master", (4,), [((0,), torch.full((4,), float(step)))])])
+        one.save(
+            SaveJob(step, {}),
+            [TensorRecord("w", "master", (4,), [((0,), torch.full((4,), float(step)))])],
+        )
         one.wait_for_save()
 
 
@@ -60,11 +63,15 @@ def test_saves_go_on_while_the_store_takes_its_time(tmp_path: Path) -> None:
     store.begun.acquire()
     save(one, 20, 30, 40)  # none of them waits for the upload of 10, which nobody has let go on
     assert one.saved_step == 40 and store.sent == []
-    assert [path.name for path in step_folders(tmp_path)] == ["step-00000010", "step-00000040"], "what is being sent stays"
+    assert [path.name for path in step_folders(tmp_path)] == ["step-00000010", "step-00000040"], (
+        "what is being sent stays"
+    )
     for _ in range(2):
         store.let.release()
     one.require()
-    assert store.sent == ["step-00000010", "step-00000040"], "20 and 30 were replaced while they waited"
+    assert store.sent == ["step-00000010", "step-00000040"], (
+        "20 and 30 were replaced while they waited"
+    )
     assert [path.name for path in step_folders(tmp_path)] == ["step-00000040"]
     assert not one.is_busy
 
@@ -79,7 +86,10 @@ def test_a_run_that_stops_does_not_wait_for_a_slow_store(
     save(one, 10)
     store.begun.acquire()
     one.leave_uploads(0.05)
-    assert "the checkpoint of step 10 is on disk but not uploaded; the next start uploads it" in caplog.text
+    assert (
+        "the checkpoint of step 10 is on disk but not uploaded; the next start uploads it"
+        in caplog.text
+    )
     one.require()
     store.let.release()
 
@@ -108,7 +118,14 @@ def test_ranks_send_the_same_checkpoints(tmp_path: Path) -> None:
         one.writers = Writers(saves.rank, saves.size, saves.gather)
         one.uploads.writers = Writers(uploads.rank, uploads.size, uploads.gather)
         for step in (10, 20, 30):
-            one.save(SaveJob(step, {}), [TensorRecord("w", "master", (2, 4), [((world.rank, 0), torch.full((1, 4), float(step)))])])
+            one.save(
+                SaveJob(step, {}),
+                [
+                    TensorRecord(
+                        "w", "master", (2, 4), [((world.rank, 0), torch.full((1, 4), float(step)))]
+                    )
+                ],
+            )
             one.wait_for_save()
         for _ in range(3):
             store.let.release()

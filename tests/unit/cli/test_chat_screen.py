@@ -15,7 +15,9 @@ TEXT = "# Title\n\nSome **bold** text with <b>tags</b>.\n\n```py\nx = 1\n\ny = 2
 
 def drawn(text: str, width: int, size: int = 3) -> str:
     file = io.StringIO()
-    screen = MarkdownAnswer(Console(file=file, width=width, height=12, force_terminal=False, highlight=False))
+    screen = MarkdownAnswer(
+        Console(file=file, width=width, height=12, force_terminal=False, highlight=False)
+    )
     screen.begin(None)
     for at in range(0, len(text), size):
         screen.say(text[at : at + size])
@@ -35,7 +37,9 @@ def test_markdown_is_drawn_whole_at_any_width_however_it_arrives(width: int) -> 
 
 def test_blocks_end_at_blank_lines_outside_of_code() -> None:
     assert _complete("a\n\nb") == 3 and _complete("a\nb") == 0
-    assert _complete("```\na\n\nb") == 0 and _complete("a\n\n```\nb\n\nc\n```\n\nd") == len("a\n\n```\nb\n\nc\n```\n\n")
+    assert _complete("```\na\n\nb") == 0 and _complete("a\n\n```\nb\n\nc\n```\n\nd") == len(
+        "a\n\n```\nb\n\nc\n```\n\n"
+    )
     assert _complete("~~~\n```\n\n") == 0, "another sign does not end the code"
 
 
@@ -58,21 +62,37 @@ def test_texts_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert typed("one") == "one"
     assert typed("one\\", "two\\", "three") == "one\ntwo\nthree"
     assert typed('"""one', "", 'two"""') == "one\n\ntwo"
-    assert typed('"""', "/not a command", '"""') == "/not a command" or typed('"""/x', '"""') == " /x"
+    assert (
+        typed('"""', "/not a command", '"""') == "/not a command" or typed('"""/x', '"""') == " /x"
+    )
 
 
 @pytest.mark.parametrize("width", [24, 59, 60, 120])
 def test_the_help_fits_the_terminal(width: int) -> None:
     text = _help(width)
-    assert all(len(line) < width for line in text.splitlines()) and all(name in text for name in COMMANDS if name != "/help")
+    assert all(len(line) < width for line in text.splitlines()) and all(
+        name in text for name in COMMANDS if name != "/help"
+    )
 
 
 def test_commands_settings_and_files_are_completed(tmp_path: Path) -> None:
     (tmp_path / "talk.json").write_text("{}")
     (tmp_path / "folder").mkdir()
     (tmp_path / ".hidden").write_text("")
-    assert completions("/re") == ["/reset", "/regenerate"] and completions("/set t") == ["/set temperature ", "/set top_k ", "/set top_p "]
-    assert completions(f"/load {tmp_path}/") == [f"/load {tmp_path}/folder/", f"/load {tmp_path}/talk.json"]
+    assert completions("/re") == ["/reset", "/regenerate"] and completions("/set t") == [
+        "/set temperature ",
+        "/set top_k ",
+        "/set top_p ",
+    ]
+    assert completions(f"/load {tmp_path}/") == [
+        f"/load {tmp_path}/folder/",
+        f"/load {tmp_path}/talk.json",
+    ]
     assert completions(f"/load {tmp_path}/.h") == [f"/load {tmp_path}/.hidden"]
-    assert completions("hello") == completions("/load /nowhere/x") == completions("/image ~nobody-here/x") == []
+    assert (
+        completions("hello")
+        == completions("/load /nowhere/x")
+        == completions("/image ~nobody-here/x")
+        == []
+    )
     assert _path(f"'{tmp_path}/a b'") == tmp_path / "a b" and _path("~/x").is_absolute()

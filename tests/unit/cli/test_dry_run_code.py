@@ -38,7 +38,9 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "data.train=[{path: a.txt, format: strange_lab.loss}]",
     ],
 )
-def test_a_dry_run_names_the_code_and_imports_nothing(lab: Path, override: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_names_the_code_and_imports_nothing(
+    lab: Path, override: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", override, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "strange_lab.loss" in shown and "nothing was imported" in shown
@@ -48,8 +50,12 @@ def test_a_dry_run_names_the_code_and_imports_nothing(lab: Path, override: str, 
     assert not (lab / "ran").exists()
 
 
-@pytest.mark.parametrize("override", ["objective=./strange_lab/loss.py", "callbacks=['./strange_lab/loss.py:Mine']"])
-def test_a_dry_run_names_a_file_and_does_not_import_it(lab: Path, override: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "override", ["objective=./strange_lab/loss.py", "callbacks=['./strange_lab/loss.py:Mine']"]
+)
+def test_a_dry_run_names_a_file_and_does_not_import_it(
+    lab: Path, override: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", override, "--dry-run"]) == 0
     assert "./strange_lab/loss.py" in capsys.readouterr().out and not (lab / "ran").exists()
     assert main(["train", override, "--dry-run", "--with-code"]) == 2 and (lab / "ran").exists()
@@ -60,20 +66,32 @@ def test_with_code_a_dry_run_imports_it(lab: Path, capsys: pytest.CaptureFixture
     assert "has no class Config" in capsys.readouterr().err and (lab / "ran").exists()
 
 
-def test_the_flag_is_refused_where_it_would_do_nothing(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flag_is_refused_where_it_would_do_nothing(
+    lab: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", "steps=1", "--with-code"]) == 2
     assert "--with-code is given without --dry-run" in capsys.readouterr().err
 
 
 def test_programs_are_listed_and_need_no_import() -> None:
-    (found,) = find_external_code({"track": [{"kind": "alert", "form": "command", "command": ["notify", "me"]}], "optim": "adamw"})
+    (found,) = find_external_code(
+        {
+            "track": [{"kind": "alert", "form": "command", "command": ["notify", "me"]}],
+            "optim": "adamw",
+        }
+    )
     assert str(found) == "track.0.command starts notify me" and not found.is_imported
 
 
-def test_a_module_of_the_users_that_fails_is_named_with_its_line(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module_of_the_users_that_fails_is_named_with_its_line(
+    lab: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (lab / "strange_lab" / "bad.py").write_text("x = 1\ny = x / 0\n")
     (lab / "strange_lab" / "worse.py").write_text("def f(:\n")
-    for name, words in {"bad": ["ZeroDivisionError", "bad.py:2"], "worse": ["SyntaxError", "worse.py:1"]}.items():
+    for name, words in {
+        "bad": ["ZeroDivisionError", "bad.py:2"],
+        "worse": ["SyntaxError", "worse.py:1"],
+    }.items():
         assert main(["config", "show", f"objective.kind=strange_lab.{name}"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert all(word in line for word in words), line

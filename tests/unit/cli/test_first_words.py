@@ -12,7 +12,9 @@ from headway.cli._group import OTHER_SECTION
 
 
 @pytest.mark.parametrize("words", [[], ["data"], ["config"]])
-def test_help_is_the_answer_to_no_verb(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_the_answer_to_no_verb(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"Usage: {' '.join(['headway', *words])}")
@@ -32,7 +34,9 @@ def test_every_verb_stands_under_a_heading_with_its_whole_sentence(
 
 
 @pytest.mark.parametrize("group", ["data", "eval", "launch", "config", "doctor", "verify", "masks"])
-def test_help_of_a_group_is_whole_at_80_columns(group: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_of_a_group_is_whole_at_80_columns(
+    group: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main([group, "--help"]) == 0
     commands = capsys.readouterr().out.partition("Commands:")[2]
@@ -55,7 +59,9 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["eval", "tokenise"], "`headway data tokenize`"),
     ],
 )
-def test_a_verb_that_is_not_there_names_the_one_that_is(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verb_that_is_not_there_names_the_one_that_is(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and f"has no verb {words[-1]!r}. Did you mean {meant}?" in err
@@ -63,7 +69,10 @@ def test_a_verb_that_is_not_there_names_the_one_that_is(words: list[str], meant:
 
 def test_a_word_like_no_verb_gets_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["qqqqq"]) == 2
-    assert capsys.readouterr().err == "error: headway has no verb 'qqqqq'. `headway --help` lists them.\n"
+    assert (
+        capsys.readouterr().err
+        == "error: headway has no verb 'qqqqq'. `headway --help` lists them.\n"
+    )
 
 
 COMPLETE = """
@@ -84,7 +93,13 @@ def complete(words: str) -> list[str]:
         "_TYPER_COMPLETE_ARGS": words,
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }
-    done = subprocess.run([sys.executable, "-c", COMPLETE], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPLETE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "AssertionError" not in done.stderr, done.stderr
     return [line.split("\t")[0] for line in done.stdout.splitlines()]
 
@@ -92,6 +107,8 @@ def complete(words: str) -> list[str]:
 def test_the_shell_completes_verbs_settings_and_kinds_without_torch() -> None:
     assert "tokenize" in complete("headway data to")
     assert {"data.seq_len=", "data.valid."} <= set(complete("headway train data."))
-    assert {"lora", "laptop/lora"} <= set(complete("headway train l")) and "node/sft" in complete("headway train node/s")
+    assert {"lora", "laptop/lora"} <= set(complete("headway train l")) and "node/sft" in complete(
+        "headway train node/s"
+    )
     assert complete("headway train objective.kind=next") == ["objective.kind=next_token"]
     assert complete("headway train data.packing=b") == ["data.packing=best_fit"]

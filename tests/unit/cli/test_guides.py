@@ -20,7 +20,18 @@ ROOT = Path(__file__).parents[3]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README*.md")])
 GUIDES = [page for page in PAGES if page.name not in ("settings.md", "lab-notes.md")]
 FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```")
-NO_SETTINGS = (".yaml", ".json", ".jsonl", ".md", ".py", ".txt", ".log", ".tsv", "model.norm.weight", "model.safetensors")
+NO_SETTINGS = (
+    ".yaml",
+    ".json",
+    ".jsonl",
+    ".md",
+    ".py",
+    ".txt",
+    ".log",
+    ".tsv",
+    "model.norm.weight",
+    "model.safetensors",
+)
 OF_OTHERS = {"--case", "--search", "--signal"}
 """Flags of benchmarks and of SLURM."""
 WITH_RECIPE = {"train", "supervise", "verify resume", "sparsify"}
@@ -43,11 +54,18 @@ def commands() -> dict[str, Any]:
 def settings() -> tuple[set[str], set[str]]:
     """All settings, and the sections and single words that lead to them."""
     known = {re.sub(r"\[[\w.]+\]", "", path) for path in setting_paths(Recipe)}
-    return known, {".".join(path.split(".")[:end]) for path in known for end in range(1, path.count(".") + 1)}
+    return known, {
+        ".".join(path.split(".")[:end]) for path in known for end in range(1, path.count(".") + 1)
+    }
 
 
 def flags(command: Any) -> set[str]:
-    return {flag for option in command.params for flag in (*option.opts, *option.secondary_opts) if flag.startswith("-")} | {"--help", "-h"}
+    return {
+        flag
+        for option in command.params
+        for flag in (*option.opts, *option.secondary_opts)
+        if flag.startswith("-")
+    } | {"--help", "-h"}
 
 
 def is_setting(name: str) -> bool:
@@ -68,7 +86,9 @@ def lines(page: Path) -> list[list[str]]:
                     found.append(shlex.split(line.removeprefix("$ "), comments=True)[1:])
     for code in re.findall(r"`(headway [a-z][^`\n]*)`", re.sub(r"(?s)```.*?```", "", text)):
         words = code.replace("|", " ").split()[1:]
-        if any(verb == words[0] or verb.startswith(words[0] + " ") for verb in commands()) and not re.search(r"[|…]|\.\.\.", code):
+        if any(
+            verb == words[0] or verb.startswith(words[0] + " ") for verb in commands()
+        ) and not re.search(r"[|…]|\.\.\.", code):
             found.append(words)
     return found
 
@@ -80,17 +100,30 @@ def test_there_is_something_to_check() -> None:
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_commands_have_verbs_flags_and_settings_that_exist(page: Path) -> None:
     for words in lines(page):
-        verb = next((" ".join(words[:count]) for count in (3, 2, 1) if " ".join(words[:count]) in commands()), None)
+        verb = next(
+            (
+                " ".join(words[:count])
+                for count in (3, 2, 1)
+                if " ".join(words[:count]) in commands()
+            ),
+            None,
+        )
         assert verb is not None, f"no such verb: headway {' '.join(words)}"
         for word in words[len(verb.split()) :]:
             if word == "--":
                 break
             if word.startswith("-") and not re.fullmatch(r"-\d.*", word):
-                assert word.split("=")[0] in flags(commands()[verb]), f"headway {verb} has no {word}"
+                assert word.split("=")[0] in flags(commands()[verb]), (
+                    f"headway {verb} has no {word}"
+                )
             elif verb in WITH_RECIPE and (given := re.match(r"([a-z_]+(?:\.[\w]+)*)=", word)):
-                assert is_setting(given[1]), f"no such setting: {given[1]} in headway {' '.join(words)}"
+                assert is_setting(given[1]), (
+                    f"no such setting: {given[1]} in headway {' '.join(words)}"
+                )
             elif word.startswith(("laptop/", "node/")):
-                assert word in recipe_names(), f"no such recipe: {word} in headway {' '.join(words)}"
+                assert word in recipe_names(), (
+                    f"no such recipe: {word} in headway {' '.join(words)}"
+                )
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
@@ -102,10 +135,16 @@ def test_settings_and_flags_in_running_text_exist(page: Path) -> None:
         text = re.sub(r"(?m)^\|[^|]*\|", "|", text)  # the first column is the other system's
     for code in re.findall(r"`([^`\n]+)`", text):
         for name in re.findall(r"(?<![\w./-])[a-z_]+(?:\.[a-z0-9_]+)+(?![\w/(*-])", code):
-            if name.split(".")[0] in heads and not name.endswith(NO_SETTINGS) and not name.startswith("model.layers."):
+            if (
+                name.split(".")[0] in heads
+                and not name.endswith(NO_SETTINGS)
+                and not name.startswith("model.layers.")
+            ):
                 assert is_setting(name), f"no such setting: {name}"
         for flag in re.findall(r"^--[a-z][a-z-]+", code):
-            assert flag in OF_OTHERS or any(flag in flags(command) for command in commands().values()), f"no verb has {flag}"
+            assert flag in OF_OTHERS or any(
+                flag in flags(command) for command in commands().values()
+            ), f"no verb has {flag}"
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
@@ -132,7 +171,9 @@ FREE = {"data.valid.sets"}
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_pages_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for path in re.findall(r"(?<![\w/])((?:recipes|tests|benchmarks|docs)/[\w/.-]+\.(?:yaml|py|md|png))", text):
+    for path in re.findall(
+        r"(?<![\w/])((?:recipes|tests|benchmarks|docs)/[\w/.-]+\.(?:yaml|py|md|png))", text
+    ):
         assert (ROOT / path).exists(), path
     for link in re.findall(r"\]\(([^)#\s]+)", text):
         assert "://" in link or (page.parent / link).exists(), link
@@ -150,16 +191,27 @@ def anchors(page: Path) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "settings.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "settings.md"], ids=lambda page: page.name
+)
 def test_anchors_exist(page: Path) -> None:
-    for link, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))):
+    for link, anchor in re.findall(
+        r"\]\(([^)#\s]*)#([^)\s]+)\)",
+        re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8")),
+    ):
         if "://" not in link:
             target = (page.parent / link) if link else page
-            assert anchor in anchors(target), f"{target.name} has no heading #{anchor}; it has {sorted(anchors(target))}"
+            assert anchor in anchors(target), (
+                f"{target.name} has no heading #{anchor}; it has {sorted(anchors(target))}"
+            )
 
 
 def test_every_page_in_the_navigation_of_the_site_exists() -> None:
-    shown = set(re.findall(r"(?m)^ *- .*?: ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    shown = set(
+        re.findall(
+            r"(?m)^ *- .*?: ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+        )
+    )
     made = {
         "index.md",
         "ARCHITECTURE.md",
@@ -176,7 +228,8 @@ def test_every_page_in_the_navigation_of_the_site_exists() -> None:
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
 def test_the_front_pages_have_no_long_line(name: str) -> None:
     width = {
-        line: sum(2 if ord(letter) > 0x2E7F else 1 for letter in line) for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
+        line: sum(2 if ord(letter) > 0x2E7F else 1 for letter in line)
+        for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
     }
     assert not {line: cells for line, cells in width.items() if cells > 120}
 
@@ -184,7 +237,9 @@ def test_the_front_pages_have_no_long_line(name: str) -> None:
 def test_no_page_promises_what_does_not_exist() -> None:
     for page in PAGES:
         if not page.name.startswith("coming-from"):
-            assert "serve" in {verb.split()[0] for verb in commands()} or "headway serve" not in page.read_text(encoding="utf-8"), page.name
+            assert "serve" in {
+                verb.split()[0] for verb in commands()
+            } or "headway serve" not in page.read_text(encoding="utf-8"), page.name
 
 
 IN_CHINESE = [page for page in PAGES if page.name.endswith(".zh-CN.md")]
@@ -194,7 +249,10 @@ def without_prompt(words: list[str]) -> list[str]:
     return [word for before, word in zip(["", *words], words, strict=False) if before != "--prompt"]
 
 
-WITH_CHINESE = [ROOT / "docs" / f"coming-from-{system}.md" for system in ("flare", "internlm", "prulong", "purrsight", "zero2all")]
+WITH_CHINESE = [
+    ROOT / "docs" / f"coming-from-{system}.md"
+    for system in ("flare", "internlm", "prulong", "purrsight", "zero2all")
+]
 
 
 @pytest.mark.parametrize("page", WITH_CHINESE, ids=lambda page: page.name)
@@ -209,7 +267,16 @@ def test_a_page_has_the_same_commands_headings_and_table_rows_in_both_languages(
     both = [page, page.with_name(page.name.replace(".zh-CN", ""))]
     chinese, english = ([without_prompt(words) for words in lines(one)] for one in both)
     assert chinese == english
-    codes = [set(re.findall(r"`([^`\n]+)`", re.sub(r"(?s)```.*?```", "", one.read_text(encoding="utf-8")))) for one in both]
+    codes = [
+        set(
+            re.findall(
+                r"`([^`\n]+)`", re.sub(r"(?s)```.*?```", "", one.read_text(encoding="utf-8"))
+            )
+        )
+        for one in both
+    ]
     assert codes[1] <= codes[0], f"only in {both[1].name}: {sorted(codes[1] - codes[0])}"
     for kind in (r"(?m)^#+ ", r"(?m)^\|", r"(?m)^- "):
-        assert len({len(re.findall(kind, one.read_text(encoding="utf-8"))) for one in both}) == 1, kind
+        assert len({len(re.findall(kind, one.read_text(encoding="utf-8"))) for one in both}) == 1, (
+            kind
+        )

@@ -34,13 +34,17 @@ from headway.cli import build_app, main
         (["push_to_hub=true"], "headway export hf"),
     ],
 )
-def test_another_trainers_name_is_answered_with_ours(words: list[str], ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_trainers_name_is_answered_with_ours(
+    words: list[str], ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", "lora", *words]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and ours in err
 
 
-def test_a_name_inside_a_section_that_needs_no_setting_keeps_the_hint_of_the_section(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_inside_a_section_that_needs_no_setting_keeps_the_hint_of_the_section(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["train", "lora", "eval.evry=3", "data.streaming=true"]) == 2
     err = capsys.readouterr().err
     assert "eval.evry is not a setting; did you mean 'every'?" in err
@@ -48,7 +52,9 @@ def test_a_name_inside_a_section_that_needs_no_setting_keeps_the_hint_of_the_sec
 
 
 @pytest.mark.parametrize("verb", ["chat", "generate", "serve", "eval ppl", "export hf"])
-def test_verbs_with_a_model_say_how_it_is_given(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_with_a_model_say_how_it_is_given(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*verb.split(), "--model_name_or_path", "X"]) == 2
     assert "give --model X" in capsys.readouterr().err
 
@@ -62,22 +68,50 @@ def verbs_with_a_model(command: click.Command, words: tuple[str, ...] = ()) -> d
     """The verbs that have --model, each with the names of its arguments."""
     inner = getattr(command, "commands", None)
     if inner is not None:
-        return {verb: names for name, one in inner.items() for verb, names in verbs_with_a_model(one, (*words, name)).items()}
+        return {
+            verb: names
+            for name, one in inner.items()
+            for verb, names in verbs_with_a_model(one, (*words, name)).items()
+        }
     if not any("--model" in parameter.opts for parameter in command.params):
         return {}
-    return {" ".join(words): {parameter.name or "" for parameter in command.params if parameter.param_type_name == "argument"}}
+    return {
+        " ".join(words): {
+            parameter.name or ""
+            for parameter in command.params
+            if parameter.param_type_name == "argument"
+        }
+    }
 
 
 def test_every_verb_with_a_model_takes_it_as_an_argument() -> None:
     verbs = verbs_with_a_model(typer.main.get_command(build_app()))
-    assert {"chat", "generate", "serve", "eval ppl", "eval harness", "export hf", "export gguf", "masks export", "masks show"} <= set(verbs)
+    assert {
+        "chat",
+        "generate",
+        "serve",
+        "eval ppl",
+        "eval harness",
+        "export hf",
+        "export gguf",
+        "masks export",
+        "masks show",
+    } <= set(verbs)
     # There it is the name of a model on a server.
-    assert [verb for verb, names in verbs.items() if "model_argument" not in names] == ["data self-instruct"]
+    assert [verb for verb, names in verbs.items() if "model_argument" not in names] == [
+        "data self-instruct"
+    ]
 
 
-def test_the_argument_means_the_same_as_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_argument_means_the_same_as_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gone = str(tmp_path / "gone")
-    for words in (["generate", "--prompt", "a"], ["export", "hf", "--out", str(tmp_path / "out")], ["eval", "ppl", "--data", __file__]):
+    for words in (
+        ["generate", "--prompt", "a"],
+        ["export", "hf", "--out", str(tmp_path / "out")],
+        ["eval", "ppl", "--data", __file__],
+    ):
         assert main([*words, "--model", gone]) == 2
         by_option = capsys.readouterr().err
         assert main([*words, gone]) == 2
@@ -85,14 +119,32 @@ def test_the_argument_means_the_same_as_the_option(tmp_path: Path, capsys: pytes
         assert gone in by_argument and by_argument == by_option
 
 
-@pytest.mark.parametrize("words", [["generate", "--prompt", "a"], ["chat"], ["serve"], ["export", "hf", "--out", "x"], ["masks", "show"]])
-def test_two_models_are_refused_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "--prompt", "a"],
+        ["chat"],
+        ["serve"],
+        ["export", "hf", "--out", "x"],
+        ["masks", "show"],
+    ],
+)
+def test_two_models_are_refused_in_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*words, "runs/a", "--model", "runs/b"]) == 2
-    assert capsys.readouterr().err == "error: the model is given twice: runs/a, and --model runs/b. Leave one of them out.\n"
+    assert (
+        capsys.readouterr().err
+        == "error: the model is given twice: runs/a, and --model runs/b. Leave one of them out.\n"
+    )
 
 
-@pytest.mark.parametrize("words", [["generate", "--prompt", "a"], ["chat"], ["serve"], ["export", "hf", "--out", "x"]])
+@pytest.mark.parametrize(
+    "words", [["generate", "--prompt", "a"], ["chat"], ["serve"], ["export", "hf", "--out", "x"]]
+)
 def test_no_model_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: no model is given. ") and err.count("\n") == 1 and "--model" in err
+    assert (
+        err.startswith("error: no model is given. ") and err.count("\n") == 1 and "--model" in err
+    )

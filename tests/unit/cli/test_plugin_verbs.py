@@ -45,20 +45,31 @@ def _plugins_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_plugins, "_entry_points", lambda: found)
 
 
-def test_help_lists_plugins_and_imports_none(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_help_lists_plugins_and_imports_none(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert "hello" in shown and "their_lab:hello of an unknown package" in shown and "broken" in shown and "data" in shown
+    assert (
+        "hello" in shown
+        and "their_lab:hello of an unknown package" in shown
+        and "broken" in shown
+        and "data" in shown
+    )
     assert "their_lab" not in sys.modules and "their_wreck" not in sys.modules
     assert "the verb train of an unknown package is left out" in caplog.text
 
 
-def test_verbs_of_headway_do_not_look_for_plugins(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_of_headway_do_not_look_for_plugins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(_plugins, "_entry_points", lambda: pytest.fail("looked"))
     assert main(["train", "--help"]) == 0 and main(["data", "tokenize", "--help"]) == 0
 
 
-def test_a_plugin_takes_options_and_its_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plugin_takes_options_and_its_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["hello", "you", "--times", "2"]) == 0
     assert capsys.readouterr().out == "hello you\nhello you\n"
     assert main(["hello", "--help"]) == 0
@@ -74,12 +85,17 @@ def test_a_plugin_takes_options_and_its_errors_are_one_line(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("verb", "message"),
     [
-        ("broken", r"the verb broken of an unknown package (their_wreck:f) cannot be imported: ZeroDivisionError"),
+        (
+            "broken",
+            r"the verb broken of an unknown package (their_wreck:f) cannot be imported: ZeroDivisionError",
+        ),
         ("gone", "cannot be imported: ModuleNotFoundError: No module named 'their_none'"),
         ("odd", "is no function"),
     ],
 )
-def test_a_broken_plugin_breaks_only_itself(verb: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_plugin_breaks_only_itself(
+    verb: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([verb]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1

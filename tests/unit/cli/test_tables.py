@@ -14,7 +14,9 @@ def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_piped_table_has_one_line_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piped_table_has_one_line_a_row(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     lines = shown(capsys)
     assert len(lines) == 1 + len(ROWS)
@@ -36,13 +38,17 @@ def test_no_number_is_cut_in_two_however_narrow_the_terminal(
         assert max(map(len, lines)) <= columns
 
 
-def test_a_table_without_rows_is_its_headings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_without_rows_is_its_headings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     print_table(COLUMNS, [])
     assert capsys.readouterr().out.split() == " ".join(COLUMNS).split()
 
 
-def test_brackets_in_cells_are_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brackets_in_cells_are_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     print_table(("key", "value"), [("adapter.targets", "[q_proj, v_proj]")], title="[bold]")
     assert "[q_proj, v_proj]" in (out := capsys.readouterr().out) and "[bold]" in out

@@ -20,14 +20,32 @@ def load_noting(name: str, *overrides: str) -> tuple[Recipe, list[str]]:
     ("name", "override", "left_out"),
     [
         ("dpo", "objective.kind=orpo", ['loss_type="sigmoid"', 'reference_logps="cached"']),
-        ("dpo", "objective.kind=simpo", ['loss_type="sigmoid"', 'reference_logps="cached"', "beta=0.1"]),
-        ("sparsify", "objective.kind=next_token", ["start=0.0", "target=0.6", "warmup=0.8", "window=64", "sinks=4"]),
-        ("multimodal/align", "model.aligner.encoders.image.kind=efficientnet_lite0", ["image_size=32", 'stem="convolutions"']),
-        ("node/nope_stage1", "optim.kind=schedule_free", ['schedule.kind="cosine"', "schedule.floor=0.0"]),
+        (
+            "dpo",
+            "objective.kind=simpo",
+            ['loss_type="sigmoid"', 'reference_logps="cached"', "beta=0.1"],
+        ),
+        (
+            "sparsify",
+            "objective.kind=next_token",
+            ["start=0.0", "target=0.6", "warmup=0.8", "window=64", "sinks=4"],
+        ),
+        (
+            "multimodal/align",
+            "model.aligner.encoders.image.kind=efficientnet_lite0",
+            ["image_size=32", 'stem="convolutions"'],
+        ),
+        (
+            "node/nope_stage1",
+            "optim.kind=schedule_free",
+            ['schedule.kind="cosine"', "schedule.floor=0.0"],
+        ),
         ("node/prulong-stages", "stages.0.objective.kind=next_token", ["start=0.0", "window=1024"]),
     ],
 )
-def test_settings_of_the_recipes_kind_are_left_out_in_one_line(name: str, override: str, left_out: list[str]) -> None:
+def test_settings_of_the_recipes_kind_are_left_out_in_one_line(
+    name: str, override: str, left_out: list[str]
+) -> None:
     _, notes = load_noting(name, override)
     assert len(notes) == 1 and notes[0].startswith(f"{override} leaves out ")
     for setting in left_out:
@@ -66,13 +84,21 @@ def test_a_mistake_in_the_file_is_still_refused(tmp_path: Path) -> None:
 def test_python_changes_a_kind_in_the_same_way() -> None:
     recipe = Recipe.load("laptop/dpo").with_({"objective.kind": "orpo"})
     assert recipe.objective.model_dump() == {"kind": "orpo", "beta": 0.1}
-    assert Recipe.load({"objective": {"kind": "dpo", "loss_type": "ipo"}}, ["objective.kind=orpo"]).objective.kind == "orpo"
+    assert (
+        Recipe.load(
+            {"objective": {"kind": "dpo", "loss_type": "ipo"}}, ["objective.kind=orpo"]
+        ).objective.kind
+        == "orpo"
+    )
 
 
 def test_the_line_is_on_the_screen() -> None:
     done = headway("config", "show", "dpo", "objective.kind=orpo")
     assert done.returncode == 0
-    assert 'objective.kind=orpo leaves out loss_type="sigmoid", reference_logps="cached" of the recipe, which are for dpo' in done.stderr
+    assert (
+        'objective.kind=orpo leaves out loss_type="sigmoid", reference_logps="cached" of the recipe, which are for dpo'
+        in done.stderr
+    )
 
 
 def test_a_recipe_to_edit_holds_the_new_kind_alone(tmp_path: Path) -> None:

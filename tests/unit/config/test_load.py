@@ -24,20 +24,34 @@ def recipe_file(tmp_path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
-        ("optim:\n  lr: 1e-3\n  wieght_decay: 0.1\n", 3, ["optim.wieght_decay is not a setting", "did you mean 'weight_decay'"]),
+        (
+            "optim:\n  lr: 1e-3\n  wieght_decay: 0.1\n",
+            3,
+            ["optim.wieght_decay is not a setting", "did you mean 'weight_decay'"],
+        ),
         ("modle: {}\n", 1, ["modle is not a setting", "did you mean 'model'"]),
         ("model:\n  hidden_size: wide\n", 2, ['model.hidden_size is "wide"', "integer"]),
         ("objective:\n  kind: next_tokens\n", 1, ["'next_tokens'", "did you mean 'next_token'"]),
-        ("objective:\n  kind: next_token\n  z_los: 1\n", 3, ["objective.z_los", "did you mean 'z_loss'"]),
+        (
+            "objective:\n  kind: next_token\n  z_los: 1\n",
+            3,
+            ["objective.z_los", "did you mean 'z_loss'"],
+        ),
         ("seed: 1\nseed: 2\n", 2, ["duplicate key", "once"]),
         ("model: {preset: llama-1t}\n", 1, ["preset is 'llama-1t'", "llama-1b"]),
-        ("model: {num_heads: 3, hidden_size: 256}\n", 1, ["num_heads is 3", "must divide hidden_size=256"]),
+        (
+            "model: {num_heads: 3, hidden_size: 256}\n",
+            1,
+            ["num_heads is 3", "must divide hidden_size=256"],
+        ),
         ("optim: {betas: [0.9, 1.0]}\n", 1, ["optim.betas is [0.9, 1.0]", "below 1"]),
         ("steps: [\n", 2, ["not YAML"]),
         ("track: [{kind: tensorbord}]\n", 1, ["'tensorbord'", "did you mean 'tensorboard'"]),
     ],
 )
-def test_a_mistake_names_key_value_expectation_and_line(tmp_path: Path, text: str, line: int, words: list[str]) -> None:
+def test_a_mistake_names_key_value_expectation_and_line(
+    tmp_path: Path, text: str, line: int, words: list[str]
+) -> None:
     path = recipe_file(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load(Recipe, path)
@@ -61,21 +75,41 @@ def test_yaml_is_1_2_so_exponents_are_numbers_and_no_is_text(tmp_path: Path) -> 
 
 def test_overrides_win_over_the_file_and_reach_into_lists(tmp_path: Path) -> None:
     path = recipe_file(tmp_path, "seed: 1\ndata: {train: [{path: a}, {path: b}]}\n")
-    recipe = load(Recipe, path, ["seed=7", "data.train.1.min_length=9", "optim.schedule.kind=linear", "objective.z_loss=1e-4"])
+    recipe = load(
+        Recipe,
+        path,
+        [
+            "seed=7",
+            "data.train.1.min_length=9",
+            "optim.schedule.kind=linear",
+            "objective.z_loss=1e-4",
+        ],
+    )
     assert recipe.seed == 7
     assert recipe.data.train is not None
     assert recipe.data.train[1].min_length == 9
     assert recipe.optim.schedule.kind == "linear"
 
 
-@pytest.mark.parametrize("override", ["seed", "=3", "data.train.5.path=x", "seed.x=1", "data.train.0.limit.x=3"])
+@pytest.mark.parametrize(
+    "override", ["seed", "=3", "data.train.5.path=x", "seed.x=1", "data.train.0.limit.x=3"]
+)
 def test_an_override_that_cannot_be_applied_is_refused(tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError):
         load(Recipe, recipe_file(tmp_path, "seed: 1\ndata: {train: [a]}\n"), [override])
 
 
 def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
-    recipe = load(Recipe, None, ["model.preset=llama-1b", "data.train=[a@0.3, b@0.7]", "track=[{kind: tensorboard}]", "init.from=x"])
+    recipe = load(
+        Recipe,
+        None,
+        [
+            "model.preset=llama-1b",
+            "data.train=[a@0.3, b@0.7]",
+            "track=[{kind: tensorboard}]",
+            "init.from=x",
+        ],
+    )
     again = load(Recipe, recipe_file(tmp_path, dump_yaml(recipe)))
     assert again == recipe
 
@@ -95,10 +129,26 @@ def test_recipes_are_frozen() -> None:
 
 def test_the_schema_describes_every_section_and_kind() -> None:
     schema = Recipe.model_json_schema(by_alias=True)
-    assert set(schema["properties"]) >= {"run", "model", "data", "objective", "optim", "batch", "steps", "track"}
-    kinds = [option["properties"]["kind"].get("const") for option in schema["properties"]["objective"]["anyOf"]]
+    assert set(schema["properties"]) >= {
+        "run",
+        "model",
+        "data",
+        "objective",
+        "optim",
+        "batch",
+        "steps",
+        "track",
+    }
+    kinds = [
+        option["properties"]["kind"].get("const")
+        for option in schema["properties"]["objective"]["anyOf"]
+    ]
     assert "next_token" in kinds
-    undescribed = [name for name, entry in schema["properties"].items() if not (entry.get("description") or "$ref" in entry)]
+    undescribed = [
+        name
+        for name, entry in schema["properties"].items()
+        if not (entry.get("description") or "$ref" in entry)
+    ]
     assert not undescribed
 
 
@@ -110,15 +160,33 @@ def test_configuration_and_help_never_import_torch() -> None:
 @pytest.mark.parametrize(
     ("text", "override", "said"),
     [
-        ("batch: {tokens: 8192, micro_rows: 2}", "batch.rows=2", "batch.rows=2 replaces batch.tokens=8192"),
-        ("batch: {rows_per_rank: 2, accumulate: 3}", "batch.rows=8", "batch.rows=8 replaces batch.rows_per_rank=2"),
-        ("batch: {rows: 4}", "batch.rows_per_rank=2", "batch.rows_per_rank=2 replaces batch.rows=4"),
+        (
+            "batch: {tokens: 8192, micro_rows: 2}",
+            "batch.rows=2",
+            "batch.rows=2 replaces batch.tokens=8192",
+        ),
+        (
+            "batch: {rows_per_rank: 2, accumulate: 3}",
+            "batch.rows=8",
+            "batch.rows=8 replaces batch.rows_per_rank=2",
+        ),
+        (
+            "batch: {rows: 4}",
+            "batch.rows_per_rank=2",
+            "batch.rows_per_rank=2 replaces batch.rows=4",
+        ),
         ("epochs: 2", "steps=5", "steps=5 replaces epochs=2"),
-        ("data: {valid: {sets: {a: x}}}", "data.valid.fraction=0.1", "data.valid.fraction=0.1 replaces data.valid.sets"),
+        (
+            "data: {valid: {sets: {a: x}}}",
+            "data.valid.fraction=0.1",
+            "data.valid.fraction=0.1 replaces data.valid.sets",
+        ),
         ("train: [norms]", "freeze=[embeddings]", "replaces train=['norms']"),
     ],
 )
-def test_an_override_replaces_the_recipes_other_way_to_say_it_and_says_so(tmp_path: Path, text: str, override: str, said: str) -> None:
+def test_an_override_replaces_the_recipes_other_way_to_say_it_and_says_so(
+    tmp_path: Path, text: str, override: str, said: str
+) -> None:
     notes: list[str] = []
     load(Recipe, recipe_file(tmp_path, text), [override], notes.append)
     assert said in notes[0] and "recipe.yaml:1" in notes[0]
@@ -131,17 +199,27 @@ def test_two_overrides_that_contradict_each_other_are_still_refused(tmp_path: Pa
 
 
 def test_a_replaced_form_is_shown_on_the_screen(tmp_path: Path) -> None:
-    done = headway("config", "show", str(recipe_file(tmp_path, "batch: {tokens: 8192}")), "batch.rows=2")
+    done = headway(
+        "config", "show", str(recipe_file(tmp_path, "batch: {tokens: 8192}")), "batch.rows=2"
+    )
     assert done.returncode == 0 and "batch.rows=2 replaces batch.tokens=8192" in done.stderr
 
 
-@pytest.mark.parametrize(("given", "meant"), [("true", 1.0), ("false", "none"), ("0.5", 0.5), ("selective", "selective")])
+@pytest.mark.parametrize(
+    ("given", "meant"), [("true", 1.0), ("false", "none"), ("0.5", 0.5), ("selective", "selective")]
+)
 def test_recompute_takes_the_switch_that_other_systems_have(given: str, meant: float | str) -> None:
     assert load(Recipe, None, [f"memory.recompute={given}"]).memory.recompute == meant
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"), [("[all]", "all"), ("all", "all"), ("model", ("model",)), ("[model, optimizer]", ("model", "optimizer"))]
+    ("given", "meant"),
+    [
+        ("[all]", "all"),
+        ("all", "all"),
+        ("model", ("model",)),
+        ("[model, optimizer]", ("model", "optimizer")),
+    ],
 )
 def test_content_is_a_list_a_name_or_all(given: str, meant: object) -> None:
     assert load(Recipe, None, ["init.from=x", f"init.content={given}"]).init.content == meant
@@ -150,7 +228,11 @@ def test_content_is_a_list_a_name_or_all(given: str, meant: object) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["parallel.hook.kind=torch_style", "parallel.hook.state=x", "parallel.hook={kind: compress}"],
+        [
+            "parallel.hook.kind=torch_style",
+            "parallel.hook.state=x",
+            "parallel.hook={kind: compress}",
+        ],
         ["optim.schedule.zero_steps=3", "optim=adamw"],
     ],
 )
@@ -158,14 +240,20 @@ def test_a_later_override_may_take_the_place_of_an_earlier_one(overrides: list[s
     load(Recipe, None, overrides)
 
 
-@pytest.mark.parametrize("setting", ["checkpoint.to", "run.dir", "run.name", "init.from", "init.masks", "tokenizer"])
+@pytest.mark.parametrize(
+    "setting", ["checkpoint.to", "run.dir", "run.name", "init.from", "init.masks", "tokenizer"]
+)
 def test_a_path_that_no_file_system_takes_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="at most 255 bytes"):
         load(Recipe, None, [f"{setting}={'é' * 200}"])
 
 
 def test_integers_beyond_63_bits_and_endless_steps_are_refused() -> None:
-    for override in ("seed=9223372036854775808", "heal.window=9223372036854775807", "adapter.rank=100000000000000"):
+    for override in (
+        "seed=9223372036854775808",
+        "heal.window=9223372036854775807",
+        "adapter.rank=100000000000000",
+    ):
         with pytest.raises(ConfigError, match=r"must be smaller|less than or equal"):
             load(Recipe, None, [override])
     with pytest.raises(ConfigError, match=r"the maximum is .* tokens\. Lower it"):
@@ -176,7 +264,11 @@ def test_integers_beyond_63_bits_and_endless_steps_are_refused() -> None:
 def test_every_module_with_a_config_class_is_a_listed_kind(package: str) -> None:
     folder = Path(__file__).parents[3] / "src" / "headway" / package.replace(".", "/")
     classes = {
-        path.stem: [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        path.stem: [
+            node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+        ]
         for path in folder.glob("*.py")
     }
-    assert sorted(name for name, found in classes.items() if "Config" in found) == sorted(kind_names(f"headway.{package}"))
+    assert sorted(name for name, found in classes.items() if "Config" in found) == sorted(
+        kind_names(f"headway.{package}")
+    )

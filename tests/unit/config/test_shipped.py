@@ -19,7 +19,17 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("given", ["laptop/sft", "laptop/sft.yaml", "recipes/laptop/sft.yaml", "./recipes/laptop/sft", "sft", "sft.yaml"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "laptop/sft",
+        "laptop/sft.yaml",
+        "recipes/laptop/sft.yaml",
+        "./recipes/laptop/sft",
+        "sft",
+        "sft.yaml",
+    ],
+)
 def test_every_way_to_write_a_shipped_recipe_finds_it(given: str) -> None:
     assert find_recipe(given) == FOLDER / "laptop/sft.yaml"
 
@@ -42,7 +52,9 @@ def test_a_file_here_comes_before_the_shipped_recipe_of_its_name(tmp_path: Path)
     (tmp_path / "lora.yaml").write_text("steps: 7\n")
     notes: list[str] = []
     assert find_recipe("lora", notes.append) == Path("lora.yaml")
-    assert notes == ["the recipe is the file lora.yaml here; recipes/laptop/lora is the one that comes with headway"]
+    assert notes == [
+        "the recipe is the file lora.yaml here; recipes/laptop/lora is the one that comes with headway"
+    ]
     assert find_recipe("lora.yaml") == Path("lora.yaml")
     assert find_recipe("recipes/laptop/lora") == FOLDER / "laptop/lora.yaml"
 
@@ -83,6 +95,9 @@ def test_verbs_take_names(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_recipes_are_at_the_root_of_the_repository_too() -> None:
     assert (
-        sorted(path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in (ROOT / "recipes").glob("*/*.yaml"))
+        sorted(
+            path.relative_to(ROOT / "recipes").with_suffix("").as_posix()
+            for path in (ROOT / "recipes").glob("*/*.yaml")
+        )
         == recipe_names()
     )

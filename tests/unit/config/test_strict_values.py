@@ -27,7 +27,9 @@ def test_a_value_of_another_kind_is_refused_by_its_key(override: str, key: str) 
 
 @pytest.mark.parametrize("index", [1, 2, 7])
 def test_a_place_past_the_end_of_a_list_is_one_line(index: int) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train is a list of length 1; use an index below 1"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train is a list of length 1; use an index below 1"
+    ):
         load(Recipe, None, ["data.train=[a]", f"data.train.{index}=b"])
     assert load(Recipe, None, ["data.train=[a]", "data.train.0=b"]).data.train[0].path == "b"  # pyright: ignore
 
@@ -60,5 +62,19 @@ def test_what_no_recipe_is_is_refused_at_once(text: str, said: str) -> None:
 def test_aliases_and_merges_mean_what_they_mean_in_yaml() -> None:
     text = "base: &base {a: 1, b: [x]}\none: {<<: *base, a: 2}\ntwo: *base\nlist: [*base, 3]\n"
     base = {"a": 1, "b": ["x"]}
-    assert parse_yaml(text, "recipe.yaml") == {"base": base, "one": {"a": 2, "b": ["x"]}, "two": base, "list": [base, 3]}
-    assert parse_yaml("[0x1f, 0o17, 1e-3, .5, no, 'no', ~, 2020-01-01]", "v") == [31, 15, 1e-3, 0.5, "no", "no", None, "2020-01-01"]
+    assert parse_yaml(text, "recipe.yaml") == {
+        "base": base,
+        "one": {"a": 2, "b": ["x"]},
+        "two": base,
+        "list": [base, 3],
+    }
+    assert parse_yaml("[0x1f, 0o17, 1e-3, .5, no, 'no', ~, 2020-01-01]", "v") == [
+        31,
+        15,
+        1e-3,
+        0.5,
+        "no",
+        "no",
+        None,
+        "2020-01-01",
+    ]

@@ -15,7 +15,10 @@ from headway.errors import ConfigError
 
 def resolve(ranks: int, seq_len: int = 512, **batch: Any) -> tuple[int, int, int, int]:
     found = validate(BatchConfig, batch).resolve(seq_len, ranks)
-    assert found.rows == found.micro_rows * found.accumulate * ranks and found.tokens == found.rows * seq_len
+    assert (
+        found.rows == found.micro_rows * found.accumulate * ranks
+        and found.tokens == found.rows * seq_len
+    )
     return found.rows, found.micro_rows, found.accumulate, found.tokens
 
 
@@ -46,26 +49,53 @@ def test_what_is_left_out_is_derived() -> None:
         (1, {"rows": 8, "rampup": {"start": 9, "add": 1, "every": 1}}, "must not exceed the full batch of 8 rows"),
     ],
 )  # fmt: skip
-def test_a_batch_that_does_not_fit_says_what_would(ranks: int, batch: dict[str, Any], said: str) -> None:
+def test_a_batch_that_does_not_fit_says_what_would(
+    ranks: int, batch: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(ranks, **batch)
     assert said in str(caught.value)
 
 
-@given(rows=st.integers(1, 20), start=st.integers(1, 20), add=st.integers(1, 9), every=st.integers(1, 4), batch=st.integers(0, 60))
-def test_rows_before_a_batch_are_the_sum_of_the_batches(rows: int, start: int, add: int, every: int, batch: int) -> None:
+@given(
+    rows=st.integers(1, 20),
+    start=st.integers(1, 20),
+    add=st.integers(1, 9),
+    every=st.integers(1, 4),
+    batch=st.integers(0, 60),
+)
+def test_rows_before_a_batch_are_the_sum_of_the_batches(
+    rows: int, start: int, add: int, every: int, batch: int
+) -> None:
     rampup = Rampup(start=min(start, rows), add=add, every=every)
-    assert rows_before(rows, rampup, batch) == sum(batch_rows(rows, rampup, i) for i in range(batch))
+    assert rows_before(rows, rampup, batch) == sum(
+        batch_rows(rows, rampup, i) for i in range(batch)
+    )
     assert rows_before(rows, None, batch) == rows * batch
 
 
 def test_internlm_rampup_string_is_expressible() -> None:
-    assert [batch_rows(8, Rampup(start=2, add=2, every=3), i) for i in range(11)] == [2, 2, 2, 4, 4, 4, 6, 6, 6, 8, 8]
+    assert [batch_rows(8, Rampup(start=2, add=2, every=3), i) for i in range(11)] == [
+        2,
+        2,
+        2,
+        4,
+        4,
+        4,
+        6,
+        6,
+        6,
+        8,
+        8,
+    ]
 
 
 def test_paths_may_carry_weight_or_repeats() -> None:
     given = validate(DataConfig, {"train": ["a/b@0.3", {"path": "c@d/e", "weight": 2}]}).train
-    assert given is not None and [(one.path, one.weight) for one in given] == [("a/b", 0.3), ("c@d/e", 2.0)]
+    assert given is not None and [(one.path, one.weight) for one in given] == [
+        ("a/b", 0.3),
+        ("c@d/e", 2.0),
+    ]
     given = validate(DataConfig, {"train": "s#2"}).train
     assert given is not None and (given[0].path, given[0].repeat) == ("s", 2)
 
@@ -88,7 +118,9 @@ def test_a_resumed_run_may_change_how_data_is_read_but_not_which() -> None:
     ):
         changed = differences(old, validate(DataConfig, {"train": "a", key: value}))
         assert (len(changed[0]), len(changed[1])) == ((1, 0) if fixed else (0, 1)), key
-    batch = differences(validate(BatchConfig, {"rows": 8}), validate(BatchConfig, {"rows": 8, "micro_rows": 2}))
+    batch = differences(
+        validate(BatchConfig, {"rows": 8}), validate(BatchConfig, {"rows": 8, "micro_rows": 2})
+    )
     assert batch == ([], ["micro_rows: null -> 2"])
 
 

@@ -18,14 +18,32 @@ from headway.data.rows import RowPieces
 from headway.data.selection import Selection
 from headway.errors import ConfigError, DataError
 from headway.store.local_copy import copy_to_local
-from headway.store.media_items import ITEMS_NAME, MediaItem, has_media, media_mark, read_items, write_items
+from headway.store.media_items import (
+    ITEMS_NAME,
+    MediaItem,
+    has_media,
+    media_mark,
+    read_items,
+    write_items,
+)
 from headway.store.reader import Store, StoreWriter, open_store
 
 
 def loader_of(features: MediaFeatures, *stores: Store, state: Any = None, **changes: Any) -> Loader:
-    config = DataConfig.model_validate({"seq_len": 32, "window_tokens": 256, "workers": 0, "cache_dir": None, **changes})
+    config = DataConfig.model_validate(
+        {"seq_len": 32, "window_tokens": 256, "workers": 0, "cache_dir": None, **changes}
+    )
     mixed = [MixtureSource(Selection(store)) for store in stores]
-    return Loader(config, sources=mixed, rows_per_step=4, micro_rows=2, seed=1, epochs=1, state=state, media=features)
+    return Loader(
+        config,
+        sources=mixed,
+        rows_per_step=4,
+        micro_rows=2,
+        seed=1,
+        epochs=1,
+        state=state,
+        media=features,
+    )
 
 
 def batches(loader: Loader) -> list[Batch]:
@@ -56,14 +74,22 @@ def test_every_placeholder_has_its_soft_token(tmp_path: Path, packing: str) -> N
     for batch in read:
         check_slots(batch, features)
     shapes = {name: column.shape for name, column in read[0].extra.items()}
-    assert all({name: column.shape for name, column in batch.extra.items()} == shapes for batch in read)
+    assert all(
+        {name: column.shape for name, column in batch.extra.items()} == shapes for batch in read
+    )
     assert all(batch.loss_weight.sum() > 0 for batch in read)
 
 
 def test_a_row_holds_parts_of_pictures_at_both_ends(tmp_path: Path) -> None:
-    pictures = [MediaItem(3 * number, "image", content_hash("image", number)) for number in range(8)]
+    pictures = [
+        MediaItem(3 * number, "image", content_hash("image", number)) for number in range(8)
+    ]
     with StoreWriter(
-        tmp_path / "p", dtype="uint16", tokenizer_fingerprint="f", masked=True, sources=["kind=chat", media_mark(TOKENS)]
+        tmp_path / "p",
+        dtype="uint16",
+        tokenizer_fingerprint="f",
+        masked=True,
+        sources=["kind=chat", media_mark(TOKENS)],
     ) as writer:
         writer.add(np.full(24, 1), np.ones(24, np.bool_))
         write_items(tmp_path / "p", TOKENS, [pictures])
@@ -71,10 +97,20 @@ def test_a_row_holds_parts_of_pictures_at_both_ends(tmp_path: Path) -> None:
     store, features = open_store(tmp_path / "p"), make_features()
     made = MediaColumns(features, [store], seq_len=8, documents_per_row=4)
     # one document in three rows: tokens 0 to 7, 8 to 15 and 16 to 23
-    pieces = RowPieces(np.array([0, 1, 2]), np.array([0, 0, 0]), np.array([0, 8, 16]), np.array([8, 8, 8]), np.array([True, True, False]))
+    pieces = RowPieces(
+        np.array([0, 1, 2]),
+        np.array([0, 0, 0]),
+        np.array([0, 8, 16]),
+        np.array([8, 8, 8]),
+        np.array([True, True, False]),
+    )
     found = made.columns(3, {0: pieces})
     # the second row has the end of picture 2, all of 3 and 4, and the beginning of 5
-    assert found["media.slot"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8]]
+    assert found["media.slot"].tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [2, 3, 4, 5, 6, 7, 8, 9],
+        [1, 2, 3, 4, 5, 6, 7, 8],
+    ]
     table: Any = features.tables["image"]
     np.testing.assert_array_equal(found["media.image"][1, :4].numpy(), table.array[2:6])
     assert found["media.image.present"].sum(1).tolist() == [3, 4, 3]
@@ -94,13 +130,23 @@ def test_features_and_presence_follow_the_document(tmp_path: Path) -> None:
                 number = whole.index(document)
                 for at in range(items.first[number], items.first[number + 1]):
                     name = list(TOKENS)[items.modality[at]]
-                    begin = 0 if name == "image" else batch.extra["media.image"].shape[1] * TOKENS["image"]
-                    item = (int(batch.extra["media.slot"][row, first + items.offset[at]]) - begin) // TOKENS[name]
+                    begin = (
+                        0
+                        if name == "image"
+                        else batch.extra["media.image"].shape[1] * TOKENS["image"]
+                    )
+                    item = (
+                        int(batch.extra["media.slot"][row, first + items.offset[at]]) - begin
+                    ) // TOKENS[name]
                     table: Any = features.tables[name]
                     known = table.known.get(items.keys[at].tobytes().hex())
-                    assert bool(batch.extra[f"media.{name}.present"][row, item]) == (known is not None)
+                    assert bool(batch.extra[f"media.{name}.present"][row, item]) == (
+                        known is not None
+                    )
                     expected = np.zeros(table.shape) if known is None else table.array[known]
-                    np.testing.assert_array_equal(batch.extra[f"media.{name}"][row, item].numpy(), expected)
+                    np.testing.assert_array_equal(
+                        batch.extra[f"media.{name}"][row, item].numpy(), expected
+                    )
                     seen += known is not None
     assert seen > 20
 
@@ -129,7 +175,10 @@ def test_text_sources_mix_with_media(tmp_path: Path) -> None:
     for batch in read:
         check_slots(batch, features)
     alone = batches(loader_of(features, open_store(tmp_path / "t")))
-    assert all((batch.extra["media.slot"] < 0).all() and batch.extra["media.image"].shape[1] == 1 for batch in alone)
+    assert all(
+        (batch.extra["media.slot"] < 0).all() and batch.extra["media.image"].shape[1] == 1
+        for batch in alone
+    )
 
 
 def test_a_store_without_its_items_or_with_others_is_refused(tmp_path: Path) -> None:

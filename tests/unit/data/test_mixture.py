@@ -31,14 +31,22 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Store]:
 
 def mixture_of(sources: list[MixtureSource]) -> Mixture:
     shape = RowShape(ROW, 7, "best_fit")
-    streams = [RowStream(Windows(s.selection, 64, 2), shape, seed=1, number=i, shuffle=True) for i, s in enumerate(sources)]
+    streams = [
+        RowStream(Windows(s.selection, 64, 2), shape, seed=1, number=i, shuffle=True)
+        for i, s in enumerate(sources)
+    ]
     return Mixture(sources, streams)
 
 
 @settings(max_examples=40, deadline=None)
 @given(weights=st.lists(st.floats(0.001, 1000), min_size=2, max_size=4))
 def test_every_prefix_has_the_wanted_shares(stores: list[Store], weights: list[float]) -> None:
-    mixture = mixture_of([MixtureSource(Selection(store), weight) for store, weight in zip(stores, weights, strict=False)])
+    mixture = mixture_of(
+        [
+            MixtureSource(Selection(store), weight)
+            for store, weight in zip(stores, weights, strict=False)
+        ]
+    )
     shares = np.array(weights) / sum(weights)
     drawn = np.zeros(len(weights))
     for row in range(1, 300):
@@ -57,7 +65,9 @@ def test_without_weights_small_sources_are_spread_over_the_whole_epoch(stores: l
 
 def test_a_repeated_source_is_spread_as_one_of_twice_its_size(stores: list[Store]) -> None:
     small = stores[0]  # five rows
-    mixture = mixture_of([MixtureSource(Selection(small), repeat=2), MixtureSource(Selection(small))])
+    mixture = mixture_of(
+        [MixtureSource(Selection(small), repeat=2), MixtureSource(Selection(small))]
+    )
     assert mixture.num_rows == 15
     order = [mixture.draw().source for _ in range(15)]
     # keys (2k + 1) / weight: 1, 3, 5, ... halves against 2, 6, 10, ... halves
@@ -66,7 +76,10 @@ def test_a_repeated_source_is_spread_as_one_of_twice_its_size(stores: list[Store
 
 
 def test_the_sequence_does_not_depend_on_where_reading_began(stores: list[Store]) -> None:
-    sources = [MixtureSource(Selection(store), repeat=1 + number % 2) for number, store in enumerate(stores)]
+    sources = [
+        MixtureSource(Selection(store), repeat=1 + number % 2)
+        for number, store in enumerate(stores)
+    ]
     whole = mixture_of(sources)
     states, rows = [], []
     for _ in range(500):
@@ -77,4 +90,6 @@ def test_the_sequence_does_not_depend_on_where_reading_began(stores: list[Store]
         streams = mixture_of(sources)._streams
         again = Mixture(sources, streams, states[start])
         row = again.draw()
-        assert (row.source, row.block.plan.document[row.block.plan.first[row.number]]) == rows[start]
+        assert (row.source, row.block.plan.document[row.block.plan.first[row.number]]) == rows[
+            start
+        ]

@@ -9,12 +9,29 @@ RAMP = Rampup(start=4, add=6, every=3)
 
 
 def test_a_batch_grows_by_steps_up_to_the_full_one() -> None:
-    assert [batch_rows(20, RAMP, batch) for batch in range(12)] == [4, 4, 4, 10, 10, 10, 16, 16, 16, 20, 20, 20]
+    assert [batch_rows(20, RAMP, batch) for batch in range(12)] == [
+        4,
+        4,
+        4,
+        10,
+        10,
+        10,
+        16,
+        16,
+        16,
+        20,
+        20,
+        20,
+    ]
     assert [batch_rows(20, None, batch) for batch in range(2)] == [20, 20]
 
 
 @pytest.mark.parametrize("rows", [3, 4, 16, 20, 23])
-@pytest.mark.parametrize("ramp", [None, RAMP, Rampup(start=4, add=1, every=1), Rampup(start=1, add=100, every=7)], ids=str)
+@pytest.mark.parametrize(
+    "ramp",
+    [None, RAMP, Rampup(start=4, add=1, every=1), Rampup(start=1, add=100, every=7)],
+    ids=str,
+)
 def test_rows_before_a_batch_are_the_sum_of_those_batches(rows: int, ramp: Rampup | None) -> None:
     total = 0
     for batch in range(40):

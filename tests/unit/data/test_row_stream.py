@@ -14,7 +14,14 @@ from headway.data.selection import Selection
 from headway.store.reader import StoreWriter, open_store
 
 
-def stream_of(folder: Path, lengths: list[int], *, packing: Packing = "best_fit", window: int = 32, block_windows: int = 2) -> RowStream:
+def stream_of(
+    folder: Path,
+    lengths: list[int],
+    *,
+    packing: Packing = "best_fit",
+    window: int = 32,
+    block_windows: int = 2,
+) -> RowStream:
     with StoreWriter(folder, dtype="uint16", tokenizer_fingerprint=None) as writer:
         for length in lengths:
             writer.add(np.ones(length, np.uint16))
@@ -29,20 +36,28 @@ def read(stream: RowStream, epoch: int) -> list[list[int]]:
     for number in range(stream.windows.num_blocks):
         block = stream.block(epoch, number)
         plan = block.plan
-        found += [plan.document[plan.first[row] : plan.first[row + 1]].tolist() for row in block.order]
+        found += [
+            plan.document[plan.first[row] : plan.first[row + 1]].tolist() for row in block.order
+        ]
     return found
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "pad"])
-def test_the_cursor_points_at_a_row_also_at_the_ends_of_blocks(tmp_path: Path, packing: Any) -> None:
-    stream = stream_of(tmp_path / "s", np.random.default_rng(0).integers(1, 20, 40).tolist(), packing=packing)
+def test_the_cursor_points_at_a_row_also_at_the_ends_of_blocks(
+    tmp_path: Path, packing: Any
+) -> None:
+    stream = stream_of(
+        tmp_path / "s", np.random.default_rng(0).integers(1, 20, 40).tolist(), packing=packing
+    )
     assert stream.windows.num_blocks > 3
     cursor = stream.skip_to_row(Cursor(0, 0, 0, 0))
     blocks = set()
     for _ in range(2 * stream.num_rows + 1):
         assert cursor.row < len(stream.block(cursor.epoch, cursor.block).order)
         blocks.add((cursor.epoch, cursor.block))
-        cursor = stream.skip_to_row(Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1))
+        cursor = stream.skip_to_row(
+            Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1)
+        )
     assert len(blocks) > 2 * 3 and cursor.epoch == 2
 
 
@@ -56,7 +71,9 @@ def test_documents_meet_other_neighbours_in_every_epoch(tmp_path: Path) -> None:
 
 def test_rows_and_windows_come_in_another_order_in_every_epoch(tmp_path: Path) -> None:
     # concat packs alike in every epoch: what changes is the order of rows in a block, and of windows over the source
-    one_block = stream_of(tmp_path / "rows", [5] * 60, packing="concat", window=320, block_windows=8)
+    one_block = stream_of(
+        tmp_path / "rows", [5] * 60, packing="concat", window=320, block_windows=8
+    )
     assert one_block.windows.num_blocks == 1 and one_block.windows.num_windows == 1
     first, second = read(one_block, 0), read(one_block, 1)
     assert first != second and sorted(first) == sorted(second)

@@ -46,7 +46,9 @@ def test_absent_media_are_zeros_and_empty_rows_are_no_samples() -> None:
     assert found["media.image"].tolist() == [[0, 0], [0, 0], [16, 17], [12, 13]]
     assert found["media.audio"].tolist() == [[152, 153], [0, 0], [0, 0], [114, 115]]
     assert found["media.image"].dtype == torch.float32
-    assert found["content.image"].tolist()[:2] == [-1, -1] and found["content.audio"].tolist()[1:3] == [-1, -1]
+    assert found["content.image"].tolist()[:2] == [-1, -1] and found["content.audio"].tolist()[
+        1:3
+    ] == [-1, -1]
 
 
 def test_equal_content_has_equal_numbers_in_every_source() -> None:

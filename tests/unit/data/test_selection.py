@@ -23,7 +23,9 @@ from headway.store.reader import StoreWriter, open_store
         ({"limit": 4, "min_length": 4}, [1, 3]),
     ],
 )
-def test_limits_include_what_is_exactly_as_long(tmp_path: Path, wanted: dict[str, Any], documents: list[int]) -> None:
+def test_limits_include_what_is_exactly_as_long(
+    tmp_path: Path, wanted: dict[str, Any], documents: list[int]
+) -> None:
     with StoreWriter(tmp_path / "s", dtype="uint16", tokenizer_fingerprint=None) as writer:
         for length in (3, 4, 0, 5, 1, 6):
             writer.add(np.ones(length, np.uint16))

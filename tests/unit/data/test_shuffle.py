@@ -29,7 +29,11 @@ def test_permutations_of_different_keys_differ_and_mix_well() -> None:
 
 
 def test_hashes_are_the_same_on_every_machine() -> None:
-    assert mix(np.arange(3), 12345).tolist() == [17540659726606785873, 2454886589211414944, 3778200017661327597]
+    assert mix(np.arange(3), 12345).tolist() == [
+        17540659726606785873,
+        2454886589211414944,
+        3778200017661327597,
+    ]
     assert shuffled(8, 1).tolist() == sorted(range(8), key=lambda i: int(mix(np.array([i]), 1)[0]))
 
 
@@ -43,7 +47,10 @@ def test_the_split_has_the_wanted_share_and_depends_on_the_index_alone(fraction:
 
 def test_both_sides_of_a_split_together_are_the_source() -> None:
     source = SyntheticSource(100, 0, num_documents=500)
-    sides = [Selection(source, limit=400, side=side, fraction=0.2).pick(0, 500)[0] for side in ("train", "valid")]
+    sides = [
+        Selection(source, limit=400, side=side, fraction=0.2).pick(0, 500)[0]
+        for side in ("train", "valid")
+    ]
     assert sorted(np.concatenate(sides).tolist()) == list(range(400))
 
 
@@ -55,11 +62,17 @@ def test_both_sides_of_a_split_together_are_the_source() -> None:
     limit=st.none() | st.integers(1, 250),
     min_length=st.integers(1, 300),
 )
-def test_windows_hold_every_wanted_document_once(documents: int, window: int, block: int, limit: int | None, min_length: int) -> None:
+def test_windows_hold_every_wanted_document_once(
+    documents: int, window: int, block: int, limit: int | None, min_length: int
+) -> None:
     source = SyntheticSource(100, 0, num_documents=documents)
     selection = Selection(source, limit, min_length)
     windows = Windows(selection, window, block)
-    found = [windows.pick(number) for b in range(windows.num_blocks) for number in windows.of_block(b, key=9)]
+    found = [
+        windows.pick(number)
+        for b in range(windows.num_blocks)
+        for number in windows.of_block(b, key=9)
+    ]
     lengths = source.lengths(0, documents)
     wanted = [i for i in range(min(documents, limit or documents)) if lengths[i] >= min_length]
     assert sorted(np.concatenate([docs for docs, _ in found]).tolist()) == wanted

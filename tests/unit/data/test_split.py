@@ -27,7 +27,10 @@ def make_store(folder: Path, lengths: list[int]) -> Store:
 
 def read(selection: Selection) -> list[list[int]]:
     documents, lengths = selection.pick(0, selection.num_documents)
-    return [selection.source.tokens(d, 0, n).tolist() for d, n in zip(documents.tolist(), lengths.tolist(), strict=True)]
+    return [
+        selection.source.tokens(d, 0, n).tolist()
+        for d, n in zip(documents.tolist(), lengths.tolist(), strict=True)
+    ]
 
 
 @settings(max_examples=80, deadline=None)
@@ -37,7 +40,9 @@ def read(selection: Selection) -> list[list[int]]:
     min_length=st.integers(1, 4),
     limit=st.integers(1, 14) | st.none(),
 )
-def test_both_sides_hold_something_and_share_everything(tmp_path_factory, lengths, fraction, min_length, limit) -> None:
+def test_both_sides_hold_something_and_share_everything(
+    tmp_path_factory, lengths, fraction, min_length, limit
+) -> None:
     wanted = Selection(make_store(tmp_path_factory.mktemp("s"), lengths), limit, min_length)
     everything = read(wanted)
     if not everything or (len(everything) == 1 and len(everything[0]) < 2 * max(2, min_length)):
@@ -53,7 +58,10 @@ def test_documents_that_a_fraction_divides_already_stay_where_they_were(tmp_path
     wanted = Selection(make_store(tmp_path / "s", [3] * 400))
     for side in ("train", "valid"):
         assert split_side(wanted, side, 0.1) == Selection(wanted.source, side=side, fraction=0.1)
-        assert split_side(wanted, side, 0.1).key == Selection(wanted.source, side=side, fraction=0.1).key
+        assert (
+            split_side(wanted, side, 0.1).key
+            == Selection(wanted.source, side=side, fraction=0.1).key
+        )
 
 
 def test_the_last_tokens_of_a_single_document_are_for_validation(tmp_path: Path) -> None:
@@ -64,7 +72,9 @@ def test_the_last_tokens_of_a_single_document_are_for_validation(tmp_path: Path)
 
 
 def test_what_cannot_be_divided_is_refused_with_a_remedy_that_helps(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"one document, of 3 tokens, which cannot be split.*data\.valid\.sets"):
+    with pytest.raises(
+        ConfigError, match=r"one document, of 3 tokens, which cannot be split.*data\.valid\.sets"
+    ):
         split_side(Selection(make_store(tmp_path / "s", [3])), "valid", 0.5)
 
 
@@ -75,7 +85,9 @@ def test_a_single_pair_cannot_be_divided(tmp_path: Path) -> None:
 
 
 def test_the_parts_of_a_pack_keep_the_documents_inside(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path / "s", dtype="uint16", tokenizer_fingerprint=None, spans=True) as writer:
+    with StoreWriter(
+        tmp_path / "s", dtype="uint16", tokenizer_fingerprint=None, spans=True
+    ) as writer:
         writer.add(np.arange(20), None, np.array([0, 5, 12]))
         writer.finish()
     wanted = Selection(open_source(tmp_path / "s"))

@@ -30,7 +30,9 @@ from headway.store.teacher_logits import LogitsOrigin, TeacherLogitsWriter, open
 
 
 def make_store(folder: Path, lengths: list[int], shard_tokens: int = 20) -> Store:
-    with StoreWriter(folder, dtype="uint16", tokenizer_fingerprint="f", shard_tokens=shard_tokens) as writer:
+    with StoreWriter(
+        folder, dtype="uint16", tokenizer_fingerprint="f", shard_tokens=shard_tokens
+    ) as writer:
         for number, length in enumerate(lengths):
             writer.add(np.full(length, number % 60, np.uint16))
         writer.finish()
@@ -49,16 +51,26 @@ def make_table(folder: Path, rows: int = 4) -> MediaTable:
 
 
 def files_below(*folders: Path) -> dict[Path, str]:
-    return {path: sha256_file(path) for folder in folders for path in folder.iterdir() if path.suffix in (".bin", ".idx")}
+    return {
+        path: sha256_file(path)
+        for folder in folders
+        for path in folder.iterdir()
+        if path.suffix in (".bin", ".idx")
+    }
 
 
 def test_tokens_belong_to_the_documents_of_their_shard(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", [7, 8, 9, 10, 11])
     data = data_of(store)
-    shards = [tmp_path / "store" / f"tokens-{number:05}.bin" for number in range(len(store.manifest.shards))]
+    shards = [
+        tmp_path / "store" / f"tokens-{number:05}.bin"
+        for number in range(len(store.manifest.shards))
+    ]
     ranges = [documents_read_from(path, store, data) for path in shards]
     # By hand: a shard is closed when it holds 20 tokens or more.
-    assert len(shards) > 1 and ranges == [range(first, first + len(part)) for first, part in _parts(store)]
+    assert len(shards) > 1 and ranges == [
+        range(first, first + len(part)) for first, part in _parts(store)
+    ]
     assert documents_read_from(tmp_path / "other" / "tokens-00000.bin", store, data) is None
     for name in ("docs-00000.idx",):
         with pytest.raises(UnknownReaders):
@@ -93,7 +105,10 @@ def test_views_pairs_and_labelled_answers_number_documents_their_own_way(tmp_pat
     with pytest.raises(UnknownReaders):
         documents_read_from(tokens, labelled, data_of(labelled))
     assert documents_read_from(shard, labelled, data_of(labelled)) is None
-    assert stored_files(data_of(view, PairSource(pairs), labelled)) == [files_below(tmp_path / "store"), files_below(tmp_path / "pairs")]
+    assert stored_files(data_of(view, PairSource(pairs), labelled)) == [
+        files_below(tmp_path / "store"),
+        files_below(tmp_path / "pairs"),
+    ]
 
 
 def test_tables_of_media_and_teachers_logits_are_listed(tmp_path: Path) -> None:
@@ -114,7 +129,9 @@ def test_tables_of_media_and_teachers_logits_are_listed(tmp_path: Path) -> None:
         teacher=CachedTeacher({plain.manifest.content: (logits,)}, origin),
     )
     listed = {path: checksum for files in stored_files(data) for path, checksum in files.items()}
-    assert listed == files_below(*(tmp_path / name for name in ("media", "plain", *TOKENS, "logits")))
+    assert listed == files_below(
+        *(tmp_path / name for name in ("media", "plain", *TOKENS, "logits"))
+    )
     row_file = tmp_path / "image" / "rows-00001.bin"
     assert documents_read_from(row_file, media, data) == range(media.num_documents)
     assert documents_read_from(row_file, plain, data) is None
@@ -123,7 +140,9 @@ def test_tables_of_media_and_teachers_logits_are_listed(tmp_path: Path) -> None:
     assert documents_read_from(tmp_path / "logits" / "ids-00001.bin", media, data) is None
 
 
-def test_stores_of_other_formats_are_compared_with_what_they_were_read_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_of_other_formats_are_compared_with_what_they_were_read_as(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from headway.store.convert import ConvertOptions, convert
     from headway.store.open import open_source
 
@@ -143,13 +162,23 @@ def test_stores_of_other_formats_are_compared_with_what_they_were_read_as(tmp_pa
         documents_read_from(files[0], source, data)
 
 
-def test_batches_are_found_again_and_steps_are_counted_without_the_skipped_ones(tmp_path: Path) -> None:
+def test_batches_are_found_again_and_steps_are_counted_without_the_skipped_ones(
+    tmp_path: Path,
+) -> None:
     store = make_store(tmp_path / "store", [30] * 40, shard_tokens=300)
     config = DataConfig.model_validate(
-        {"seq_len": 30, "workers": 0, "packing": "pad", "cache_dir": tmp_path / "cache", "skip_batches": "2-3,6"}
+        {
+            "seq_len": 30,
+            "workers": 0,
+            "packing": "pad",
+            "cache_dir": tmp_path / "cache",
+            "skip_batches": "2-3,6",
+        }
     )
     wanted = {0: range(10, 20)}
-    with Loader(config, sources=[MixtureSource(Selection(store))], rows_per_step=2, micro_rows=2, seed=3) as loader:
+    with Loader(
+        config, sources=[MixtureSource(Selection(store))], rows_per_step=2, micro_rows=2, seed=3
+    ) as loader:
         reading: list[int] = []
         for step in range(1, 9):
             batch, _ = next(loader)

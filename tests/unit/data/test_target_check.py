@@ -46,26 +46,43 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("turns", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
-def test_ids_and_mask_of_chatml_are_transformers_own(tokenizer: Path, turns: list[tuple[Any, str]]) -> None:
+def test_ids_and_mask_of_chatml_are_transformers_own(
+    tokenizer: Path, turns: list[tuple[Any, str]]
+) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(tokenizer)
     messages = [{"role": role, "content": content} for role, content in turns]
-    wanted = theirs.apply_chat_template(messages, chat_template=CHATML, return_dict=True, return_assistant_tokens_mask=True)
-    got = render([Turn(role, content) for role, content in turns], "chatml", load_tokenizer(tokenizer))
+    wanted = theirs.apply_chat_template(
+        messages, chat_template=CHATML, return_dict=True, return_assistant_tokens_mask=True
+    )
+    got = render(
+        [Turn(role, content) for role, content in turns], "chatml", load_tokenizer(tokenizer)
+    )
     assert got.ids.tolist() == list(wanted["input_ids"])
     assert got.mask.tolist() == [bool(flag) for flag in wanted["assistant_masks"]]
 
 
 def opened(path: Path | str, tokenizer: Path | None, **settings: Any) -> OpenData:
-    config = DataConfig.model_validate({"train": [str(path)], "seq_len": 128, "tokenizer_unchecked": True, **settings})
-    return open_data(config, prepare_sources(config, tokenizer), tokenizer=tokenizer, vocab_size=400, seed=0)
+    config = DataConfig.model_validate(
+        {"train": [str(path)], "seq_len": 128, "tokenizer_unchecked": True, **settings}
+    )
+    return open_data(
+        config, prepare_sources(config, tokenizer), tokenizer=tokenizer, vocab_size=400, seed=0
+    )
 
 
 def chat(folder: Path, tokenizer: Path, template: str = "chatml", **options: Any) -> Path:
-    lines = [json.dumps({"prompt": f"question {n}", "completion": "word " * (1 + n)}) for n in range(20)]
+    lines = [
+        json.dumps({"prompt": f"question {n}", "completion": "word " * (1 + n)}) for n in range(20)
+    ]
     (folder / "chat.jsonl").write_text("\n".join(lines))
-    build_store([folder / "chat.jsonl"], tokenizer, folder / "store", BuildOptions("chat", chat_template=template, **options))
+    build_store(
+        [folder / "chat.jsonl"],
+        tokenizer,
+        folder / "store",
+        BuildOptions("chat", chat_template=template, **options),
+    )
     return folder / "store"
 
 
@@ -79,9 +96,13 @@ def test_good_conversations_are_said_to_be_good(tmp_path: Path, tokenizer: Path)
     assert found.end_ids == {7, end}
 
 
-def test_cut_conversations_are_counted_and_refused_where_none_ends(tmp_path: Path, tokenizer: Path) -> None:
+def test_cut_conversations_are_counted_and_refused_where_none_ends(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     loaded = load_tokenizer(tokenizer)
-    some = check_targets(opened(chat(tmp_path, tokenizer, max_length=80), tokenizer), loaded).lines[0]
+    some = check_targets(opened(chat(tmp_path, tokenizer, max_length=80), tokenizer), loaded).lines[
+        0
+    ]
     assert "are truncated before it)" in some
     (tmp_path / "none").mkdir()
     none = opened(chat(tmp_path / "none", tokenizer, max_length=34), tokenizer)
@@ -95,21 +116,29 @@ def test_raw_conversations_are_cut_to_a_row_at_their_end(tmp_path: Path, tokeniz
     data = opened("", tokenizer, train=[source], seq_len=100, cache_dir=tmp_path / "cache")
     store = data.train[0].selection.source
     assert int(store.lengths(0, store.num_documents).max()) == 100
-    whole = opened("", tokenizer, train=[source], seq_len=100, packing="concat", cache_dir=tmp_path / "cache")
+    whole = opened(
+        "", tokenizer, train=[source], seq_len=100, packing="concat", cache_dir=tmp_path / "cache"
+    )
     assert int(whole.train[0].selection.source.lengths(0, 20).max()) > 100
 
 
-def test_a_template_that_ends_in_the_end_token_is_checked_for_that(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_template_that_ends_in_the_end_token_is_checked_for_that(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     loaded = load_tokenizer(tokenizer)
     found = check_targets(opened(chat(tmp_path, tokenizer, "alpaca"), tokenizer), loaded)
     assert found.end_ids == {loaded.eos_id}
 
 
-@pytest.mark.parametrize(("kind", "refuses"), [("kind=chat template=chatml", True), ("somewhere else", False)])
+@pytest.mark.parametrize(
+    ("kind", "refuses"), [("kind=chat template=chatml", True), ("somewhere else", False)]
+)
 def test_samples_without_a_target_are_refused_in_conversations_and_counted_elsewhere(
     tmp_path: Path, tokenizer: Path, kind: str, refuses: bool
 ) -> None:
-    writer = StoreWriter(tmp_path / "store", dtype="uint16", tokenizer_fingerprint=None, masked=True, sources=[kind])
+    writer = StoreWriter(
+        tmp_path / "store", dtype="uint16", tokenizer_fingerprint=None, masked=True, sources=[kind]
+    )
     for number in range(10):
         mask = np.arange(12) >= 6
         # a first token is never predicted, so a target there alone is none
@@ -117,14 +146,19 @@ def test_samples_without_a_target_are_refused_in_conversations_and_counted_elsew
     writer.finish()
     data, loaded = opened(tmp_path / "store", None), load_tokenizer(tokenizer)
     if refuses:
-        with pytest.raises(DataError, match=r"2 of 10 samples have no target to learn from \(the first: document 4\)"):
+        with pytest.raises(
+            DataError,
+            match=r"2 of 10 samples have no target to learn from \(the first: document 4\)",
+        ):
             check_targets(data, loaded)
     else:
         assert "2 of 10 samples have no target" in check_targets(data, loaded).lines[0]
 
 
 def test_a_masked_store_without_any_target_is_refused(tmp_path: Path) -> None:
-    writer = StoreWriter(tmp_path / "store", dtype="uint16", tokenizer_fingerprint=None, masked=True)
+    writer = StoreWriter(
+        tmp_path / "store", dtype="uint16", tokenizer_fingerprint=None, masked=True
+    )
     writer.add(np.arange(12, dtype=np.uint16), np.zeros(12, np.bool_))
     writer.finish()
     with pytest.raises(DataError, match="1 of 1 samples have no target"):
@@ -134,16 +168,28 @@ def test_a_masked_store_without_any_target_is_refused(tmp_path: Path) -> None:
 
 def sft_pairs(folder: Path, tokenizer: Path, template: str = "zero2all") -> Path:
     """zero2all's SFT files, as its tool writes them: nothing in them names the template."""
-    lines = [json.dumps({"prompt": f"question {n}", "completion": "word " * (1 + n)}) for n in range(9)]
+    lines = [
+        json.dumps({"prompt": f"question {n}", "completion": "word " * (1 + n)}) for n in range(9)
+    ]
     (folder / "chat.jsonl").write_text("\n".join(lines))
-    build_store([folder / "chat.jsonl"], tokenizer, folder / "pairs", BuildOptions("chat", chat_template=template, to="zero2all"))
+    build_store(
+        [folder / "chat.jsonl"],
+        tokenizer,
+        folder / "pairs",
+        BuildOptions("chat", chat_template=template, to="zero2all"),
+    )
     return folder / "pairs"
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_answers_of_zero2alls_pair_files_stop_at_the_token_that_ends_them(tmp_path: Path, converted: bool) -> None:
+def test_answers_of_zero2alls_pair_files_stop_at_the_token_that_ends_them(
+    tmp_path: Path, converted: bool
+) -> None:
     chat_tokenizer.byte_tokenizer().save(tmp_path / "tokenizer")
-    loaded, path = load_tokenizer(tmp_path / "tokenizer"), sft_pairs(tmp_path, tmp_path / "tokenizer")
+    loaded, path = (
+        load_tokenizer(tmp_path / "tokenizer"),
+        sft_pairs(tmp_path, tmp_path / "tokenizer"),
+    )
     if converted:
         convert(path, tmp_path / "store", "headway")
         path = tmp_path / "store"
@@ -153,8 +199,12 @@ def test_answers_of_zero2alls_pair_files_stop_at_the_token_that_ends_them(tmp_pa
     assert f"the stop token '<|im_end|>' (id {end}) is a target in 9" in found.lines[0]
 
 
-def test_samples_that_end_in_ordinary_text_have_no_stop_token_of_their_own(tmp_path: Path, tokenizer: Path) -> None:
-    writer = StoreWriter(tmp_path / "store", dtype="uint16", tokenizer_fingerprint=None, masked=True)
+def test_samples_that_end_in_ordinary_text_have_no_stop_token_of_their_own(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    writer = StoreWriter(
+        tmp_path / "store", dtype="uint16", tokenizer_fingerprint=None, masked=True
+    )
     for last in (5, 5, 6):
         writer.add(np.array([1, 2, 3, last], np.uint16), np.array([False, True, True, True]))
     writer.finish()

@@ -22,18 +22,28 @@ def padded(ids: list[int], length: int) -> list[int]:
     return [*ids, *[0] * (length - len(ids))]
 
 
-def test_a_row_has_records_and_in_the_same_places_prompts_with_the_answers_before_them(tmp_path: Path) -> None:
+def test_a_row_has_records_and_in_the_same_places_prompts_with_the_answers_before_them(
+    tmp_path: Path,
+) -> None:
     (step,) = steps_of(write_unpaired(tmp_path / "s", RECORDS), seq_len=32, rows=1)
     (batch,) = step.microbatches
     other = mismatched(batch)
     assert step.totals["records"] == 3
     found = {
-        record: (documents_of(batch, 0)[slot], documents_of(other, 0)[slot], int(batch.extra[LABEL][0, slot]))
+        record: (
+            documents_of(batch, 0)[slot],
+            documents_of(other, 0)[slot],
+            int(batch.extra[LABEL][0, slot]),
+        )
         for slot, record in enumerate(batch.extra[RECORD][0].tolist())
         if record >= 0
     }
     lengths = {0: 5, 1: 4, 2: 5}  # the longer of own and mismatch: 5 and 4, 2 and 4, 5 and 4
-    own = {0: ([1, 2, 3, 4, 5], [3, 4, 5], 1), 1: ([6, 7], [7], 0), 2: ([8, 9, 10, 11, 12], [11, 12], 1)}
+    own = {
+        0: ([1, 2, 3, 4, 5], [3, 4, 5], 1),
+        1: ([6, 7], [7], 0),
+        2: ([8, 9, 10, 11, 12], [11, 12], 1),
+    }
     rotated = {0: ([1, 2, 11, 12], [11, 12]), 1: ([6, 3, 4, 5], [3, 4, 5]), 2: ([8, 9, 10, 7], [7])}
     for record, (ids, targets, label) in own.items():
         assert found[record][0] == (padded(ids, lengths[record]), targets)
@@ -47,7 +57,11 @@ def test_an_answer_to_the_same_prompt_is_no_mismatch(tmp_path: Path) -> None:
     source = UnpairedSource(open_store(write_unpaired(tmp_path / "s", same)), 16)
     assert [source.facts.partner(record) for record in range(4)] == [3, 3, 3, 2]
     alone = UnpairedSource(open_store(write_unpaired(tmp_path / "t", same[:3])), 16)
-    assert [alone.facts.partner(record) for record in range(3)] == [0, 1, 2]  # all passed over: nothing else is there
+    assert [alone.facts.partner(record) for record in range(3)] == [
+        0,
+        1,
+        2,
+    ]  # all passed over: nothing else is there
 
 
 def test_pairs_are_a_good_and_a_bad_answer_and_sides_keep_to_themselves(tmp_path: Path) -> None:
@@ -64,7 +78,9 @@ def test_pairs_are_a_good_and_a_bad_answer_and_sides_keep_to_themselves(tmp_path
     )
 
 
-def test_a_long_mismatch_loses_the_end_of_its_answer_and_a_long_record_is_left_out(tmp_path: Path) -> None:
+def test_a_long_mismatch_loses_the_end_of_its_answer_and_a_long_record_is_left_out(
+    tmp_path: Path,
+) -> None:
     records = [([1] * 6, [2, 2], True), ([3], [4] * 9, False), ([5] * 8, [6] * 9, True)]
     steps = steps_of(write_unpaired(tmp_path / "s", records), seq_len=12, rows=1, packing="pad")
     found = {int(step.microbatches[0].extra[RECORD][0, 0]): step.microbatches[0] for step in steps}
@@ -79,20 +95,32 @@ def test_partners_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("headway.data.unpaired.CACHED_BLOCKS", 2)
     parts = UnpairedSource(open_store(path), 32)
     assert parts.lengths(0, 40).tolist() == whole.lengths(0, 40).tolist()
-    assert [parts.facts.partner(i) for i in range(40)] == [whole.facts.partner(i) for i in range(40)]
+    assert [parts.facts.partner(i) for i in range(40)] == [
+        whole.facts.partner(i) for i in range(40)
+    ]
 
 
 def test_labels_are_part_of_what_a_store_holds(tmp_path: Path) -> None:
     # types are numbered as they come, so files of opposite labels may be the same
-    one = UnpairedSource(open_store(write_unpaired(tmp_path / "a", [([1], [2], True), ([3], [4], False)])), 8)
-    other = UnpairedSource(open_store(write_unpaired(tmp_path / "b", [([1], [2], False), ([3], [4], True)])), 8)
+    one = UnpairedSource(
+        open_store(write_unpaired(tmp_path / "a", [([1], [2], True), ([3], [4], False)])), 8
+    )
+    other = UnpairedSource(
+        open_store(write_unpaired(tmp_path / "b", [([1], [2], False), ([3], [4], True)])), 8
+    )
     assert one.content_key != other.content_key and one.is_good([0, 1]) != other.is_good([0, 1])
 
 
 def test_what_has_no_labels_or_no_other_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds one record"):
         UnpairedSource(open_store(write_unpaired(tmp_path / "one", RECORDS[:1])), 16)
-    writer = StoreWriter(tmp_path / "text", dtype="uint16", tokenizer_fingerprint=None, masked=True, sources=["kind=chat template=chatml"])
+    writer = StoreWriter(
+        tmp_path / "text",
+        dtype="uint16",
+        tokenizer_fingerprint=None,
+        masked=True,
+        sources=["kind=chat template=chatml"],
+    )
     writer.add([1, 2, 3], np.array([False, True, True]))
     writer.finish()
     write_unpaired(tmp_path / "good", RECORDS)
@@ -103,7 +131,9 @@ def test_what_has_no_labels_or_no_other_record_is_refused(tmp_path: Path) -> Non
 
     with pytest.raises(HeadwayError, match="holds no labelled answers, which objective kto needs"):
         opened("text", unpaired=True)
-    with pytest.raises(HeadwayError, match="holds answers labelled good or bad, which objective kto reads"):
+    with pytest.raises(
+        HeadwayError, match="holds answers labelled good or bad, which objective kto reads"
+    ):
         opened("good")
     with pytest.raises(HeadwayError, match="holds answers labelled good or bad"):
         opened("good", pairs=True)
@@ -111,10 +141,14 @@ def test_what_has_no_labels_or_no_other_record_is_refused(tmp_path: Path) -> Non
 
 def test_a_checkup_counts_long_records_and_not_those_held_out(tmp_path: Path) -> None:
     records = [([1] * (12 if number == 3 else 2), [2] * 8, True) for number in range(20)]
-    source = UnpairedSource(open_store(write_unpaired(tmp_path / "s", [*records, ([3], [4], False)])), 16)
+    source = UnpairedSource(
+        open_store(write_unpaired(tmp_path / "s", [*records, ([3], [4], False)])), 16
+    )
     for held_out in (0.2, 0.5):
         selection = split_side(Selection(source, max_length=16), "train", held_out)
         (check,) = length_check("s", selection, DataConfig(seq_len=16))
         kept = len(split_side(Selection(source), "train", held_out).pick(0, 21)[0])
-        assert check.detail.endswith(f"of {kept} records are longer than data.seq_len=16 and left out"), check.detail
+        assert check.detail.endswith(
+            f"of {kept} records are longer than data.seq_len=16 and left out"
+        ), check.detail
         assert check.detail[0] in "01"

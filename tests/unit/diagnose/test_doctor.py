@@ -38,7 +38,16 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 def test_a_machine_that_runs_the_tests_has_no_failure(tmp_path: Path) -> None:
     checks = by_name(look(tmp_path))
-    assert {"python", "cpu", "attention kernels", "compile", "memory", "disk", "run folder", "tensorboard"} <= set(checks)
+    assert {
+        "python",
+        "cpu",
+        "attention kernels",
+        "compile",
+        "memory",
+        "disk",
+        "run folder",
+        "tensorboard",
+    } <= set(checks)
     assert [check for check in checks.values() if check.state == "fail"] == []
     assert all(check.remedy for check in checks.values() if check.state != "ok")
     assert os.listdir(tmp_path) == []
@@ -50,23 +59,34 @@ def test_no_gpu_on_a_laptop_is_no_warning(tmp_path: Path, monkeypatch: pytest.Mo
     assert by_name(look(tmp_path))["gpu"] == Check("gpu", "ok", "none here: CPU only")
 
 
-def test_a_driver_that_torch_cannot_use_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_torch_cannot_use_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(doctor, "driver_version", lambda: "570.86")
     found = by_name(look(tmp_path))["gpu"]
     assert found.state == "warn" and "570.86" in found.detail and found.remedy
 
 
-def test_missing_and_outdated_packages_fail_with_the_command_that_mends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "requirements", lambda: {"numpy": ">=99", "no-such-package": ">=1", "rich": ""})
+def test_missing_and_outdated_packages_fail_with_the_command_that_mends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        doctor, "requirements", lambda: {"numpy": ">=99", "no-such-package": ">=1", "rich": ""}
+    )
     checks = by_name(look(tmp_path))
-    assert checks["package numpy"].state == "fail" and checks["package numpy"].remedy == "Run pip install 'numpy>=99'."
+    assert (
+        checks["package numpy"].state == "fail"
+        and checks["package numpy"].remedy == "Run pip install 'numpy>=99'."
+    )
     assert "not installed" in checks["package no-such-package"].detail
     assert "package rich" not in checks and "packages" not in checks
 
 
 @pytest.mark.parametrize(("free", "state"), [(1e6, "fail"), (5e9, "warn"), (50e9, "ok")])
-def test_little_disk_warns_and_none_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, state: str) -> None:
+def test_little_disk_warns_and_none_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, state: str
+) -> None:
     monkeypatch.setattr(host, "free_bytes", lambda folder: free)
     assert by_name(look(tmp_path))["disk"].state == state
 
@@ -88,21 +108,33 @@ def test_without_a_compiler_compile_warns(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_no_working_attention_kernel_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.kernels.attention.working_backends", lambda device: [("sdpa", False, "broken")])
+    monkeypatch.setattr(
+        "headway.kernels.attention.working_backends", lambda device: [("sdpa", False, "broken")]
+    )
     found = by_name(look(tmp_path))["attention kernels"]
     assert found.state == "fail" and "sdpa: broken" in found.detail
 
 
-def test_the_verb_prints_json_and_exits_1_on_a_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verb_prints_json_and_exits_1_on_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["doctor", "--json"]) == 0
     healthy = json.loads(capsys.readouterr().out)
-    assert healthy["ok"] is True and {"name", "state", "detail", "remedy"} == set(healthy["checks"][0])
-    monkeypatch.setattr(doctor, "examine", lambda plan, environment: [Check("disk", "fail", "0 B free", "Free some space.")])
+    assert healthy["ok"] is True and {"name", "state", "detail", "remedy"} == set(
+        healthy["checks"][0]
+    )
+    monkeypatch.setattr(
+        doctor,
+        "examine",
+        lambda plan, environment: [Check("disk", "fail", "0 B free", "Free some space.")],
+    )
     assert main(["doctor"]) == 1
     assert "Free some space." in capsys.readouterr().out
 
 
-def test_a_slow_or_broken_disk_is_named_with_its_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_or_broken_disk_is_named_with_its_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = disk_speed.measure(tmp_path / "not" / "yet")
     assert real.write > 0 and os.listdir(tmp_path) == []
     monkeypatch.setattr(disk_speed, "measure", lambda folder: DiskSpeed(20e6, 900e6))
@@ -117,7 +149,9 @@ def test_a_slow_or_broken_disk_is_named_with_its_speed(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(("free", "state"), [(64e6, "fail"), (0.5e9, "warn"), (16e9, "ok")])
-def test_little_shared_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, state: str) -> None:
+def test_little_shared_memory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, state: str
+) -> None:
     usage = type("Usage", (), {"free": free})
     monkeypatch.setattr(host.shutil, "disk_usage", lambda place: usage)
     found = next(host.shared_memory_check(tmp_path))
@@ -140,36 +174,62 @@ def test_a_port_in_use_fails() -> None:
         (["--master", "here"], "--master"),
     ],
 )
-def test_wrong_options_are_one_line_and_code_2(line: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_one_line_and_code_2(
+    line: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", *line]) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
 
 
-def test_ranks_measure_their_collectives_and_compare_their_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_measure_their_collectives_and_compare_their_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rank_checks, "SECONDS_PER_CASE", 0.02)
     monkeypatch.setattr(rank_checks, "CPU_SIZES", (1 << 12, 1 << 16))
     monkeypatch.setattr(preflight, "RENAME_SECONDS", 0.05)
 
     def work(group: RankGroup) -> dict[str, Any]:
         process = Process(group.rank, 0, group.size, node=group.rank, num_nodes=group.size)
-        return rank_checks.check_ranks(group, process, torch.device("cpu"), DoctorPlan(tmp_path, tmp_path), {}).to_json()
+        return rank_checks.check_ranks(
+            group, process, torch.device("cpu"), DoctorPlan(tmp_path, tmp_path), {}
+        ).to_json()
 
     reports = run_ranks(work, 2)
     assert reports[0] == reports[1]
     report = RanksReport.from_json(reports[0])
     names = {check.name for check in report.checks}
-    assert {"hosts", "versions", "clocks", "shared folder", "sum over ranks", "compute", "bandwidth"} <= names
+    assert {
+        "hosts",
+        "versions",
+        "clocks",
+        "shared folder",
+        "sum over ranks",
+        "compute",
+        "bandwidth",
+    } <= names
     assert [one.collective for one in report.bandwidths] == ["all_reduce", "all_gather"] * 2
-    for one in report.bandwidths:  # two ranks: an all-reduce sends each byte once, an all-gather half of them
-        assert one.bus == pytest.approx(one.algorithm * (1 if one.collective == "all_reduce" else 0.5))
+    for one in (
+        report.bandwidths
+    ):  # two ranks: an all-reduce sends each byte once, an all-gather half of them
+        assert one.bus == pytest.approx(
+            one.algorithm * (1 if one.collective == "all_reduce" else 0.5)
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_that_each_see_one_gpu_and_their_own_cores_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_each_see_one_gpu_and_their_own_cores_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # `srun --gpus-per-task=1`: two ranks of a host, each with one visible GPU (uuid) and one core.
-    monkeypatch.setattr(rank_checks, "measure", lambda group, name, size, device: Bandwidth(name, size, 1.0, 1e12, 1e12))
-    monkeypatch.setattr(rank_checks, "sums_check", lambda group, device: Check("sum over ranks", "ok", ""))
+    monkeypatch.setattr(
+        rank_checks,
+        "measure",
+        lambda group, name, size, device: Bandwidth(name, size, 1.0, 1e12, 1e12),
+    )
+    monkeypatch.setattr(
+        rank_checks, "sums_check", lambda group, device: Check("sum over ranks", "ok", "")
+    )
     monkeypatch.setattr(rank_checks, "compute_checks", lambda group, device: [])
     monkeypatch.setattr(preflight, "RENAME_SECONDS", 0.05)
 
@@ -178,7 +238,9 @@ def test_ranks_that_each_see_one_gpu_and_their_own_cores_are_no_failure(tmp_path
         torch.cuda.get_device_properties = lambda device=None: properties  # pyright: ignore[reportAttributeAccessIssue]
         os.sched_getaffinity = lambda pid: {group.rank}
         process = Process(group.rank, group.rank, group.size)
-        return rank_checks.check_ranks(group, process, torch.device("cuda", 0), DoctorPlan(tmp_path, tmp_path), {}).to_json()
+        return rank_checks.check_ranks(
+            group, process, torch.device("cuda", 0), DoctorPlan(tmp_path, tmp_path), {}
+        ).to_json()
 
     report = RanksReport.from_json(run_ranks(work, 2)[0])
     assert [check.state for check in report.checks if check.name == "gpu count"] == ["ok"]

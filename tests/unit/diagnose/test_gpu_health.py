@@ -7,14 +7,19 @@ import pytest
 
 from headway.diagnose import gpu_health
 from headway.diagnose.check import Check
-from headway.diagnose.gpu_health import QUERY, health_checks, parse_gpu_health, parse_topology, read_gpu_health, topology_check
+from headway.diagnose.gpu_health import (
+    QUERY,
+    health_checks,
+    parse_gpu_health,
+    parse_topology,
+    read_gpu_health,
+    topology_check,
+)
 
 H100 = "0, NVIDIA H100 80GB HBM3, 81559, 4, 34, 71.45, 700.00, 0, 0, 0, [N/A], No, No, 0x0000000000000001, 5, 5, 16, 16"
 A100 = "3, NVIDIA A100-SXM4-80GB, 81920, 12, 31, 62.10, 400.00, 0, 0, 0, No, No, No, 0x0000000000000004, 4, 4, 16, 16"
 V100 = "1, Tesla V100-SXM2-32GB, 32768, 0, 41, 44.02, 300.00, 0, 0, 2, No, [N/A], [N/A], 0x0000000000000000, 3, 3, 16, 16"
-RTX_4090 = (
-    "0, NVIDIA GeForce RTX 4090, 24564, 21003, 61, 310.22, 450.00, 99, [N/A], [N/A], [N/A], [N/A], [N/A], 0x0000000000000000, 4, 4, 16, 16"
-)
+RTX_4090 = "0, NVIDIA GeForce RTX 4090, 24564, 21003, 61, 310.22, 450.00, 99, [N/A], [N/A], [N/A], [N/A], [N/A], 0x0000000000000000, 4, 4, 16, 16"
 T4 = "2, Tesla T4, 15360, 2, 48, [N/A], 70.00, 0, 0, 0, 0, No, No, 0x0000000000000001, 3, 3, 8, 16"
 
 
@@ -31,7 +36,9 @@ def test_a_healthy_gpu_is_ok_and_described(row: str) -> None:
 
 def test_unknown_values_are_unknown_and_not_zero() -> None:
     gpu = parse_gpu_health(RTX_4090)[0]
-    assert gpu.uncorrected_errors is None and gpu.corrected_errors is None and gpu.utilisation == 0.99
+    assert (
+        gpu.uncorrected_errors is None and gpu.corrected_errors is None and gpu.utilisation == 0.99
+    )
     assert "no ECC" in check_of(RTX_4090).detail
     assert parse_gpu_health(T4)[0].watts is None
 
@@ -43,8 +50,20 @@ def test_unknown_values_are_unknown_and_not_zero() -> None:
         (A100, "remapped_rows.failure", "Yes", "fail", "no spare rows"),
         (H100, "remapped_rows.pending", "Yes", "warn", "next reset"),
         (V100, "retired_pages.pending", "Yes", "warn", "next reset"),
-        (H100, "clocks_throttle_reasons.active", "0x0000000000000048", "fail", "hardware slowdown, thermal slowdown (hardware)"),
-        (H100, "clocks_throttle_reasons.active", "0x0000000000000020", "warn", "thermal slowdown (software)"),
+        (
+            H100,
+            "clocks_throttle_reasons.active",
+            "0x0000000000000048",
+            "fail",
+            "hardware slowdown, thermal slowdown (hardware)",
+        ),
+        (
+            H100,
+            "clocks_throttle_reasons.active",
+            "0x0000000000000020",
+            "warn",
+            "thermal slowdown (software)",
+        ),
         (H100, "clocks_throttle_reasons.active", "0x0000000000000080", "fail", "power brake"),
         (A100, "ecc.errors.corrected.volatile.total", "12345", "warn", "12345 corrected"),
         (A100, "temperature.gpu", "91", "warn", "hot (91 °C)"),
@@ -52,7 +71,9 @@ def test_unknown_values_are_unknown_and_not_zero() -> None:
         (A100, "memory.used", "70000", "warn", "85% of its memory"),
     ],
 )
-def test_each_fault_has_its_state_and_a_remedy(row: str, field: str, value: str, state: str, said: str) -> None:
+def test_each_fault_has_its_state_and_a_remedy(
+    row: str, field: str, value: str, state: str, said: str
+) -> None:
     cells = row.split(", ")
     cells[QUERY.index(field)] = value
     found = check_of(", ".join(cells))
@@ -62,7 +83,11 @@ def test_each_fault_has_its_state_and_a_remedy(row: str, field: str, value: str,
 def test_mixed_types_are_named_and_broken_lines_are_skipped() -> None:
     text = f"{H100}\nUnable to determine the device handle for GPU 0000:1B:00.0: Unknown Error\n{A100}\n"
     checks = list(health_checks(parse_gpu_health(text)))
-    assert [check.name for check in checks] == ["gpu 0 health", "gpu 3 health", "gpu types"] and checks[-1].state == "warn"
+    assert [check.name for check in checks] == [
+        "gpu 0 health",
+        "gpu 3 health",
+        "gpu types",
+    ] and checks[-1].state == "warn"
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, *outputs: tuple[int, str]) -> list[list[str]]:
@@ -78,22 +103,39 @@ def answers(monkeypatch: pytest.MonkeyPatch, *outputs: tuple[int, str]) -> list[
     return asked
 
 
-def test_a_driver_that_renamed_or_dropped_a_field_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_renamed_or_dropped_a_field_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     row = ", ".join(
         cell
-        for cell, name in zip(H100.replace("0x0000000000000001", "0x8").split(", "), QUERY, strict=True)
+        for cell, name in zip(
+            H100.replace("0x0000000000000001", "0x8").split(", "), QUERY, strict=True
+        )
         if name != "retired_pages.pending"
     )
     refused = 'Field "{}" is not a valid field to query.\n'
     asked = answers(
-        monkeypatch, (2, refused.format("clocks_throttle_reasons.active")), (2, refused.format("retired_pages.pending")), (0, row)
+        monkeypatch,
+        (2, refused.format("clocks_throttle_reasons.active")),
+        (2, refused.format("retired_pages.pending")),
+        (0, row),
     )
     gpus, problem = read_gpu_health()
-    assert problem is None and gpus[0].slowed_by == ["hardware slowdown"] and not gpus[0].pages_pending and len(asked) == 3
+    assert (
+        problem is None
+        and gpus[0].slowed_by == ["hardware slowdown"]
+        and not gpus[0].pages_pending
+        and len(asked) == 3
+    )
 
 
-def test_a_driver_that_does_not_answer_fails_and_no_driver_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(monkeypatch, (9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."))
+def test_a_driver_that_does_not_answer_fails_and_no_driver_is_no_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers(
+        monkeypatch,
+        (9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."),
+    )
     assert read_gpu_health()[1] is not None and read_gpu_health()[1].state == "fail"  # pyright: ignore[reportOptionalMemberAccess]
 
     def hang(*_: Any, **__: Any) -> None:
@@ -122,10 +164,17 @@ Legend:
 
 def test_the_topology_is_one_line() -> None:
     found = topology_check(parse_topology(NVLINK))
-    assert found is not None and found.state == "ok" and "6 of 6 pairs: NVLink (NV18)" in found.detail
+    assert (
+        found is not None and found.state == "ok" and "6 of 6 pairs: NVLink (NV18)" in found.detail
+    )
     pcie = NVLINK.replace("NV18", "PHB").replace("GPU0\t X \tPHB\tPHB", "GPU0\t X \tPHB\tSYS")
     found = topology_check(parse_topology(pcie))
-    assert found is not None and found.state == "warn" and "across CPU sockets" in found.detail and found.remedy
+    assert (
+        found is not None
+        and found.state == "warn"
+        and "across CPU sockets" in found.detail
+        and found.remedy
+    )
     pairs = NVLINK.replace("GPU0\t X \tNV18\tNV18", "GPU0\t X \tNV18\tSYS")
     found = topology_check(parse_topology(pairs))
     assert found is not None and found.state == "warn" and "tensor" in (found.remedy or "")

@@ -38,10 +38,17 @@ class Meeting:
             return self.values[key].encode()
 
 
-def on_hosts(size: int, folder: Callable[[int], Path], needs: HostNeeds = HostNeeds()) -> list[list[Check]]:
+def on_hosts(
+    size: int, folder: Callable[[int], Path], needs: HostNeeds = HostNeeds()
+) -> list[list[Check]]:
     store = Meeting()
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda node: preflight(StoreExchange(store, node, size), folder(node), needs, {}), range(size)))
+        return list(
+            pool.map(
+                lambda node: preflight(StoreExchange(store, node, size), folder(node), needs, {}),
+                range(size),
+            )
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +61,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equal_hosts_that_share_a_folder_pass_and_leave_nothing(tmp_path: Path) -> None:
     answers = on_hosts(3, lambda node: tmp_path / "runs" / "new")
     assert answers[0] == answers[1] == answers[2]
-    assert {"hosts", "versions", "clocks", "shared folder", "atomic rename"} <= {check.name for check in answers[0]}
+    assert {"hosts", "versions", "clocks", "shared folder", "atomic rename"} <= {
+        check.name for check in answers[0]
+    }
     assert failures(answers[0]) == [] and list(tmp_path.iterdir()) == []
 
 
@@ -75,7 +84,9 @@ def test_a_folder_that_one_host_cannot_write_fails_there(tmp_path: Path) -> None
     assert "(node 1)" in text or any("(node 1)" in check.name for check in failures(answers[0]))
 
 
-def test_a_file_that_is_not_replaced_at_once_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_not_replaced_at_once_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def slow_replace(source: Path, target: Path) -> None:
         Path(target).unlink(missing_ok=True)
         time.sleep(0.05)
@@ -83,7 +94,9 @@ def test_a_file_that_is_not_replaced_at_once_is_seen(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(module.os, "replace", slow_replace)
     monkeypatch.setattr(module, "RENAME_SECONDS", 0.4)
-    found = next(check for check in on_hosts(2, lambda node: tmp_path)[0] if check.name == "atomic rename")
+    found = next(
+        check for check in on_hosts(2, lambda node: tmp_path)[0] if check.name == "atomic rename"
+    )
     assert found.state == "fail" and "missing for a moment" in found.detail
 
 
@@ -91,7 +104,12 @@ def test_versions_code_gpus_and_the_recipe_are_compared() -> None:
     one = replace(host_facts(), host="a", gpus=("H100",) * 8, same={"recipe": "1"})
     assert failures(compare_hosts([one, replace(one, host="b")])) == []
     other = replace(
-        one, host="b", packages={**one.packages, "torch": "2.0", "rich": "1"}, code="x", gpus=("H100",) * 7, same={"recipe": "2"}
+        one,
+        host="b",
+        packages={**one.packages, "torch": "2.0", "rich": "1"},
+        code="x",
+        gpus=("H100",) * 7,
+        same={"recipe": "2"},
     )
     checks = {check.name: check for check in compare_hosts([one, other], [0.0, -40.0])}
     assert checks["package torch"].state == "fail" and "2.0 on b" in checks["package torch"].detail
@@ -101,18 +119,26 @@ def test_versions_code_gpus_and_the_recipe_are_compared() -> None:
     assert all(check.remedy for check in checks.values() if check.state != "ok")
 
 
-def test_a_host_with_too_few_or_sick_gpus_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_too_few_or_sick_gpus_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sick = [GpuHealth(0, "H100"), GpuHealth(1, "H100", uncorrected_errors=3)]
     monkeypatch.setattr(host, "read_gpu_health", lambda: (sick, None))
     checks = preflight(Alone(), tmp_path, HostNeeds(ranks=4, gpu_ranks=True), {})
     assert {check.name for check in failures(checks)} == {"gpu count", "gpu 1 health"}
-    only_first = preflight(Alone(), tmp_path, HostNeeds(ranks=1, gpu_ranks=True), {"CUDA_VISIBLE_DEVICES": "0"})
+    only_first = preflight(
+        Alone(), tmp_path, HostNeeds(ranks=1, gpu_ranks=True), {"CUDA_VISIBLE_DEVICES": "0"}
+    )
     assert failures(only_first) == []
 
 
 def test_a_missing_node_is_one_clear_line() -> None:
     store = Meeting()
-    store.get = lambda key: store.values[key].encode() if key in store.values else (_ for _ in ()).throw(RuntimeError("wait timeout"))  # type: ignore[method-assign]
+    store.get = lambda key: (
+        store.values[key].encode()
+        if key in store.values
+        else (_ for _ in ()).throw(RuntimeError("wait timeout"))
+    )  # type: ignore[method-assign]
     with pytest.raises(LaunchError, match="node 1 did not answer"):
         StoreExchange(store, 0, 2).swap("x")
 

@@ -2,7 +2,15 @@
 
 import pytest
 
-from headway.diagnose.slow_ranks import RankTimes, SlowRule, slow_in_training, slow_ranks, slower_than_before, usual, write_report
+from headway.diagnose.slow_ranks import (
+    RankTimes,
+    SlowRule,
+    slow_in_training,
+    slow_ranks,
+    slower_than_before,
+    usual,
+    write_report,
+)
 
 RULE = SlowRule(1.1, 0.5)
 
@@ -40,12 +48,17 @@ def test_a_rank_is_compared_to_its_own_last_ten() -> None:
 def ranks_of(compute: list[float], waits: list[float], num_steps: int = 10) -> list[RankTimes]:
     """RankGroups whose steps end together, as long as the slowest takes."""
     total = max(one + wait for one, wait in zip(compute, waits, strict=True))
-    return [RankTimes(one, wait, total, num_steps, "node-a") for one, wait in zip(compute, waits, strict=True)]
+    return [
+        RankTimes(one, wait, total, num_steps, "node-a")
+        for one, wait in zip(compute, waits, strict=True)
+    ]
 
 
 def test_in_training_the_rank_that_computes_longer_is_named_though_all_steps_end_together() -> None:
     found = slow_in_training(ranks_of([1.0, 1.0, 1.4, 1.0, 1.0], [0.0] * 5), SlowRule(1.2))
-    assert found == {2: "rank 2: compute took 1.400 s, 1.40 times the ranks' mean (1.000 s) over 10 steps, on node-a"}
+    assert found == {
+        2: "rank 2: compute took 1.400 s, 1.40 times the ranks' mean (1.000 s) over 10 steps, on node-a"
+    }
 
 
 def test_in_training_the_rank_whose_data_comes_late_is_named() -> None:

@@ -18,7 +18,12 @@ from headway.diagnose.trace import (
     write_page,
 )
 
-INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda s: (float(s[0]), float(s[0] + s[1]))), max_size=8)
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 10)).map(
+        lambda s: (float(s[0]), float(s[0] + s[1]))
+    ),
+    max_size=8,
+)
 
 
 def moments(spans: list[tuple[float, float]]) -> set[int]:
@@ -26,7 +31,9 @@ def moments(spans: list[tuple[float, float]]) -> set[int]:
 
 
 @given(INTERVALS, INTERVALS)
-def test_intervals_are_sets_of_moments(one: list[tuple[float, float]], two: list[tuple[float, float]]) -> None:
+def test_intervals_are_sets_of_moments(
+    one: list[tuple[float, float]], two: list[tuple[float, float]]
+) -> None:
     a, b = union(one), union(two)
     assert moments(a) == moments(one) and total_time(a) == len(moments(one))
     assert moments(intersection(a, b)) == moments(one) & moments(two)
@@ -54,7 +61,13 @@ ON_CPU = [
 def test_the_parts_of_a_cpu_step_add_up() -> None:
     summary = summarize_trace(ON_CPU)
     assert summary is not None and summary.num_steps == 1
-    parts = (summary.compute, summary.optimizer, summary.exposed_communication, summary.data_wait, summary.rest)
+    parts = (
+        summary.compute,
+        summary.optimizer,
+        summary.exposed_communication,
+        summary.data_wait,
+        summary.rest,
+    )
     assert parts == pytest.approx((0.030, 0.015, 0.030, 0.010, 0.015))
     assert summary.hidden_communication == pytest.approx(0.010)
     assert sum(parts) == pytest.approx(summary.step)
@@ -80,7 +93,9 @@ def test_on_a_gpu_kernels_count_and_what_the_host_says_does_not() -> None:
     assert summary.step == pytest.approx(0.050)
     assert summary.compute == pytest.approx(0.020)
     assert summary.optimizer == pytest.approx(0.005)
-    assert (summary.hidden_communication, summary.exposed_communication) == pytest.approx((0.0075, 0.0125))
+    assert (summary.hidden_communication, summary.exposed_communication) == pytest.approx(
+        (0.0075, 0.0125)
+    )
 
 
 def test_a_trace_without_a_whole_step_has_no_summary() -> None:

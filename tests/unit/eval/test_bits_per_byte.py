@@ -50,19 +50,40 @@ def merged_tokenizer(*pairs: tuple[bytes, bytes], prefix: bool = False) -> Token
 def spaced_tokenizer() -> Tokenizer:
     """Puts a space before a text, as Llama 2's does; ids for the words ` ab`, ` cd` and for every byte."""
     words = ["▁", "a", "b", "c", "d", "▁a", "▁ab", "▁c", "▁cd"]
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
+    vocab = {
+        "<unk>": 0,
+        "<s>": 1,
+        "</s>": 2,
+        **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)},
+    }
     vocab |= {word: 259 + index for index, word in enumerate(words)}
     merges = [("▁", "a"), ("▁a", "b"), ("▁", "c"), ("▁c", "d")]
-    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    backend.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     return Tokenizer(backend, {"bos": "<s>", "eos": "</s>"})
 
 
 def piece(loaded: LoadedModel, text: str, *, bos: bool = False) -> EvalDocument:
     assert loaded.tokenizer is not None and loaded.tokenizer.bos_id is not None
-    return EvalDocument(loaded.tokenizer.encode(text), len(text.encode()), None, (loaded.tokenizer.bos_id,) if bos else ())
+    return EvalDocument(
+        loaded.tokenizer.encode(text),
+        len(text.encode()),
+        None,
+        (loaded.tokenizer.bos_id,) if bos else (),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +95,10 @@ def test_a_token_per_byte_costs_the_same_bits_in_every_window_and_split(
     bytes_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "text.txt"
-    data.write_text("".join(f"zwölf Boxkämpfer jagen Viktor {line} mal quer\n" for line in range(20)), encoding="utf-8")
+    data.write_text(
+        "".join(f"zwölf Boxkämpfer jagen Viktor {line} mal quer\n" for line in range(20)),
+        encoding="utf-8",
+    )
     for options in (
         ["--window", "128"],
         ["--window", "16"],
@@ -83,13 +107,31 @@ def test_a_token_per_byte_costs_the_same_bits_in_every_window_and_split(
         ["--bos"],
         ["--window", "16", "--stride", "3"],
     ):
-        assert main(["eval", "ppl", "--model", str(bytes_model), "--data", str(data), *options, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(BITS, rel=1e-6), options
+        assert (
+            main(
+                [
+                    "eval",
+                    "ppl",
+                    "--model",
+                    str(bytes_model),
+                    "--data",
+                    str(data),
+                    *options,
+                    "--json",
+                ]
+            )
+            == 0
+        )
+        assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(
+            BITS, rel=1e-6
+        ), options
 
 
 def test_bytes_of_tokens_that_were_not_scored_are_not_counted(tmp_path: Path) -> None:
     # "abcd" is one token of 4 bytes; e, f and g are tokens of one.
-    loaded = load_model(uniform(tmp_path, merged_tokenizer((b"a", b"b"), (b"c", b"d"), (b"ab", b"cd"))))
+    loaded = load_model(
+        uniform(tmp_path, merged_tokenizer((b"a", b"b"), (b"c", b"d"), (b"ab", b"cd")))
+    )
     one = piece(loaded, "abcdefg" + "abcdefg")
     assert len(one.ids) == 8
     # abcd e f g abcd e f g: all but the first token are scored, 7 tokens with 14 - 4 bytes
@@ -121,8 +163,12 @@ def test_a_token_that_cuts_a_character_counts_its_own_bytes(tmp_path: Path) -> N
     assert perplexity(loaded, [one], window=2).num_bytes == 2 + 1
 
 
-@pytest.mark.parametrize(("text", "tokens", "scored"), [("ab cd", 2, 3), (" ab cd", 3, 6), ("x cd", 3, 4)])
-def test_a_space_that_the_tokenizer_puts_before_a_text_is_no_byte_of_it(tmp_path: Path, text: str, tokens: int, scored: int) -> None:
+@pytest.mark.parametrize(
+    ("text", "tokens", "scored"), [("ab cd", 2, 3), (" ab cd", 3, 6), ("x cd", 3, 4)]
+)
+def test_a_space_that_the_tokenizer_puts_before_a_text_is_no_byte_of_it(
+    tmp_path: Path, text: str, tokens: int, scored: int
+) -> None:
     # "▁ab ▁cd"; "▁ ▁ab ▁cd"; "▁ x ▁cd" with x as a byte. The first token is not scored: 2, 0 and 0 bytes of the text.
     loaded = load_model(uniform(tmp_path, spaced_tokenizer()))
     one = piece(loaded, text)
@@ -132,7 +178,9 @@ def test_a_space_that_the_tokenizer_puts_before_a_text_is_no_byte_of_it(tmp_path
 
 
 def test_a_byte_level_tokenizer_that_adds_a_space_counts_the_text_alone(tmp_path: Path) -> None:
-    loaded = load_model(uniform(tmp_path, merged_tokenizer((b" ", b"a"), (b"b", b"c"), prefix=True)))
+    loaded = load_model(
+        uniform(tmp_path, merged_tokenizer((b" ", b"a"), (b"b", b"c"), prefix=True))
+    )
     # " a" "bc" " a": the first token is one byte of "abc a"
     one = piece(loaded, "abc a")
     assert len(one.ids) == 3
@@ -142,7 +190,11 @@ def test_a_byte_level_tokenizer_that_adds_a_space_counts_the_text_alone(tmp_path
 
 def test_a_tokenizer_that_loses_characters_shares_the_bytes_out(tmp_path: Path) -> None:
     # A vocabulary of letters: é is unknown, which stands for two bytes that no token spells.
-    backend = tokenizers.Tokenizer(models.BPE({"<unk>": 0, "<s>": 1, **{chr(97 + i): 2 + i for i in range(26)}}, [], unk_token="<unk>"))
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            {"<unk>": 0, "<s>": 1, **{chr(97 + i): 2 + i for i in range(26)}}, [], unk_token="<unk>"
+        )
+    )
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(["<unk>", "<s>"])
     loaded = load_model(uniform(tmp_path, Tokenizer(backend, {"bos": "<s>", "unk": "<unk>"})))

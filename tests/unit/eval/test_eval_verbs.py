@@ -14,8 +14,22 @@ from support.ranks import start_processes
 from headway.cli import main
 from headway.eval.dataset import SUITES
 
-TEXTS = ["the cat sat on the mat and then it went away, far over the hills", "a", "the dog", "zwölf Boxkämpfer jagen Viktor quer"]
-KEYS = {"loss", "perplexity", "tokens", "bits_per_byte", "accuracy", "documents", "window", "stride"}
+TEXTS = [
+    "the cat sat on the mat and then it went away, far over the hills",
+    "a",
+    "the dog",
+    "zwölf Boxkämpfer jagen Viktor quer",
+]
+KEYS = {
+    "loss",
+    "perplexity",
+    "tokens",
+    "bits_per_byte",
+    "accuracy",
+    "documents",
+    "window",
+    "stride",
+}
 PARTS = (
     ("Salesforce/wikitext", "wikitext-2-raw-v1", "text"),
     ("Salesforce/wikitext", "wikitext-103-raw-v1", "text"),
@@ -32,7 +46,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
     (tmp_path / "long.txt").write_text(TEXTS[0])
-    (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[1:]))
+    (tmp_path / "short.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[1:])
+    )
     return ["--data", f"story={tmp_path / 'long.txt'}", "--data", str(tmp_path / "short.jsonl")]
 
 
@@ -42,24 +58,45 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -
     return captured.out if code == 0 else captured.err
 
 
-def test_one_dataset_has_its_numbers_at_the_top_of_the_json(capsys: pytest.CaptureFixture[str], model: str, data: list[str]) -> None:
+def test_one_dataset_has_its_numbers_at_the_top_of_the_json(
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str]
+) -> None:
     found = json.loads(output(capsys, "ppl", "--model", model, *data[:2], "--json"))
     assert set(found) >= KEYS
     assert (found["documents"], found["window"], found["stride"]) == (1, 32, 32)
 
 
-def test_several_datasets_have_the_numbers_they_have_alone(capsys: pytest.CaptureFixture[str], model: str, data: list[str]) -> None:
-    both = json.loads(output(capsys, "ppl", "--model", model, *data, "--stride", "16", "--json"))["datasets"]
+def test_several_datasets_have_the_numbers_they_have_alone(
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str]
+) -> None:
+    both = json.loads(output(capsys, "ppl", "--model", model, *data, "--stride", "16", "--json"))[
+        "datasets"
+    ]
     assert list(both) == ["story", "short.jsonl"]
     for name, given in zip(both, (data[:2], data[2:]), strict=True):
-        alone = json.loads(output(capsys, "ppl", "--model", model, *given, "--stride", "16", "--json"))
+        alone = json.loads(
+            output(capsys, "ppl", "--model", model, *given, "--stride", "16", "--json")
+        )
         assert {key: alone[key] for key in KEYS} == {key: both[name][key] for key in KEYS}
     table = output(capsys, "ppl", "--model", model, *data)
     assert "story" in table and "short.jsonl" in table and "ECE" in table
 
 
-def test_continuations_stand_beside_the_numbers(capsys: pytest.CaptureFixture[str], model: str, data: list[str]) -> None:
-    arguments = ["ppl", "--model", model, *data[:2], "--prompt", "the", "--samples", "2", "--max-new-tokens", "4"]
+def test_continuations_stand_beside_the_numbers(
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str]
+) -> None:
+    arguments = [
+        "ppl",
+        "--model",
+        model,
+        *data[:2],
+        "--prompt",
+        "the",
+        "--samples",
+        "2",
+        "--max-new-tokens",
+        "4",
+    ]
     samples = json.loads(output(capsys, *arguments, "--json"))["samples"]
     assert [sample["prompt"] for sample in samples] == ["the", "the"]
     assert samples[0]["text"] != samples[1]["text"]
@@ -74,7 +111,13 @@ def fill_cache(cache: Path, parts: tuple[tuple[str, str, str], ...]) -> None:
     for repo, folder, key in parts:
         root = cache / f"datasets--{repo.replace('/', '--')}"
         converted = key == "sentence"
-        file = root / "snapshots" / "abc" / folder / ("test/0000.parquet" if converted else "test-00000-of-00001.parquet")
+        file = (
+            root
+            / "snapshots"
+            / "abc"
+            / folder
+            / ("test/0000.parquet" if converted else "test-00000-of-00001.parquet")
+        )
         file.parent.mkdir(parents=True)
         pq.write_table(pa.table({key: ["", *TEXTS, ""]}), file)
         revision = root / "refs" / ("refs/convert/parquet" if converted else "main")
@@ -83,27 +126,45 @@ def fill_cache(cache: Path, parts: tuple[tuple[str, str, str], ...]) -> None:
 
 
 def test_a_suite_comes_from_the_cache_and_what_is_missing_is_named(
-    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    data: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     fill_cache(tmp_path / "cache", PARTS[:1])
     said = output(capsys, "ppl", "--model", model, "--suite", "default", code=2)
-    assert "headway download Salesforce/wikitext --dataset --include 'wikitext-103-raw-v1/test*'" in said
-    assert "headway download ptb-text-only/ptb_text_only --dataset --revision refs/convert/parquet" in said
+    assert (
+        "headway download Salesforce/wikitext --dataset --include 'wikitext-103-raw-v1/test*'"
+        in said
+    )
+    assert (
+        "headway download ptb-text-only/ptb_text_only --dataset --revision refs/convert/parquet"
+        in said
+    )
     assert "wikitext-2 " not in said and "lambada" in said
     fill_cache(tmp_path / "cache", PARTS[1:3])
     given = ["--data", f"lambada={tmp_path / 'short.jsonl'}"]
-    found = json.loads(output(capsys, "ppl", "--model", model, "--suite", "default", *given, "--json"))["datasets"]
+    found = json.loads(
+        output(capsys, "ppl", "--model", model, "--suite", "default", *given, "--json")
+    )["datasets"]
     assert list(found) == list(SUITES["default"])
     assert [result["documents"] for result in found.values()] == [1, 1, 1, 3]
 
 
 def test_a_mistake_in_the_last_dataset_shows_before_the_first_is_scored(
-    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    data: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "wrong.jsonl").write_text('{"body": "x"}\n')
     monkeypatch.setattr("headway.eval.evaluate.perplexity", lambda *_, **__: pytest.fail("scored"))
-    assert "no key 'text'" in output(capsys, "ppl", "--model", model, *data, "--data", str(tmp_path / "wrong.jsonl"), code=2)
+    assert "no key 'text'" in output(
+        capsys, "ppl", "--model", model, *data, "--data", str(tmp_path / "wrong.jsonl"), code=2
+    )
 
 
 def is_png(path: Path) -> bool:
@@ -114,25 +175,53 @@ def test_a_report_holds_every_number_tables_and_pictures(
     capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "new" / "report"
-    arguments = ["ppl", "--model", model, *data, "--prompt", "# the", "--max-new-tokens", "4", "--out", str(out), "--json"]
+    arguments = [
+        "ppl",
+        "--model",
+        model,
+        *data,
+        "--prompt",
+        "# the",
+        "--max-new-tokens",
+        "4",
+        "--out",
+        str(out),
+        "--json",
+    ]
     printed = json.loads(output(capsys, *arguments))
     assert json.loads((out / "results.json").read_text())["models"] == [printed]
     report = (out / "report.md").read_text()
     for name, result in printed["datasets"].items():
         assert f"| {name} | {model} | {result['loss']:.4f} |" in report
         for bucket in result["positions"]:
-            assert f"| {bucket['first']}-{bucket['last']} | {bucket['loss']:.4f} ({math.exp(bucket['loss']):.2f}) |" in report
+            assert (
+                f"| {bucket['first']}-{bucket['last']} | {bucket['loss']:.4f} ({math.exp(bucket['loss']):.2f}) |"
+                in report
+            )
     assert "\n    # the" in report
-    assert sorted(path.name for path in out.iterdir()) == ["loss-by-position.png", "reliability.png", "report.md", "results.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "loss-by-position.png",
+        "reliability.png",
+        "report.md",
+        "results.json",
+    ]
     assert is_png(out / "loss-by-position.png") and is_png(out / "reliability.png")
     output(capsys, *arguments)
-    assert "long.txt: is a file" in output(capsys, "ppl", "--model", model, *data, "--out", str(tmp_path / "long.txt"), code=2)
+    assert "long.txt: is a file" in output(
+        capsys, "ppl", "--model", model, *data, "--out", str(tmp_path / "long.txt"), code=2
+    )
 
 
-def test_scalars_reach_tensorboard(capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path) -> None:
+def test_scalars_reach_tensorboard(
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    printed = json.loads(output(capsys, "ppl", "--model", model, *data, "--tensorboard", str(tmp_path / "tb"), "--json"))
+    printed = json.loads(
+        output(
+            capsys, "ppl", "--model", model, *data, "--tensorboard", str(tmp_path / "tb"), "--json"
+        )
+    )
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     tags = events.Tags()["scalars"]
@@ -142,11 +231,21 @@ def test_scalars_reach_tensorboard(capsys: pytest.CaptureFixture[str], model: st
         assert (point.step, point.value) == (0, pytest.approx(result["loss"]))
 
 
-def test_scalars_of_a_checkpoint_are_at_its_step(capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path) -> None:
+def test_scalars_of_a_checkpoint_are_at_its_step(
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tmp_path / "step-00000500").symlink_to(model)
-    output(capsys, "ppl", "--model", str(tmp_path / "step-00000500"), *data, "--tensorboard", str(tmp_path / "tb"))
+    output(
+        capsys,
+        "ppl",
+        "--model",
+        str(tmp_path / "step-00000500"),
+        *data,
+        "--tensorboard",
+        str(tmp_path / "tb"),
+    )
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert [point.step for point in events.Scalars("eval/story/loss")] == [500]
@@ -162,7 +261,9 @@ def test_models_side_by_side_have_the_numbers_they_have_alone(
     assert found["same_tokenizer"] is True
     assert [one["model"] for one in found["models"]] == [model, other]
     for one in found["models"]:
-        alone = json.loads(output(capsys, "ppl", "--model", one["model"], *data, "--window", "32", "--json"))
+        alone = json.loads(
+            output(capsys, "ppl", "--model", one["model"], *data, "--window", "32", "--json")
+        )
         assert one == alone
     report = (tmp_path / "report" / "report.md").read_text()
     assert f"| context | {model} | {other} |" in report
@@ -175,19 +276,35 @@ def test_models_side_by_side_have_the_numbers_they_have_alone(
 
 
 def test_a_comparison_says_what_each_model_is_and_how_its_perplexities_lie(
-    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    data: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)  # a test runner may have set it, and narrow tables fold their headings
+    monkeypatch.delenv(
+        "COLUMNS", raising=False
+    )  # a test runner may have set it, and narrow tables fold their headings
     other = str(write_model(tmp_path / "other", CONFIG.with_(rope_theta=5e5, no_rope_layers=(1,))))
     arguments = ["compare", model, other, *data, "--out", str(tmp_path / "report")]
     found = json.loads(output(capsys, *arguments, "--json"))["models"]
-    assert [(one["rope_theta"], one["no_rope_layers"], one["masks"]) for one in found] == [(1e4, [], None), (5e5, [1], None)]
+    assert [(one["rope_theta"], one["no_rope_layers"], one["masks"]) for one in found] == [
+        (1e4, [], None),
+        (5e5, [1], None),
+    ]
     for one in found:
         first, second = (result["perplexity"] for result in one["datasets"].values())
-        spread = {"mean": (first + second) / 2, "std": abs(first - second) / 2, "min": min(first, second), "max": max(first, second)}
+        spread = {
+            "mean": (first + second) / 2,
+            "std": abs(first - second) / 2,
+            "min": min(first, second),
+            "max": max(first, second),
+        }
         assert one["perplexities"] == pytest.approx(spread)
     shown, report = output(capsys, *arguments), (tmp_path / "report" / "report.md").read_text()
-    assert f"| {other} | 500000 | 1 | none | none | {found[1]['perplexities']['mean']:.3f} |" in report
+    assert (
+        f"| {other} | 500000 | 1 | none | none | {found[1]['perplexities']['mean']:.3f} |" in report
+    )
     assert "layers without RoPE" in shown and "mean perplexity" in shown and "500000" in shown
 
 
@@ -200,25 +317,54 @@ def test_models_with_other_tokenizers_are_compared_by_bits_per_byte(
     assert "compare bits per byte" in (tmp_path / "report" / "report.md").read_text()
 
 
-def test_a_dataset_is_split_by_a_key_or_by_file(capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path) -> None:
+def test_a_dataset_is_split_by_a_key_or_by_file(
+    capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
+) -> None:
     sources = {"books": TEXTS[:1], "web": TEXTS[1:]}
-    rows = [{"text": text, "meta": {"set": name}} for name, texts in sources.items() for text in texts]
+    rows = [
+        {"text": text, "meta": {"set": name}} for name, texts in sources.items() for text in texts
+    ]
     (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, texts in sources.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
     arguments = ["ppl", "--model", model, "--data", str(tmp_path / "all.jsonl"), "--by", "meta.set"]
     parts = json.loads(output(capsys, *arguments, "--json"))["parts"]
     assert [part["name"] for part in parts] == list(sources)
     files = [f"both={tmp_path / name}.jsonl" for name in sources]
-    by_file = json.loads(output(capsys, "ppl", "--model", model, "--data", files[0], "--data", files[1], "--by", "file", "--json"))
+    by_file = json.loads(
+        output(
+            capsys,
+            "ppl",
+            "--model",
+            model,
+            "--data",
+            files[0],
+            "--data",
+            files[1],
+            "--by",
+            "file",
+            "--json",
+        )
+    )
     for part, again, name in zip(parts, by_file["parts"], sources, strict=True):
-        alone = json.loads(output(capsys, "ppl", "--model", model, "--data", str(tmp_path / f"{name}.jsonl"), "--json"))
+        alone = json.loads(
+            output(
+                capsys, "ppl", "--model", model, "--data", str(tmp_path / f"{name}.jsonl"), "--json"
+            )
+        )
         assert alone["parts"] == []
         for found in (part, again):
-            assert {key: found[key] for key in KEYS & set(part)} == pytest.approx({key: alone[key] for key in KEYS & set(part)})
+            assert {key: found[key] for key in KEYS & set(part)} == pytest.approx(
+                {key: alone[key] for key in KEYS & set(part)}
+            )
         assert again["name"] == str(tmp_path / f"{name}.jsonl")
     assert "all.jsonl by part" in output(capsys, *arguments, "--out", str(tmp_path / "report"))
-    assert f"| web | {model} | {parts[1]['loss']:.4f} |" in (tmp_path / "report" / "report.md").read_text()
+    assert (
+        f"| web | {model} | {parts[1]['loss']:.4f} |"
+        in (tmp_path / "report" / "report.md").read_text()
+    )
     said = output(capsys, *arguments[:-1], "meta.kind", code=2)
     assert "all.jsonl:1: has no key 'meta.kind'" in said and len(said.strip().splitlines()) == 1
 
@@ -230,7 +376,9 @@ def printed(arguments: list[str]) -> str:
     return out.getvalue()
 
 
-def test_two_ranks_find_what_one_finds(capfd: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path) -> None:
+def test_two_ranks_find_what_one_finds(
+    capfd: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "again").symlink_to(model)
     options = ["--batch-tokens", "32", "--stride", "8", "--by", "file", "--prompt=-a", "--json"]
     arguments = ["eval", "compare", model, str(tmp_path / "again"), *data, *options]
@@ -242,7 +390,9 @@ def test_two_ranks_find_what_one_finds(capfd: pytest.CaptureFixture[str], model:
     for one, other in zip(alone["models"], both["models"], strict=True):
         assert list(flat(one)) == list(flat(other))
         for key, value in flat(one).items():
-            assert flat(other)[key] == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value), key
+            assert flat(other)[key] == (
+                pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+            ), key
     assert main([*arguments, "--nproc", "0"]) == 2
     assert "--nproc is 0" in capfd.readouterr().err
 
@@ -250,9 +400,17 @@ def test_two_ranks_find_what_one_finds(capfd: pytest.CaptureFixture[str], model:
 def flat(value: Any, key: str = "") -> dict[str, Any]:
     """Every leaf of plain values, by its path."""
     if isinstance(value, dict):
-        return {path: leaf for name, inner in value.items() for path, leaf in flat(inner, f"{key}/{name}").items()}
+        return {
+            path: leaf
+            for name, inner in value.items()
+            for path, leaf in flat(inner, f"{key}/{name}").items()
+        }
     if isinstance(value, list):
-        return {path: leaf for index, inner in enumerate(value) for path, leaf in flat(inner, f"{key}/{index}").items()}
+        return {
+            path: leaf
+            for index, inner in enumerate(value)
+            for path, leaf in flat(inner, f"{key}/{index}").items()
+        }
     return {key: value}
 
 
@@ -266,6 +424,8 @@ def flat(value: Any, key: str = "") -> dict[str, Any]:
         (["--samples", "0", "--prompt", "a"], "--samples is 0"),
     ],
 )
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], model: str, data: list[str], wrong: list[str], word: str) -> None:
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str], wrong: list[str], word: str
+) -> None:
     said = output(capsys, "ppl", "--model", model, *data, *wrong, code=2)
     assert word in said and len(said.strip().splitlines()) == 1

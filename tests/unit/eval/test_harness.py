@@ -29,8 +29,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     tokenizer = byte_tokenizer()
     if request.param == "opening":
-        tokenizer.fast.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 256)])
-    return write_model(tmp_path_factory.mktemp("model"), CONFIG.with_(vocab_size=258, max_seq_len=96), tokenizer)
+        tokenizer.fast.post_processor = TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 256)]
+        )
+    return write_model(
+        tmp_path_factory.mktemp("model"), CONFIG.with_(vocab_size=258, max_seq_len=96), tokenizer
+    )
 
 
 @pytest.fixture
@@ -44,7 +48,10 @@ def test_without_the_extra_one_line_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     said = output(capfd, "--model", str(model), *TASKS, code=2)
     remedy = f"Run {install_command('eval')}."
-    assert said == f"error: headway eval harness needs lm-evaluation-harness, which is not installed. {remedy}\n"
+    assert (
+        said
+        == f"error: headway eval harness needs lm-evaluation-harness, which is not installed. {remedy}\n"
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -55,14 +62,32 @@ def test_the_results_are_those_of_the_harness_on_the_same_folder(
     pytest.importorskip("accelerate")
     from lm_eval.tasks import TaskManager
 
-    given = ["--model", str(model), *TASKS, "--task-dir", str(tasks), "--batch-tokens", "300", "--json"]
+    given = [
+        "--model",
+        str(model),
+        *TASKS,
+        "--task-dir",
+        str(tasks),
+        "--batch-tokens",
+        "300",
+        "--json",
+    ]
     ours = json.loads(output(capfd, *given, "--out", str(tmp_path / "out"), "--log-samples"))
-    settings: dict[str, Any] = {"pretrained": str(model), "dtype": "float32", "device": "cpu", "batch_size": 2}
+    settings: dict[str, Any] = {
+        "pretrained": str(model),
+        "dtype": "float32",
+        "device": "cpu",
+        "batch_size": 2,
+    }
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    theirs = lm_eval.simple_evaluate("hf", settings, tasks=["choices", "texts", "written"], task_manager=manager)
+    theirs = lm_eval.simple_evaluate(
+        "hf", settings, tasks=["choices", "texts", "written"], task_manager=manager
+    )
     for task, numbers in theirs["results"].items():
         for key, value in numbers.items():
-            assert ours["results"][task][key] == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value), (task, key)
+            assert ours["results"][task][key] == (
+                pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+            ), (task, key)
     compared = 0
     for task, documents in theirs["samples"].items():
         lines = (tmp_path / "out" / f"samples-{task}.jsonl").read_text().splitlines()
@@ -72,7 +97,11 @@ def test_the_results_are_those_of_the_harness_on_the_same_folder(
                 if isinstance(expected, tuple):
                     assert answer == [pytest.approx(expected[0], rel=1e-4), expected[1]]
                 else:
-                    assert answer == (pytest.approx(expected, rel=1e-4) if isinstance(expected, float) else expected)
+                    assert answer == (
+                        pytest.approx(expected, rel=1e-4)
+                        if isinstance(expected, float)
+                        else expected
+                    )
                 compared += 1
     assert compared == 6 * 3 + 4 + 6
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == ours
@@ -83,16 +112,31 @@ def test_the_results_are_those_of_the_harness_on_the_same_folder(
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["opening"], indirect=True)
 @pytest.mark.filterwarnings("ignore")
-def test_two_ranks_and_a_limit_find_what_one_finds(capfd: pytest.CaptureFixture[str], model: Path, tasks: Path) -> None:
+def test_two_ranks_and_a_limit_find_what_one_finds(
+    capfd: pytest.CaptureFixture[str], model: Path, tasks: Path
+) -> None:
     pytest.importorskip("lm_eval")
-    given = ["--model", str(model), *TASKS, "--task-dir", str(tasks), "--limit", "3", "--batch-tokens", "200", "--json"]
+    given = [
+        "--model",
+        str(model),
+        *TASKS,
+        "--task-dir",
+        str(tasks),
+        "--limit",
+        "3",
+        "--batch-tokens",
+        "200",
+        "--json",
+    ]
     alone, both = (json.loads(output(capfd, *given, *more)) for more in ([], ["--nproc", "2"]))
     assert alone["n-samples"]["written"] == {"original": 6, "effective": 3}
     assert alone["results"] == both["results"]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_mistakes_are_one_line(capfd: pytest.CaptureFixture[str], model: Path, tasks: Path, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(
+    capfd: pytest.CaptureFixture[str], model: Path, tasks: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("lm_eval")
     given = ["--model", str(model), "--task-dir", str(tasks)]
     (tasks / "written.jsonl").unlink()
@@ -103,5 +147,9 @@ def test_mistakes_are_one_line(capfd: pytest.CaptureFixture[str], model: Path, t
         (["--tasks", "texts", "--task-dir", str(tmp_path / "none")], "--task-dir is"),
         (["--tasks", ","], "no task is given"),
     ):
-        said = [line for line in output(capfd, *given, *wrong, code=2).splitlines() if line.startswith("error: ")]
+        said = [
+            line
+            for line in output(capfd, *given, *wrong, code=2).splitlines()
+            if line.startswith("error: ")
+        ]
         assert len(said) == 1 and word in said[0]

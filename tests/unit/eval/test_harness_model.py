@@ -13,12 +13,20 @@ from headway.eval.harness_model import MAX_NEW_TOKENS, HarnessModel, generate_op
 from headway.infer.load import load_model
 
 LIMIT = 24
-PAIRS = [("the cat sat on ", "the mat"), ("", "zwölf"), ("a" * 40, "bcd"), ("x", " y"), ("<s>q", "r")]
+PAIRS = [
+    ("the cat sat on ", "the mat"),
+    ("", "zwölf"),
+    ("a" * 40, "bcd"),
+    ("x", " y"),
+    ("<s>q", "r"),
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), CONFIG.with_(vocab_size=258, max_seq_len=LIMIT))
+    return write_model(
+        tmp_path_factory.mktemp("model"), CONFIG.with_(vocab_size=258, max_seq_len=LIMIT)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +62,13 @@ def test_likelihoods_equal_transformers(folder: Path, theirs: Any) -> None:
 def test_a_greedy_continuation_is_called_greedy(folder: Path) -> None:
     answers = HarnessModel(load_model(folder))
     prompts = [chr(letter) for letter in range(97, 123)]
-    made = dict(zip(prompts, answers.generate([(prompt, {"max_gen_toks": 1}) for prompt in prompts]), strict=True))
+    made = dict(
+        zip(
+            prompts,
+            answers.generate([(prompt, {"max_gen_toks": 1}) for prompt in prompts]),
+            strict=True,
+        )
+    )
     pairs = [(prompt, text) for prompt, text in made.items() if text.isascii() and text.strip()]
     assert len(pairs) > 3
     assert all(greedy for _, greedy in answers.loglikelihood(pairs))
@@ -72,15 +86,24 @@ def test_a_long_text_is_scored_whole_in_windows_that_touch(folder: Path, theirs:
         (ids[len(ids) - LIMIT - 1 : 2 * LIMIT], ids[2 * LIMIT :]),
     ]
     expected = sum(reference(theirs, before, after)[0] for before, after in parts)
-    assert answers.rolling([answers.tokenizer.decode(ids), "a"])[0] == pytest.approx(expected, rel=1e-5)
+    assert answers.rolling([answers.tokenizer.decode(ids), "a"])[0] == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_ranks_share_the_work_and_all_get_every_answer(folder: Path) -> None:
-    requests = [(context + continuation, {"max_gen_toks": 3 + len(context) % 2, "until": ["e"]}) for context, continuation in PAIRS]
+    requests = [
+        (context + continuation, {"max_gen_toks": 3 + len(context) % 2, "until": ["e"]})
+        for context, continuation in PAIRS
+    ]
 
     def work(group: Any) -> Any:
         answers = HarnessModel(load_model(folder), batch_tokens=30, group=group)
-        return answers.loglikelihood(PAIRS), answers.rolling(["a" * 60, "b"]), answers.generate(requests)
+        return (
+            answers.loglikelihood(PAIRS),
+            answers.rolling(["a" * 60, "b"]),
+            answers.generate(requests),
+        )
 
     (alone,) = run_ranks(work, 1)
     assert run_ranks(work, 2) == [alone, alone]
@@ -91,13 +114,34 @@ def test_ranks_share_the_work_and_all_get_every_answer(folder: Path) -> None:
     ("settings", "expected"),
     [
         ({}, (MAX_NEW_TOKENS, (), 0.0)),
-        ({"until": "\n", "max_new_tokens": 5, "do_sample": False, "temperature": 0.7, "top_p": 0.9, "num_beams": 1}, (5, ("\n",), 0.0)),
-        ({"until": ["a", ""], "max_gen_toks": 3, "max_tokens": 9, "temperature": 0.5, "top_k": 4}, (3, ("a",), 0.5)),
+        (
+            {
+                "until": "\n",
+                "max_new_tokens": 5,
+                "do_sample": False,
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "num_beams": 1,
+            },
+            (5, ("\n",), 0.0),
+        ),
+        (
+            {
+                "until": ["a", ""],
+                "max_gen_toks": 3,
+                "max_tokens": 9,
+                "temperature": 0.5,
+                "top_k": 4,
+            },
+            (3, ("a",), 0.5),
+        ),
         ({"do_sample": True}, (MAX_NEW_TOKENS, (), 1.0)),
         ({"do_sample": True, "temperature": 0.0}, (MAX_NEW_TOKENS, (), 0.0)),
     ],
 )
-def test_settings_of_generation_mean_what_they_mean_to_the_harness(settings: dict[str, Any], expected: Any) -> None:
+def test_settings_of_generation_mean_what_they_mean_to_the_harness(
+    settings: dict[str, Any], expected: Any
+) -> None:
     options, until = generate_options(settings)
     assert (options.max_new_tokens, until, options.sampling.temperature) == expected
     assert (options.stop, options.sampling.top_k) == (until, 4 if "top_k" in settings else None)

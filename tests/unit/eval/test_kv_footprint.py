@@ -41,7 +41,9 @@ def brute_force(given: HeadMasks | None, prompt: int, new: int, chunk: int) -> t
 @pytest.mark.parametrize("chunk", [1, 4, 7, 60])
 @pytest.mark.parametrize(("prompt", "new"), [(60, 5), (9, 30), (1, 1), (24, 0)])
 @pytest.mark.parametrize("given", [None, masks(0, 4, 5, 2), masks(1, 4, 8, 0), masks(3, 4, 1, 1)])
-def test_the_formula_equals_a_count_of_every_cell(given: HeadMasks | None, prompt: int, new: int, chunk: int) -> None:
+def test_the_formula_equals_a_count_of_every_cell(
+    given: HeadMasks | None, prompt: int, new: int, chunk: int
+) -> None:
     found = footprint(given, prompt, new, chunk)
     share, peak = brute_force(given, prompt, new, chunk)
     assert found.share == pytest.approx(share) and found.peak == pytest.approx(peak)
@@ -51,11 +53,18 @@ def test_the_formula_equals_a_count_of_every_cell(given: HeadMasks | None, promp
 
 @pytest.mark.parametrize(
     ("full", "expected"),
-    [(5, (99.9, 63.1, 53.9, 51.3, 50.9)), (3, (99.9, 48.4, 35.5, 31.8, 31.3)), (1, (99.9, 33.7, 17.1, 12.3, 11.7))],
+    [
+        (5, (99.9, 63.1, 53.9, 51.3, 50.9)),
+        (3, (99.9, 48.4, 35.5, 31.8, 31.3)),
+        (1, (99.9, 33.7, 17.1, 12.3, 11.7)),
+    ],
 )
 def test_values_known_for_a_prompt_of_128k(full: int, expected: tuple[float, ...]) -> None:
     given = masks(full, 10, 1024, 128)
-    found = [100 * footprint(given, 131072, 100, chunk).share for chunk in (131072, 32768, 8192, 1024, 128)]
+    found = [
+        100 * footprint(given, 131072, 100, chunk).share
+        for chunk in (131072, 32768, 8192, 1024, 128)
+    ]
     assert found == pytest.approx(expected, abs=0.06)
 
 

@@ -45,13 +45,17 @@ def test_prompts_fill_their_length_with_any_tokenizer(task: str, tokenizer: str)
 def test_the_answer_stands_in_the_prompt_at_its_depth_and_not_in_the_question(task: str) -> None:
     for depth in (0.0, 0.5, 1.0):
         case = find_task(task)(random.Random(3), 200, depth)
-        places = [case.prompt.lower().find(answer.lower()) / len(case.prompt) for answer in case.answers]
+        places = [
+            case.prompt.lower().find(answer.lower()) / len(case.prompt) for answer in case.answers
+        ]
         assert all(place >= 0 for place in places)
         assert case.score(" ".join(case.answers).upper()) == 1.0 and case.score("nothing") == 0.0
         question = case.prompt.rsplit("\n", 1)[-1]
         assert not any(answer in question for answer in case.answers)
         if case.depth is not None:
-            assert case.depth == pytest.approx(depth, abs=0.01) and places[0] == pytest.approx(depth, abs=0.12)
+            assert case.depth == pytest.approx(depth, abs=0.01) and places[0] == pytest.approx(
+                depth, abs=0.12
+            )
 
 
 def test_common_words_are_the_most_common() -> None:
@@ -81,7 +85,9 @@ def test_cases_leave_room_for_their_answers() -> None:
     for asked in cases:
         assert len(prompt_ids(tokenizer, asked.case.prompt)) + asked.new_tokens <= 1200
         assert asked.new_tokens > len(" ".join(asked.case.answers))
-    with pytest.raises(ConfigError, match=r"--lengths holds \d+; needle_single needs at least \d+ tokens"):
+    with pytest.raises(
+        ConfigError, match=r"--lengths holds \d+; needle_single needs at least \d+ tokens"
+    ):
         make_cases(tokenizer, LongPlan(("needle_single",), (120,)))
 
 
@@ -96,7 +102,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> s
     return captured.out if code == 0 else captured.err
 
 
-def test_a_report_compares_the_model_with_masks(capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path) -> None:
+def test_a_report_compares_the_model_with_masks(
+    capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
+) -> None:
     write_masks(HeadMasks(((True, False), (False, False)), 16, 4), tmp_path / "masks.tsv")
     (tmp_path / "text.txt").write_text("the cat sat on the mat and then it went away " * 12)
     arguments = [
@@ -106,14 +114,26 @@ def test_a_report_compares_the_model_with_masks(capsys: pytest.CaptureFixture[st
     found = json.loads(run(capsys, *arguments, "--json"))
     assert [one["name"] for one in found["variants"]] == ["full", "s=0.75", "random s=0.75"]
     full, sparse, _ = found["variants"]
-    assert full["footprint"] == pytest.approx(1.0) and sparse["footprint"] < 1 and sparse["sparsity"] == 0.75
-    assert full["cache_bytes"] == 2 * 4 * 4 * 4 * 400 * 8 and sparse["cache_bytes"] * 400 == full["cache_bytes"] * 115
-    assert len(full["cells"]) == 8 and all(one["decode_tokens_per_second"] > 0 for one in found["variants"])
+    assert (
+        full["footprint"] == pytest.approx(1.0)
+        and sparse["footprint"] < 1
+        and sparse["sparsity"] == 0.75
+    )
+    assert (
+        full["cache_bytes"] == 2 * 4 * 4 * 4 * 400 * 8
+        and sparse["cache_bytes"] * 400 == full["cache_bytes"] * 115
+    )
+    assert len(full["cells"]) == 8 and all(
+        one["decode_tokens_per_second"] > 0 for one in found["variants"]
+    )
     assert full["perplexity"]["loss"] != sparse["perplexity"]["loss"]
     stored = json.loads((tmp_path / "report" / "results.json").read_text())
     assert stored["variants"] == found["variants"]
     report = (tmp_path / "report" / "report.md").read_text()
-    assert "| task | full | s=0.75 | random s=0.75 | critical footprint |" in report and "Loss by tokens of context" in report
+    assert (
+        "| task | full | s=0.75 | random s=0.75 | critical footprint |" in report
+        and "Loss by tokens of context" in report
+    )
     assert f"| full | none | 0.0% | 100.0% | 100.0% | {full['cache_bytes']:,} | 1.00x |" in report
     for picture in ("heat-map.png", "score-by-footprint.png"):
         assert (tmp_path / "report" / picture).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -122,7 +142,10 @@ def test_a_report_compares_the_model_with_masks(capsys: pytest.CaptureFixture[st
     changed = json.loads(run(capsys, *arguments, "--seed", "1", "--json"))
     assert changed["variants"][0]["decode_tokens_per_second"] != full["decode_tokens_per_second"]
     (tmp_path / "text.txt").write_text("another text of the same name, which is scored again " * 9)
-    assert json.loads(run(capsys, *arguments, "--json"))["variants"][0]["perplexity"] != full["perplexity"]
+    assert (
+        json.loads(run(capsys, *arguments, "--json"))["variants"][0]["perplexity"]
+        != full["perplexity"]
+    )
     assert "s=0.75" in run(capsys, *arguments)
 
 
@@ -132,14 +155,29 @@ def test_prompts_are_read_in_eighths_of_their_length_by_default_and_one_piece_is
     plan = LongPlan(("key_value",), (400, 4096, 131072))
     assert [plan.chunk(length) for length in plan.lengths] == [50, 512, 4096]
     write_masks(HeadMasks(((False, False), (False, False)), 16, 4), tmp_path / "masks.tsv")
-    common = ["--model", model, "--tasks", "key_value", "--lengths", "400", "--depths", "0", "--samples", "1"]
+    common = [
+        "--model",
+        model,
+        "--tasks",
+        "key_value",
+        "--lengths",
+        "400",
+        "--depths",
+        "0",
+        "--samples",
+        "1",
+    ]
     masked = [*common, "--masks", str(tmp_path / "masks.tsv"), "--out", str(tmp_path / "report")]
     found = json.loads(run(capsys, *masked, "--json"))
     # Every head keeps 20 entries and up to 50 of a chunk: 50 * 51 / 2 cells of each of 8 chunks, and 50 * 20 of all but the first,
     # of 400 * 401 / 2 in all.
-    assert found["variants"][1]["footprint"] == pytest.approx((8 * 1275 + 7 * 1000) / 80200, rel=0.1)
+    assert found["variants"][1]["footprint"] == pytest.approx(
+        (8 * 1275 + 7 * 1000) / 80200, rel=0.1
+    )
     assert (found["chunks"], found["notes"]) == ({"400": 50}, [])
-    assert main(["eval", "long", "--device", "cpu", *masked, "--chunk-tokens", "400", "--json"]) == 0
+    assert (
+        main(["eval", "long", "--device", "cpu", *masked, "--chunk-tokens", "400", "--json"]) == 0
+    )
     captured = capsys.readouterr()
     whole = json.loads(captured.out)
     assert whole["variants"][1]["footprint"] > 0.9
@@ -176,14 +214,18 @@ def chat_tokenizer(template: str | None) -> Tokenizer:
         ("{{ raise_exception('no') }}", None, []),
     ],
 )
-def test_texts_and_prompts_begin_as_the_model_expects(tmp_path: Path, template: str | None, bos: bool | None, first: list[str]) -> None:
+def test_texts_and_prompts_begin_as_the_model_expects(
+    tmp_path: Path, template: str | None, bos: bool | None, first: list[str]
+) -> None:
     tokenizer = chat_tokenizer(template)
     expected = [tokenizer.special_tokens[name] for name in first]
     (asked,) = make_cases(tokenizer, LongPlan(("key_value",), (256,), (0.0,), samples=1, bos=bos))
     assert asked.ids == [*expected, *tokenizer.encode(asked.case.prompt)]
     (tmp_path / "text.txt").write_text("the cat")
     loaded = replace(load_model(write_model(tmp_path)), tokenizer=tokenizer)
-    (piece,) = read_eval_documents(Dataset("text", (str(tmp_path / "text.txt"),)), loaded, ReadOptions(bos=bos))
+    (piece,) = read_eval_documents(
+        Dataset("text", (str(tmp_path / "text.txt"),)), loaded, ReadOptions(bos=bos)
+    )
     assert (list(piece.lead), piece.ids) == (expected, tokenizer.encode("the cat"))
 
 
@@ -200,6 +242,8 @@ def test_texts_and_prompts_begin_as_the_model_expects(tmp_path: Path, template: 
         (["--masks", "nowhere.tsv"], "masks is 'nowhere.tsv'"),
     ],
 )
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], model: str, wrong: list[str], said: str) -> None:
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], model: str, wrong: list[str], said: str
+) -> None:
     told = run(capsys, "--model", model, "--tasks", "key_value", "--lengths", "256", *wrong, code=2)
     assert said in told and len(told.strip().splitlines()) == 1

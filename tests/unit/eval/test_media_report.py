@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from headway.errors import ConfigError
-from headway.eval.media_report import MOST_ROWS, AnswerRow, PictureReport, RetrievalRow, same_answer, write_picture_report
+from headway.eval.media_report import (
+    MOST_ROWS,
+    AnswerRow,
+    PictureReport,
+    RetrievalRow,
+    same_answer,
+    write_picture_report,
+)
 from headway.media.items import MediaRef
 from headway.media.png import write_png
 from headway.media.sound import write_wave
@@ -29,20 +36,36 @@ class Tags(HTMLParser):
 
 
 def test_media_stand_beside_answers_and_ranks(tmp_path: Path) -> None:
-    answers = [AnswerRow("What?", "Red ", (PICTURE, SOUND), "red"), AnswerRow(HOSTILE, HOSTILE, (BROKEN,), "blue")]
-    retrievals = [RetrievalRow(PICTURE, "a red circle", 2, (("a blue circle", 0.9), ("a red circle", 0.8)))]
-    write_picture_report(tmp_path / "r.html", PictureReport("A & B", {"accuracy": 0.5, "answers": 2}, answers, retrievals))
+    answers = [
+        AnswerRow("What?", "Red ", (PICTURE, SOUND), "red"),
+        AnswerRow(HOSTILE, HOSTILE, (BROKEN,), "blue"),
+    ]
+    retrievals = [
+        RetrievalRow(PICTURE, "a red circle", 2, (("a blue circle", 0.9), ("a red circle", 0.8)))
+    ]
+    write_picture_report(
+        tmp_path / "r.html",
+        PictureReport("A & B", {"accuracy": 0.5, "answers": 2}, answers, retrievals),
+    )
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     found = Tags(text)
     assert {tag for tag, _ in found.tags} & {"script", "link", "iframe", "b"} == set()
-    assert [tag for tag, _ in found.tags].count("img") == 2 and [tag for tag, _ in found.tags].count("audio") == 1
+    assert [tag for tag, _ in found.tags].count("img") == 2 and [
+        tag for tag, _ in found.tags
+    ].count("audio") == 1
     assert all((attrs.get("src") or "data:").startswith("data:") for _, attrs in found.tags)
-    assert '<pre class="right">Red ' in text and "expected: blue" in text and "not a PNG, JPEG or WebP picture" in text
+    assert (
+        '<pre class="right">Red ' in text
+        and "expected: blue" in text
+        and "not a PNG, JPEG or WebP picture" in text
+    )
     assert '<span class="wrong">2</span>' in text and "A &amp; B" in text
 
 
 def test_long_tables_say_what_is_left_out(tmp_path: Path) -> None:
-    write_picture_report(tmp_path / "r.html", PictureReport("x", answers=[AnswerRow("a", "b")] * (MOST_ROWS + 5)))
+    write_picture_report(
+        tmp_path / "r.html", PictureReport("x", answers=[AnswerRow("a", "b")] * (MOST_ROWS + 5))
+    )
     assert f"{MOST_ROWS} of {MOST_ROWS + 5} rows are shown" in (tmp_path / "r.html").read_text()
     with pytest.raises(ConfigError, match="its folder does not exist"):
         write_picture_report(tmp_path / "none" / "r.html", PictureReport("x"))

@@ -23,9 +23,16 @@ SEEING: Any = None
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Records, and a model that gives the right answer where it sees and `red` where media are blank."""
 
-    def answer(loaded: Any, questions: list[MediaQuestion], template: str, options: Any) -> list[Any]:
+    def answer(
+        loaded: Any, questions: list[MediaQuestion], template: str, options: Any
+    ) -> list[Any]:
         blank = set(BLANKS.values())
-        return [SimpleNamespace(text="red" if any(ref.data in blank for ref in one.media) else one.expected) for one in questions]
+        return [
+            SimpleNamespace(
+                text="red" if any(ref.data in blank for ref in one.media) else one.expected
+            )
+            for one in questions
+        ]
 
     monkeypatch.setattr(multimodal, "answer_media", answer)
     return write_media(tmp_path, SyntheticMedia(30, 2, image_size=16, seconds=0.1))["chat"]
@@ -36,13 +43,23 @@ def test_blank_media_take_away_what_was_seen(data: Path) -> None:
     assert found.right == 1.0 and found.records == len(data.read_text().splitlines())
     assert found.blank is not None and found.blank < 0.2
     scores = {one.question: one for one in found.questions}
-    assert set(scores) == {"What colour is the shape?", "What shape is it?", "Where is the shape?", "What kind of tone is it?"}
-    assert scores["What shape is it?"].blank == 0.0 and sum(one.records for one in found.questions) == found.records
+    assert set(scores) == {
+        "What colour is the shape?",
+        "What shape is it?",
+        "Where is the shape?",
+        "What kind of tone is it?",
+    }
+    assert (
+        scores["What shape is it?"].blank == 0.0
+        and sum(one.records for one in found.questions) == found.records
+    )
     assert found.figures()["right"] == 1.0 and json.dumps(as_json(found))
 
 
 def test_a_limit_and_a_schema(data: Path) -> None:
-    found = evaluate_multimodal(SEEING, data, MultimodalPlan("chatml", schema=AnswerSchema({"type": "object"}), limit=5))
+    found = evaluate_multimodal(
+        SEEING, data, MultimodalPlan("chatml", schema=AnswerSchema({"type": "object"}), limit=5)
+    )
     assert (found.records, found.valid, found.blank) == (5, 0.0, None)
     assert found.rows[0].note.startswith("the answer is not JSON") and found.rows[0].media
 

@@ -13,12 +13,21 @@ from headway.eval import retrieval
 from headway.eval.retrieval import evaluate_retrieval
 
 
-def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict[str, str]], vectors: dict[str, dict[int, Any]]) -> Any:
+def found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    records: list[dict[str, str]],
+    vectors: dict[str, dict[int, Any]],
+) -> Any:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     heads = SimpleNamespace(tensors={f"heads.{name}.proj.weight": None for name in vectors})
     monkeypatch.setattr(retrieval, "aligner_folder", lambda path: path)
     monkeypatch.setattr(retrieval, "read_aligner", lambda path: heads)
-    monkeypatch.setattr(retrieval, "_vectors", lambda folder, heads, name, samples: {n: np.array(v) for n, v in vectors[name].items()})
+    monkeypatch.setattr(
+        retrieval,
+        "_vectors",
+        lambda folder, heads, name, samples: {n: np.array(v) for n, v in vectors[name].items()},
+    )
     return evaluate_retrieval(tmp_path, str(tmp_path / "a.jsonl"))
 
 
@@ -35,14 +44,27 @@ def test_ranks_are_those_of_a_hand_count(tmp_path: Path, monkeypatch: pytest.Mon
     first = next(one for one in scores if one.pair == "text_to_image")
     # a is first; b shares the first two places with c; c is behind a and shares the last two with b
     assert first.candidates == 3 and first.recall_at_1 == pytest.approx((1 + 0.5 + 0) / 3)
-    assert first.mrr == pytest.approx((1 + 1 / 1.5 + 1 / 2.5) / 3) and first.median_rank == 1.5 and first.recall_at_5 == 1.0
-    assert first.chance == pytest.approx(1 / 3) and first.modality_gap == pytest.approx(np.hypot(0.6 - 1 / 3, 1.6 / 3 - 2 / 3))
-    assert [row.rank for row in rows[:3]] == [1, 2, 3] and rows[2].found[0][0].name.endswith("a.png")
+    assert (
+        first.mrr == pytest.approx((1 + 1 / 1.5 + 1 / 2.5) / 3)
+        and first.median_rank == 1.5
+        and first.recall_at_5 == 1.0
+    )
+    assert first.chance == pytest.approx(1 / 3) and first.modality_gap == pytest.approx(
+        np.hypot(0.6 - 1 / 3, 1.6 / 3 - 2 / 3)
+    )
+    assert [row.rank for row in rows[:3]] == [1, 2, 3] and rows[2].found[0][0].name.endswith(
+        "a.png"
+    )
 
 
 def test_nothing_to_rank_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="nothing can be ranked"):
-        found(tmp_path, monkeypatch, [{"text": "a", "image": "a.png"}], {"text": {0: [1.0]}, "image": {0: [1.0]}})
+        found(
+            tmp_path,
+            monkeypatch,
+            [{"text": "a", "image": "a.png"}],
+            {"text": {0: [1.0]}, "image": {0: [1.0]}},
+        )
     monkeypatch.setattr(retrieval, "aligner_folder", lambda path: None)
     with pytest.raises(ConfigError, match="is not a run of phase 1"):
         evaluate_retrieval(tmp_path, "x")

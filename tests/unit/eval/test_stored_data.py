@@ -41,9 +41,17 @@ def test_a_long_text_is_scored_in_pieces_from_a_file_with_the_same_numbers(
 def test_stores_of_every_kind_score_like_their_text(tmp_path: Path, loaded: LoadedModel) -> None:
     assert loaded.tokenizer is not None
     texts = [TEXT[:200], TEXT[3:90], TEXT[7:30]]
-    (tmp_path / "raw.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    whole = perplexity(loaded, read_eval_documents(Dataset("raw", (str(tmp_path / "raw.jsonl"),)), loaded), window=32)
-    with StoreWriter(tmp_path / "headway", dtype="uint16", tokenizer_fingerprint=loaded.tokenizer.fingerprint) as writer:
+    (tmp_path / "raw.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
+    whole = perplexity(
+        loaded,
+        read_eval_documents(Dataset("raw", (str(tmp_path / "raw.jsonl"),)), loaded),
+        window=32,
+    )
+    with StoreWriter(
+        tmp_path / "headway", dtype="uint16", tokenizer_fingerprint=loaded.tokenizer.fingerprint
+    ) as writer:
         for text in texts:
             writer.add(loaded.tokenizer.encode(text))
         writer.finish()
@@ -51,13 +59,21 @@ def test_stores_of_every_kind_score_like_their_text(tmp_path: Path, loaded: Load
     convert(tmp_path / "headway", tmp_path / "internlm", "internlm", ConvertOptions(type="cn"))
     pack(tmp_path / "headway", tmp_path / "packs", PackOptions(1000, to="mds"))
     for kind in ("headway", "mds", "internlm", "packs"):
-        scored = perplexity(loaded, read_eval_documents(Dataset(kind, (str(tmp_path / kind),)), loaded), window=32)
+        scored = perplexity(
+            loaded, read_eval_documents(Dataset(kind, (str(tmp_path / kind),)), loaded), window=32
+        )
         assert (scored.tokens, scored.documents) == (whole.tokens, 3), kind
         assert scored.loss == pytest.approx(whole.loss, rel=1e-6)
-    (piece, *_) = read_eval_documents(Dataset("t", (str(tmp_path / "internlm"),)), loaded, ReadOptions(by="type"))
+    (piece, *_) = read_eval_documents(
+        Dataset("t", (str(tmp_path / "internlm"),)), loaded, ReadOptions(by="type")
+    )
     assert piece.part == "cn"
     with pytest.raises(ConfigError, match="whose documents have no keys"):
-        list(read_eval_documents(Dataset("t", (str(tmp_path / "headway"),)), loaded, ReadOptions(by="type")))
+        list(
+            read_eval_documents(
+                Dataset("t", (str(tmp_path / "headway"),)), loaded, ReadOptions(by="type")
+            )
+        )
 
 
 def test_ids_beyond_the_model_are_refused(tmp_path: Path, loaded: LoadedModel) -> None:

@@ -27,15 +27,34 @@ from headway.tokenizer.load import Tokenizer, load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
-BASE = ModelConfig(vocab_size=320, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=64, max_seq_len=64)
-SCALED = RopeScaling(kind="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, original_max_seq_len=16)
+BASE = ModelConfig(
+    vocab_size=320,
+    hidden_size=32,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=64,
+    max_seq_len=64,
+)
+SCALED = RopeScaling(
+    kind="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, original_max_seq_len=16
+)
 YARN = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=16, beta_fast=8.0)
 CONFIGS = {
     "llama": BASE,
-    "llama biases": BASE.with_(tie_embeddings=False, qkv_bias=True, output_bias=True, ffn_bias=True, rope_theta=777.0, norm_eps=1e-3),
+    "llama biases": BASE.with_(
+        tie_embeddings=False,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        rope_theta=777.0,
+        norm_eps=1e-3,
+    ),
     "llama llama3": BASE.with_(rope_scaling=SCALED, head_dim=12),
     "llama linear": BASE.with_(rope_scaling=RopeScaling(kind="linear", factor=3.0)),
-    "llama yarn": BASE.with_(rope_scaling=YARN.model_copy(update={"attention_factor": 1.5}), rope_theta=500.0),
+    "llama yarn": BASE.with_(
+        rope_scaling=YARN.model_copy(update={"attention_factor": 1.5}), rope_theta=500.0
+    ),
     "mistral": BASE.with_(family="mistral", head_dim=20),
     "qwen2": BASE.with_(family="qwen2", qkv_bias=True),
     "qwen3": BASE.with_(family="qwen3", qk_norm=True, head_dim=16),
@@ -62,7 +81,10 @@ def folder(config: ModelConfig, out: Path) -> Path:
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for spec in param_specs(config):
-            yield spec.name, torch.randn(spec.shape, generator=generator) * 0.1 + ("norm" in spec.name)
+            yield (
+                spec.name,
+                torch.randn(spec.shape, generator=generator) * 0.1 + ("norm" in spec.name),
+            )
 
     chat_tokenizer().save(out / "tokenizer")
     export_huggingface(config, weights(), out / "hf", tokenizer=out / "tokenizer")
@@ -84,26 +106,49 @@ def test_f32_is_read_back_exactly(name: str, tmp_path: Path) -> None:
     written = dict(before.weights())
     for key, value in after.weights():
         assert torch.equal(value, written.get(key, torch.zeros(value.shape)).float()), key
-    same = ("hidden_size", "num_layers", "kv_heads", "head_size", "ffn_size", "rope_theta", "rope_scaling", "norm_eps", "no_rope_layers")
+    same = (
+        "hidden_size",
+        "num_layers",
+        "kv_heads",
+        "head_size",
+        "ffn_size",
+        "rope_theta",
+        "rope_scaling",
+        "norm_eps",
+        "no_rope_layers",
+    )
     for key in (*same, "max_seq_len", "tie_embeddings", "vocab_size"):
         assert getattr(after.config, key) == getattr(before.config, key), key
     assert after.end_ids == before.end_ids
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("f16", 2e-3), ("bf16", 2e-2), ("q8_0", 6e-2), ("q4_k_m", 0.5)])
-def test_other_types_are_near_and_equal_what_gguf_dequantises(kind: Any, bound: float, tmp_path: Path) -> None:
-    config = BASE.with_(hidden_size=256, num_heads=4, head_dim=64, ffn_size=288, num_layers=2, num_kv_heads=1)
+@pytest.mark.parametrize(
+    ("kind", "bound"), [("f16", 2e-3), ("bf16", 2e-2), ("q8_0", 6e-2), ("q4_k_m", 0.5)]
+)
+def test_other_types_are_near_and_equal_what_gguf_dequantises(
+    kind: Any, bound: float, tmp_path: Path
+) -> None:
+    config = BASE.with_(
+        hidden_size=256, num_heads=4, head_dim=64, ffn_size=288, num_layers=2, num_kv_heads=1
+    )
     source = folder(config, tmp_path)
     result = export_gguf(source, tmp_path / "m.gguf", kind=kind)
     reader = gguf.GGUFReader(result.out)
     mine = GgufFile(result.out)
     for tensor in reader.tensors:
         theirs = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        assert (mine.read(tensor.name).astype("float32") == theirs.reshape(mine.tensors[tensor.name].shape)).all(), tensor.name
+        assert (
+            mine.read(tensor.name).astype("float32")
+            == theirs.reshape(mine.tensors[tensor.name].shape)
+        ).all(), tensor.name
     exact, near = logits(source), logits(result.out)
     assert (exact - near).norm() / exact.norm() < bound
-    if kind == "q4_k_m":  # the tied head and the last layer count more; rows of 288 are no whole blocks
-        assert result.stored == {"f32": 5, "q6_k": 2, "q4_k": 11, "q8_0": 1, "q5_0": 1}, result.stored
+    if (
+        kind == "q4_k_m"
+    ):  # the tied head and the last layer count more; rows of 288 are no whole blocks
+        assert result.stored == {"f32": 5, "q6_k": 2, "q4_k": 11, "q8_0": 1, "q5_0": 1}, (
+            result.stored
+        )
 
 
 def test_weights_and_tokenizer_come_from_the_metadata_of_a_foreign_file(tmp_path: Path) -> None:
@@ -116,7 +161,11 @@ def test_weights_and_tokenizer_come_from_the_metadata_of_a_foreign_file(tmp_path
     again = load_tokenizer(tmp_path / "t")
     texts = ["Hello, world! I'll see 123 of them.", "你好 world", "<|im_end|> typed"]
     assert again.encode_batch(texts) == tokenizer.encode_batch(texts)
-    assert (again.bos_id, again.eos_id, again.chat_template) == (tokenizer.bos_id, tokenizer.eos_id, tokenizer.chat_template)
+    assert (again.bos_id, again.eos_id, again.chat_template) == (
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+        tokenizer.chat_template,
+    )
     assert again.special_tokens == tokenizer.special_tokens
 
 
@@ -125,7 +174,10 @@ def test_a_folder_with_one_file_is_a_model_and_with_two_is_refused(tmp_path: Pat
     export_gguf(source, tmp_path / "g" / "m.gguf")
     assert find_model(tmp_path / "g").config.num_layers == 4
     loaded = load_model(tmp_path / "g")
-    assert loaded.tokenizer is not None and loaded.tokenizer.chat_template == chat_tokenizer().chat_template
+    assert (
+        loaded.tokenizer is not None
+        and loaded.tokenizer.chat_template == chat_tokenizer().chat_template
+    )
     (tmp_path / "g" / "other.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match="holds 2 GGUF files"):
         find_model(tmp_path / "g")
@@ -141,7 +193,9 @@ def test_a_folder_with_one_file_is_a_model_and_with_two_is_refused(tmp_path: Pat
         ({"rope_scaling": YARN.model_copy(update={"truncate": False})}, "truncate"),
     ],
 )
-def test_what_llama_cpp_computes_differently_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_what_llama_cpp_computes_differently_is_refused_by_name(
+    changes: dict[str, Any], said: str
+) -> None:
     from headway.export.gguf_writer import _target  # pyright: ignore[reportPrivateUsage]
 
     with pytest.raises(ConfigError, match=said):
@@ -150,35 +204,87 @@ def test_what_llama_cpp_computes_differently_is_refused_by_name(changes: dict[st
 
 def test_windows_end_the_context_and_gates_are_left_out(tmp_path: Path) -> None:
     window = BASE.with_(family="mistral", sliding_window=24)
-    assert find_model(export_gguf(folder(window, tmp_path / "w"), tmp_path / "w.gguf").out).config.max_seq_len == 24
+    assert (
+        find_model(
+            export_gguf(folder(window, tmp_path / "w"), tmp_path / "w.gguf").out
+        ).config.max_seq_len
+        == 24
+    )
     gated = BASE.with_(head_gates=HeadGatesConfig(window=8, sinks=2))
-    assert find_model(export_gguf(folder(gated, tmp_path / "g"), tmp_path / "g.gguf").out).config.head_gates is None
+    assert (
+        find_model(
+            export_gguf(folder(gated, tmp_path / "g"), tmp_path / "g.gguf").out
+        ).config.head_gates
+        is None
+    )
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "llama3", "alpaca", "zero2all"])
 def test_the_modelfile_writes_turns_as_the_chat_template_does(name: str, tmp_path: Path) -> None:
     plain = byte_tokenizer()
     texts = turn_texts(plain.with_chat_template(BUILT_IN[name].export(plain)))
-    assert texts is not None  # turn_texts compares the pieces with the template on a longer conversation
+    assert (
+        texts is not None
+    )  # turn_texts compares the pieces with the template on a longer conversation
     go = texts.go("")
     assert go.count("{{ .Content }}") == 2 and go.count("{{ .System }}") == 1
 
 
-def test_the_verb_writes_a_file_and_a_modelfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_writes_a_file_and_a_modelfile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = folder(BASE, tmp_path)
-    assert main(["export", "gguf", "--model", str(source), "--out", str(tmp_path / "m.gguf"), "--type", "Q8_0", "--json"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                "gguf",
+                "--model",
+                str(source),
+                "--out",
+                str(tmp_path / "m.gguf"),
+                "--type",
+                "Q8_0",
+                "--json",
+            ]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out)
     assert result["architecture"] == "llama" and result["stored"]["q8_0"] > 0
     modelfile = Path(result["modelfile"]).read_text()
-    assert "FROM ./m.gguf" in modelfile and 'PARAMETER stop "<|im_end|>"' in modelfile and "TEMPLATE" in modelfile
+    assert (
+        "FROM ./m.gguf" in modelfile
+        and 'PARAMETER stop "<|im_end|>"' in modelfile
+        and "TEMPLATE" in modelfile
+    )
     assert main(["export", "gguf", "--model", str(source), "--out", str(tmp_path / "m.bin")]) == 2
-    assert main(["export", "gguf", "--model", str(source), "--out", str(tmp_path / "m.gguf"), "--type", "q3"]) == 2
+    assert (
+        main(
+            [
+                "export",
+                "gguf",
+                "--model",
+                str(source),
+                "--out",
+                str(tmp_path / "m.gguf"),
+                "--type",
+                "q3",
+            ]
+        )
+        == 2
+    )
     with pytest.raises(ConfigError, match="q4_k_m"):
         parse_type("q5_k_m")
 
 
 def _header(values: list[bytes], tensors: list[bytes] = [], version: int = 3) -> bytes:  # noqa: B006
-    return b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(values)) + b"".join(values) + b"".join(tensors)
+    return (
+        b"GGUF"
+        + struct.pack("<IQQ", version, len(tensors), len(values))
+        + b"".join(values)
+        + b"".join(tensors)
+    )
 
 
 def _text(text: str) -> bytes:
@@ -200,7 +306,9 @@ HOSTILE = {
     "key twice": _header([_text("a") + struct.pack("<IB", 0, 1)] * 2),
     "alignment": _header([_text("general.alignment") + struct.pack("<II", 4, 0)]),
     "dimensions": _header([], [_text("t") + struct.pack("<I", 1 << 30)]),
-    "architecture": _header([_text("general.architecture") + struct.pack("<I", 8) + _text("gpt-j")]),
+    "architecture": _header(
+        [_text("general.architecture") + struct.pack("<I", 8) + _text("gpt-j")]
+    ),
     "no shape": _header([_text("general.architecture") + struct.pack("<I", 8) + _text("llama")]),
 }
 

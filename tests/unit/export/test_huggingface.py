@@ -21,7 +21,16 @@ from headway.model.loading.huggingface import read_config, read_weights
 from headway.runtime.digests import write_digests
 from headway.tokenizer.load import Tokenizer
 
-CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48, vocab_size=320, max_seq_len=64)
+CONFIG = ModelConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    vocab_size=320,
+    max_seq_len=64,
+)
 
 
 def random_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,20 +53,34 @@ def tokenizer_folder(folder: Path) -> Path:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    export_huggingface(CONFIG, random_weights(CONFIG), tmp_path / "out", tokenizer=tokenizer_folder(tmp_path / "tokenizer"))
+    export_huggingface(
+        CONFIG,
+        random_weights(CONFIG),
+        tmp_path / "out",
+        tokenizer=tokenizer_folder(tmp_path / "tokenizer"),
+    )
     return tmp_path / "out"
 
 
 def change(out: Path, tensors: dict[str, torch.Tensor | None]) -> None:
     """Add, replace or drop tensors of an export."""
     found: dict[str, Any] = {**load_file(out / "model.safetensors"), **tensors}
-    save_file({name: value for name, value in found.items() if value is not None}, out / "model.safetensors")
+    save_file(
+        {name: value for name, value in found.items() if value is not None},
+        out / "model.safetensors",
+    )
     write_digests(out)
 
 
 def test_config_and_generation_config_carry_the_tokenizers_ids(out: Path) -> None:
-    config, generation = (json.loads((out / name).read_text()) for name in ("config.json", "generation_config.json"))
-    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (256, 257, 258)
+    config, generation = (
+        json.loads((out / name).read_text()) for name in ("config.json", "generation_config.json")
+    )
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (
+        256,
+        257,
+        258,
+    )
     assert generation["eos_token_id"] == 257
     assert config["dtype"] == config["torch_dtype"] == "float32"
 
@@ -74,25 +97,37 @@ def test_autotokenizer_reads_the_exported_tokenizer(out: Path) -> None:
 
 
 def test_a_large_export_is_cut_into_files_that_read_back_the_same(tmp_path: Path) -> None:
-    export_huggingface(CONFIG, random_weights(CONFIG), tmp_path / "out", tokenizer=None, max_shard_bytes=30_000)
+    export_huggingface(
+        CONFIG, random_weights(CONFIG), tmp_path / "out", tokenizer=None, max_shard_bytes=30_000
+    )
     files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
-    for (name, value), (ours, original) in zip(read_weights(tmp_path / "out", CONFIG), random_weights(CONFIG), strict=True):
+    for (name, value), (ours, original) in zip(
+        read_weights(tmp_path / "out", CONFIG), random_weights(CONFIG), strict=True
+    ):
         assert name == ours
         assert torch.equal(value, original)
     (tmp_path / "out" / files[1]).unlink()
-    with pytest.raises(CheckpointError, match=r"no such file, but model.safetensors.index.json lists it"):
+    with pytest.raises(
+        CheckpointError, match=r"no such file, but model.safetensors.index.json lists it"
+    ):
         list(read_weights(tmp_path / "out", CONFIG))
 
 
 def test_bf16_halves_the_file_and_rounds_once(tmp_path: Path) -> None:
-    export_huggingface(CONFIG, random_weights(CONFIG), tmp_path / "out", tokenizer=None, dtype="bfloat16")
-    for (_, value), (_, original) in zip(read_weights(tmp_path / "out", CONFIG), random_weights(CONFIG), strict=True):
+    export_huggingface(
+        CONFIG, random_weights(CONFIG), tmp_path / "out", tokenizer=None, dtype="bfloat16"
+    )
+    for (_, value), (_, original) in zip(
+        read_weights(tmp_path / "out", CONFIG), random_weights(CONFIG), strict=True
+    ):
         assert torch.equal(value, original.bfloat16())
 
 
-def test_an_earlier_export_is_replaced_and_anything_else_is_left_alone(out: Path, tmp_path: Path) -> None:
+def test_an_earlier_export_is_replaced_and_anything_else_is_left_alone(
+    out: Path, tmp_path: Path
+) -> None:
     before = (out / "model.safetensors").read_bytes()
     other = ((name, value + 1) for name, value in random_weights(CONFIG))
     export_huggingface(CONFIG, other, out, tokenizer=None)
@@ -124,7 +159,12 @@ def test_an_export_that_fails_midway_leaves_the_earlier_one_as_it_was(out: Path)
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path: Path) -> None:
     small = CONFIG.with_(vocab_size=64)
     with pytest.raises(ConfigError, match="has 259 ids; the model has rows for 64"):
-        export_huggingface(small, random_weights(small), tmp_path / "out", tokenizer=tokenizer_folder(tmp_path / "tokenizer"))
+        export_huggingface(
+            small,
+            random_weights(small),
+            tmp_path / "out",
+            tokenizer=tokenizer_folder(tmp_path / "tokenizer"),
+        )
 
 
 def test_every_end_that_a_folder_names_ends_a_text(out: Path) -> None:
@@ -148,19 +188,32 @@ def test_missing_unexpected_and_misshapen_weights_are_named(out: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{norm} is not among the weights"):
         list(read_weights(out, CONFIG))
     change(out, {norm: torch.ones(31)})
-    with pytest.raises(CheckpointError, match=rf"{norm} has shape \[31\]; config.json makes it \[32\]"):
+    with pytest.raises(
+        CheckpointError, match=rf"{norm} has shape \[31\]; config.json makes it \[32\]"
+    ):
         list(read_weights(out, CONFIG))
     change(out, {norm: torch.ones(32), "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)})
-    with pytest.raises(CheckpointError, match=r"q_proj.bias is among the weights, but config.json defines no such parameter"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"q_proj.bias is among the weights, but config.json defines no such parameter",
+    ):
         list(read_weights(out, CONFIG))
 
 
 def test_a_tied_head_that_is_stored_too_must_be_the_embedding(out: Path) -> None:
     embedding = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
-    change(out, {"lm_head.weight": embedding.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    change(
+        out,
+        {
+            "lm_head.weight": embedding.clone(),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        },
+    )
     assert len(list(read_weights(out, CONFIG))) == len(param_specs(CONFIG))
     change(out, {"lm_head.weight": embedding + 1})
-    with pytest.raises(CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight"
+    ):
         list(read_weights(out, CONFIG))
 
 
@@ -182,22 +235,48 @@ def test_broken_files_are_refused(out: Path) -> None:
 def test_a_config_headway_cannot_compute_names_its_file_and_key(out: Path) -> None:
     given = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**given, "hidden_act": "relu"}))
-    with pytest.raises(ConfigError, match=r"config.json: hidden_act is 'relu' .headway computes only 'silu'"):
+    with pytest.raises(
+        ConfigError, match=r"config.json: hidden_act is 'relu' .headway computes only 'silu'"
+    ):
         read_config(out)
 
 
-def test_checkpoints_and_runs_load_and_export_like_the_folder_they_become(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_and_runs_load_and_export_like_the_folder_they_become(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "runs" / "one"
     tokenizer = tokenizer_folder(tmp_path / "tokenizer")
     for step, shift in ((1, 5.0), (2, 0.0)):
-        records = [TensorRecord(n, "master", tuple(v.shape), [((0,) * v.dim(), v + shift)]) for n, v in random_weights(CONFIG)]
-        save_checkpoint(run / "checkpoints", step, records, {"model": CONFIG.model_dump(mode="json")}, tokenizer)
+        records = [
+            TensorRecord(n, "master", tuple(v.shape), [((0,) * v.dim(), v + shift)])
+            for n, v in random_weights(CONFIG)
+        ]
+        save_checkpoint(
+            run / "checkpoints", step, records, {"model": CONFIG.model_dump(mode="json")}, tokenizer
+        )
     by_run, by_step = load_model(run), load_model(run / "checkpoints" / "step-00000002")
     assert by_run.config == by_step.config == CONFIG
     assert by_run.tokenizer is not None
-    for (name, value), parameter in zip(random_weights(CONFIG), by_run.model.parameters(), strict=True):
+    for (name, value), parameter in zip(
+        random_weights(CONFIG), by_run.model.parameters(), strict=True
+    ):
         assert torch.equal(value, parameter), name
-    assert main(["export", "hf", "--model", str(run), "--out", str(tmp_path / "out"), "--dtype", "float32", "--json"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                "hf",
+                "--model",
+                str(run),
+                "--out",
+                str(tmp_path / "out"),
+                "--dtype",
+                "float32",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["out"] == str(tmp_path / "out")
     assert find_model(tmp_path / "out").config == CONFIG
     export_model(run / "checkpoints" / "step-00000001", run / "final")
@@ -211,25 +290,88 @@ def test_a_checkpoint_without_a_model_shape_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("fp16", torch.float16), ("float16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]
+    ("name", "dtype"),
+    [
+        ("fp16", torch.float16),
+        ("float16", torch.float16),
+        ("bf16", torch.bfloat16),
+        ("fp32", torch.float32),
+    ],
 )
 def test_dtypes_by_either_name(out: Path, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "other"), "--dtype", name]) == 0
-    before, after = load_file(out / "model.safetensors"), load_file(tmp_path / "other" / "model.safetensors")
+    assert (
+        main(
+            ["export", "hf", "--model", str(out), "--out", str(tmp_path / "other"), "--dtype", name]
+        )
+        == 0
+    )
+    before, after = (
+        load_file(out / "model.safetensors"),
+        load_file(tmp_path / "other" / "model.safetensors"),
+    )
     assert all(torch.equal(after[key], value.to(dtype)) for key, value in before.items())
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == str(dtype).removeprefix("torch.")
     assert load_model(tmp_path / "other").model.head_weight.dtype == torch.float32
 
 
-def test_a_weight_that_float16_cannot_hold_is_refused_by_name(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_weight_that_float16_cannot_hold_is_refused_by_name(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     weight = load_file(out / "model.safetensors")[name]
     weight[3, 2] = -70_000.0
     change(out, {name: weight})
-    assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "other"), "--dtype", "fp16"]) == 2
+    assert (
+        main(
+            [
+                "export",
+                "hf",
+                "--model",
+                str(out),
+                "--out",
+                str(tmp_path / "other"),
+                "--dtype",
+                "fp16",
+            ]
+        )
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
-    assert name in line and "70000" in line and "Use bfloat16" in line and not (tmp_path / "other").exists()
-    assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "other"), "--dtype", "bfloat16"]) == 0
-    assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "third"), "--dtype", "int8"]) == 2
+    assert (
+        name in line
+        and "70000" in line
+        and "Use bfloat16" in line
+        and not (tmp_path / "other").exists()
+    )
+    assert (
+        main(
+            [
+                "export",
+                "hf",
+                "--model",
+                str(out),
+                "--out",
+                str(tmp_path / "other"),
+                "--dtype",
+                "bfloat16",
+            ]
+        )
+        == 0
+    )
+    assert (
+        main(
+            [
+                "export",
+                "hf",
+                "--model",
+                str(out),
+                "--out",
+                str(tmp_path / "third"),
+                "--dtype",
+                "int8",
+            ]
+        )
+        == 2
+    )
     assert "--dtype is 'int8'; it must be one of float32" in capsys.readouterr().err

@@ -22,15 +22,30 @@ from headway.model.layout import param_specs
 from headway.model.rope_config import RopeScaling
 from headway.model.transformer import Transformer
 
-SIZES = {"vocab_size": 258, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 56}
+SIZES = {
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "ffn_size": 56,
+}
 BASE = ModelConfig(family="qwen3", qk_norm=True, max_seq_len=64, **SIZES)
 YARN = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=16)
 CASES = {
     "tied": BASE.with_(no_rope_layers=(1,)),
     "untied, biased, wide heads": BASE.with_(
-        no_rope_layers=(0, 2), tie_embeddings=False, qkv_bias=True, output_bias=True, head_dim=12, rope_theta=777.0
+        no_rope_layers=(0, 2),
+        tie_embeddings=False,
+        qkv_bias=True,
+        output_bias=True,
+        head_dim=12,
+        rope_theta=777.0,
     ),
-    "windows and yarn": BASE.with_(no_rope_layers=(2,), sliding_window=5, window_layers=(0, 2), rope_scaling=YARN),
+    "windows and yarn": BASE.with_(
+        no_rope_layers=(2,), sliding_window=5, window_layers=(0, 2), rope_scaling=YARN
+    ),
 }
 
 
@@ -50,14 +65,21 @@ def transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def random_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
-        spec.name: torch.randn(spec.shape, generator=generator) * 0.2 + initial_value(spec.name, spec.shape, config, 0)
+        spec.name: torch.randn(spec.shape, generator=generator) * 0.2
+        + initial_value(spec.name, spec.shape, config, 0)
         for spec in param_specs(config)
     }
 
 
 def export(config: ModelConfig, folder: Path) -> Path:
     byte_tokenizer().save(folder / "tokenizer")
-    export_huggingface(config, random_weights(config).items(), folder / "out", tokenizer=folder / "tokenizer", remote_code=True)
+    export_huggingface(
+        config,
+        random_weights(config).items(),
+        folder / "out",
+        tokenizer=folder / "tokenizer",
+        remote_code=True,
+    )
     return folder / "out"
 
 
@@ -71,12 +93,16 @@ def our_logits(model: Transformer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_exported_class_gives_our_logits_and_generates_our_text(case: str, transformers: Any, tmp_path: Path) -> None:
+def test_the_exported_class_gives_our_logits_and_generates_our_text(
+    case: str, transformers: Any, tmp_path: Path
+) -> None:
     config = CASES[case]
     out = export(config, tmp_path)
     assert find_model(out).config == config
     ours = load_model(out)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        out, trust_remote_code=True, dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         expected = our_logits(ours.model)
         assert (theirs(tokens()).logits - expected).abs().max() <= 1e-5
@@ -84,16 +110,22 @@ def test_the_exported_class_gives_our_logits_and_generates_our_text(case: str, t
         rotated.load_state_dict(random_weights(config))
         assert (our_logits(rotated) - expected).abs().max() > 0.1
     (made,) = generate(ours, ["the cat"], GenerateOptions(max_new_tokens=12))
-    prompt = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)("the cat", return_tensors="pt")
+    prompt = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)(
+        "the cat", return_tensors="pt"
+    )
     cached = theirs.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
     assert cached[0, prompt["input_ids"].shape[1] :].tolist() == made.token_ids
 
 
-def test_a_folder_that_transformers_saves_again_is_still_the_model(transformers: Any, tmp_path: Path) -> None:
+def test_a_folder_that_transformers_saves_again_is_still_the_model(
+    transformers: Any, tmp_path: Path
+) -> None:
     out = export(CASES["tied"], tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     model.save_pretrained(tmp_path / "again")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True).eval()
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "again", trust_remote_code=True
+    ).eval()
     with torch.no_grad():
         assert torch.equal(again(tokens()).logits, model.eval()(tokens()).logits)
     assert find_model(tmp_path / "again").config.no_rope_layers == (1,)
@@ -111,16 +143,49 @@ def test_the_flag_is_refused_where_transformers_has_a_class_and_asked_for_where_
     out = export(CASES["tied"], tmp_path)
     assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "plain")]) == 2
     said = capsys.readouterr().err
-    assert "no_rope_layers is [1]" in said and "--remote-code" in said and len(said.strip().splitlines()) == 1
+    assert (
+        "no_rope_layers is [1]" in said
+        and "--remote-code" in said
+        and len(said.strip().splitlines()) == 1
+    )
     assert not (tmp_path / "plain").exists()
-    assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "coded"), "--remote-code", "--json"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                "hf",
+                "--model",
+                str(out),
+                "--out",
+                str(tmp_path / "coded"),
+                "--remote-code",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["remote_code"] is True
     for stock in (BASE, BASE.with_(family="llama", qk_norm=False, no_rope_layers=(1,))):
-        with pytest.raises(ConfigError, match=r"--remote-code is given; transformers already has a class for this (qwen3|smollm3) model"):
-            export_huggingface(stock, random_weights(stock).items(), tmp_path / "stock", tokenizer=None, remote_code=True)
+        with pytest.raises(
+            ConfigError,
+            match=r"--remote-code is given; transformers already has a class for this (qwen3|smollm3) model",
+        ):
+            export_huggingface(
+                stock,
+                random_weights(stock).items(),
+                tmp_path / "stock",
+                tokenizer=None,
+                remote_code=True,
+            )
     other = BASE.with_(norm="layernorm")
     with pytest.raises(ConfigError, match=r"model\.norm is 'layernorm'"):
-        export_huggingface(other, random_weights(other).items(), tmp_path / "stock", tokenizer=None, remote_code=True)
+        export_huggingface(
+            other,
+            random_weights(other).items(),
+            tmp_path / "stock",
+            tokenizer=None,
+            remote_code=True,
+        )
 
 
 def test_the_code_imports_transformers_and_torch_alone() -> None:
@@ -128,6 +193,14 @@ def test_the_code_imports_transformers_and_torch_alone() -> None:
     files = sorted(code.glob("modeling_*.py"))
     assert [file.name for file in files] == ["modeling_qwen3_nope.py"]
     for file in files:
-        found = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
-        names = {name.split(".")[0] for one in found for name in (getattr(one, "module", None) or one.names[0].name,)}
+        found = [
+            node
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        names = {
+            name.split(".")[0]
+            for one in found
+            for name in (getattr(one, "module", None) or one.names[0].name,)
+        }
         assert names == {"typing", "torch", "transformers"}

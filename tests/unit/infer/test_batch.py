@@ -44,7 +44,9 @@ def loaded(model: Path) -> LoadedModel:
 
 
 def write(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records))
+    path.write_text(
+        "".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records)
+    )
     return path
 
 
@@ -57,7 +59,9 @@ def run(loaded: LoadedModel, path: Path, output: Path, options: BatchOptions) ->
 
 
 def test_every_line_is_what_it_would_be_alone(loaded: LoadedModel, tmp_path: Path) -> None:
-    records: list[dict[str, Any]] = [{"prompt": f"line {number} " * (1 + number % 3), "id": f"n{number}"} for number in range(13)]
+    records: list[dict[str, Any]] = [
+        {"prompt": f"line {number} " * (1 + number % 3), "id": f"n{number}"} for number in range(13)
+    ]
     records[4] = {"text": "a text to continue", "note": {"kept": True}}
     records[7] = {"messages": [{"role": "user", "content": "Hello?"}], "id": 7}
     path, out = write(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
@@ -72,25 +76,39 @@ def test_every_line_is_what_it_would_be_alone(loaded: LoadedModel, tmp_path: Pat
         else:
             alone = generate(loaded, [asked] * 3, SAMPLED)
         assert [one["text"] for one in line["generations"]] == [one.text for one in alone], number
-        assert [one["stopped_by"] for one in line["generations"]] == [one.stopped_by for one in alone]
-        assert [one["tokens"] for one in line["generations"]] == [len(one.token_ids) for one in alone]
-    assert report.generated_tokens == sum(one["tokens"] for line in found for one in line["generations"])
+        assert [one["stopped_by"] for one in line["generations"]] == [
+            one.stopped_by for one in alone
+        ]
+        assert [one["tokens"] for one in line["generations"]] == [
+            len(one.token_ids) for one in alone
+        ]
+    assert report.generated_tokens == sum(
+        one["tokens"] for line in found for one in line["generations"]
+    )
 
 
 def test_questions_and_stop_texts(loaded: LoadedModel, tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [{"prompt": f"what is {number}?"} for number in range(5)])
-    alone = answer(loaded, [f"what is {number}?" for number in range(5)], "chatml", SAMPLED, system="Be brief.")
+    alone = answer(
+        loaded, [f"what is {number}?" for number in range(5)], "chatml", SAMPLED, system="Be brief."
+    )
     stop = next(one.text[2:4] for one in alone if len(one.text) > 4)
     options = replace(SAMPLED, stop=(stop,))
     run(loaded, path, tmp_path / "out.jsonl", BatchOptions(options, "chatml", "Be brief."))
-    alone = answer(loaded, [f"what is {number}?" for number in range(5)], "chatml", options, system="Be brief.")
+    alone = answer(
+        loaded, [f"what is {number}?" for number in range(5)], "chatml", options, system="Be brief."
+    )
     found = [line["generations"][0] for line in lines(tmp_path / "out.jsonl")]
-    assert [(one["text"], one["stopped_by"]) for one in found] == [(one.text, one.stopped_by) for one in alone]
+    assert [(one["text"], one["stopped_by"]) for one in found] == [
+        (one.text, one.stopped_by) for one in alone
+    ]
     assert any(one["stopped_by"] == "stop" for one in found)
 
 
 def test_a_stopped_job_continues_and_loses_nothing(loaded: LoadedModel, tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", [{"prompt": f"line {number}", "id": number} for number in range(9)])
+    path = write(
+        tmp_path / "in.jsonl", [{"prompt": f"line {number}", "id": number} for number in range(9)]
+    )
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     run(loaded, path, whole, BatchOptions(SAMPLED))
     content = whole.read_bytes()
@@ -104,12 +122,17 @@ def test_a_stopped_job_continues_and_loses_nothing(loaded: LoadedModel, tmp_path
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (BatchOptions(replace(SAMPLED, max_new_tokens=4)), "begun with max_new_tokens 10; now it is 4"),
+        (
+            BatchOptions(replace(SAMPLED, max_new_tokens=4)),
+            "begun with max_new_tokens 10; now it is 4",
+        ),
         (BatchOptions(SAMPLED, samples=2), "begun with n 1; now it is 2"),
         (BatchOptions(replace(SAMPLED, sampling=Sampling(1.0, seed=4))), "begun with seed 3"),
     ],
 )
-def test_other_settings_are_refused(loaded: LoadedModel, tmp_path: Path, options: BatchOptions, said: str) -> None:
+def test_other_settings_are_refused(
+    loaded: LoadedModel, tmp_path: Path, options: BatchOptions, said: str
+) -> None:
     path = write(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}])
     run(loaded, path, tmp_path / "out.jsonl", BatchOptions(SAMPLED))
     with pytest.raises(ConfigError, match=said):
@@ -117,7 +140,10 @@ def test_other_settings_are_refused(loaded: LoadedModel, tmp_path: Path, options
 
 
 def test_an_output_of_another_input_or_tool_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
-    path, out = write(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}]), tmp_path / "out.jsonl"
+    path, out = (
+        write(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}]),
+        tmp_path / "out.jsonl",
+    )
     run(loaded, path, out, BatchOptions(SAMPLED))
     write(path, [{"prompt": "one"}, {"prompt": "three"}])
     with pytest.raises(ConfigError, match="line 2 is of another input"):
@@ -136,14 +162,42 @@ BAD = ["not json", "[1]", {"id": 1}, {"prompt": 5}, {"prompt": ""}, {"prompt": "
        {"messages": [{"role": "assistant", "content": "hi"}]}, '{"prompt": "\\ud800"}']  # fmt: skip
 
 
-def test_a_bad_line_is_an_error_of_that_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, out = write(tmp_path / "in.jsonl", ["", {"prompt": "ok"}, *BAD, {"prompt": "fine"}]), tmp_path / "deep" / "out.jsonl"
-    code = main(["generate", "--model", str(model), "--input", str(path), "--output", str(out), "--max-new-tokens", "3", "--json"])
+def test_a_bad_line_is_an_error_of_that_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = (
+        write(tmp_path / "in.jsonl", ["", {"prompt": "ok"}, *BAD, {"prompt": "fine"}]),
+        tmp_path / "deep" / "out.jsonl",
+    )
+    code = main(
+        [
+            "generate",
+            "--model",
+            str(model),
+            "--input",
+            str(path),
+            "--output",
+            str(out),
+            "--max-new-tokens",
+            "3",
+            "--json",
+        ]
+    )
     report, found = json.loads(capsys.readouterr().out), lines(out)
     assert code == 1 and report["failed"] == len(BAD) and report["lines"] == len(BAD) + 2
     assert [("error" in line) for line in found] == [False, *[True] * len(BAD), False]
     assert all("\n" not in line["error"] and "in.jsonl:" in line["error"] for line in found[1:-1])
-    code = main(["generate", "--model", str(model), "--input", str(tmp_path / "none.jsonl"), "--output", str(out)])
+    code = main(
+        [
+            "generate",
+            "--model",
+            str(model),
+            "--input",
+            str(tmp_path / "none.jsonl"),
+            "--output",
+            str(out),
+        ]
+    )
     assert code == 2
     assert main(["generate", "--model", str(model), "--prompt", "a", "--n", "2"]) == 2
 
@@ -170,13 +224,20 @@ def test_memory_does_not_grow_with_the_input(loaded: LoadedModel) -> None:
 def test_compressed_lines_are_read(tmp_path: Path) -> None:
     import gzip
 
-    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(b'\xef\xbb\xbf{"prompt": "a"}\n\n{"prompt": "b"}'))
-    assert [line.record for line in read_lines(tmp_path / "in.jsonl.gz")] == [{"prompt": "a"}, {"prompt": "b"}]
+    (tmp_path / "in.jsonl.gz").write_bytes(
+        gzip.compress(b'\xef\xbb\xbf{"prompt": "a"}\n\n{"prompt": "b"}')
+    )
+    assert [line.record for line in read_lines(tmp_path / "in.jsonl.gz")] == [
+        {"prompt": "a"},
+        {"prompt": "b"},
+    ]
 
 
 @pytest.mark.drill
 def test_a_killed_job_gives_the_bytes_of_an_undisturbed_one(model: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", [{"prompt": f"line {number}", "id": number} for number in range(400)])
+    path = write(
+        tmp_path / "in.jsonl", [{"prompt": f"line {number}", "id": number} for number in range(400)]
+    )
     words = [sys.executable, "-m", "headway", "generate", "--model", str(model), "--input", str(path), "--max-new-tokens", "24",
              "--temperature", "1", "--n", "2", "--output"]  # fmt: skip
     subprocess.run([*words, str(tmp_path / "whole.jsonl")], check=True)
@@ -197,13 +258,25 @@ def test_a_killed_job_gives_the_bytes_of_an_undisturbed_one(model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("part", ["weights", "tokenizer", "adapter"])
-def test_another_model_under_the_same_path_does_not_continue_a_job(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_model_under_the_same_path_does_not_continue_a_job(
+    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What the path holds was replaced while the job stood still: its answers would be of two models."""
     base = write_model(tmp_path / "base", CONFIG.with_(max_seq_len=96))
     model = write_small_adapter(base, tmp_path / "model") if part == "adapter" else base
     path = write(tmp_path / "in.jsonl", [{"prompt": f"line {number}"} for number in range(4)])
     out = tmp_path / "out.jsonl"
-    command = ["generate", "--model", str(model), "--input", str(path), "--output", str(out), "--max-new-tokens", "3"]
+    command = [
+        "generate",
+        "--model",
+        str(model),
+        "--input",
+        str(path),
+        "--output",
+        str(out),
+        "--max-new-tokens",
+        "3",
+    ]
     assert main(command) == 0
     whole = out.read_text()
     out.write_text("".join(line + "\n" for line in whole.splitlines()[:2]))
@@ -217,15 +290,23 @@ def test_another_model_under_the_same_path_does_not_continue_a_job(part: str, tm
     assert main(["verify", "folder", str(model), "--update"]) == 0
     assert main(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"--output is {out}, which was begun with other content of model" in line and f"its {part} changed" in line
+    assert (
+        f"--output is {out}, which was begun with other content of model" in line
+        and f"its {part} changed" in line
+    )
     # A folder without digests is told apart by the content of its files.
     (model / DIGESTS).unlink()
     assert main(command) == 2
     assert f"its {part} changed" in capsys.readouterr().err
 
 
-def test_a_job_of_an_earlier_version_continues_and_other_masks_do_not(loaded: LoadedModel, tmp_path: Path) -> None:
-    path, out = write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out.jsonl"
+def test_a_job_of_an_earlier_version_continues_and_other_masks_do_not(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    path, out = (
+        write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}]),
+        tmp_path / "out.jsonl",
+    )
     options = BatchOptions(GenerateOptions(max_new_tokens=2))
     layers, heads = loaded.config.num_layers, loaded.config.kv_heads
     one = HeadMasks(((True,) + (False,) * (heads - 1),) * layers, 8, 1)
@@ -235,6 +316,8 @@ def test_a_job_of_an_earlier_version_continues_and_other_masks_do_not(loaded: Lo
     settings = json.loads(side.read_text())
     with pytest.raises(ConfigError, match="its masks changed"):
         run(loaded.with_masks(two, "own"), path, out, options)
-    side.write_text(json.dumps({key: value for key, value in settings.items() if not key.endswith("_digest")}))
+    side.write_text(
+        json.dumps({key: value for key, value in settings.items() if not key.endswith("_digest")})
+    )
     assert run(loaded.with_masks(one, "own"), path, out, options).answered == 0
     assert json.loads(side.read_text()) == settings

@@ -30,20 +30,38 @@ def model(exported: Path, tmp_path: Path) -> Path:
 
 def test_every_file_of_an_export_is_listed(exported: Path) -> None:
     listed = json.loads((exported / DIGESTS).read_text())["files"]
-    assert sorted(listed) == sorted(path.name for path in exported.iterdir() if path.name != DIGESTS)
+    assert sorted(listed) == sorted(
+        path.name for path in exported.iterdir() if path.name != DIGESTS
+    )
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
-def test_one_flipped_bit_of_any_file_is_refused(model: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors",
+    ],
+)
+def test_one_flipped_bit_of_any_file_is_refused(
+    model: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     # A bit that leaves a readable file: a letter becomes another one, a number another number.
     path = model / name
     rot(path, 8 * (path.stat().st_size * 3 // 4))
     assert main(["generate", "--model", str(model), "--prompt", "a", "--max-new-tokens", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{path}: damaged, or changed since headway wrote it" in line and f"headway verify folder {model} --update" in line
+    assert (
+        f"{path}: damaged, or changed since headway wrote it" in line
+        and f"headway verify folder {model} --update" in line
+    )
 
 
-def test_a_change_on_purpose_is_accepted_by_one_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_on_purpose_is_accepted_by_one_command(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tensors = load_file(model / "model.safetensors")
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name] * 2}, model / "model.safetensors")
@@ -101,7 +119,9 @@ def test_exports_that_read_a_changed_model_write_nothing(model: Path, tmp_path: 
         assert not out.exists()
 
 
-def test_what_cannot_be_checked_or_updated_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_checked_or_updated_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "store.json").write_text("{}")

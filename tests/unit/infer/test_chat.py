@@ -27,7 +27,11 @@ from headway.text.document import Record
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), CONFIG.with_(max_seq_len=256), byte_tokenizer("<|im_start|>", "<|im_end|>"))
+    return write_model(
+        tmp_path_factory.mktemp("model"),
+        CONFIG.with_(max_seq_len=256),
+        byte_tokenizer("<|im_start|>", "<|im_end|>"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,9 @@ def test_each_answer_sees_the_whole_conversation(loaded: LoadedModel) -> None:
         {"role": "assistant", "content": first.text},
     ]
     other = ChatSession(loaded, "chatml", GenerateOptions(8), "Be brief.")
-    assert session.ask("and", said.append) != other.ask("and", said.append), "the earlier turns count"
+    assert session.ask("and", said.append) != other.ask("and", said.append), (
+        "the earlier turns count"
+    )
     session.reset()
     assert session.ask("hi", said.append) == first
 
@@ -62,7 +68,9 @@ def test_an_interrupted_answer_stays_in_the_conversation(loaded: LoadedModel) ->
 
     answer = session.ask("hi", interrupt)
     assert answer.was_interrupted and answer.text == "".join(said)
-    assert [turn.role for turn in session.turns] == ["user", "assistant"] and session.turns[-1].content == answer.text
+    assert [turn.role for turn in session.turns] == ["user", "assistant"] and session.turns[
+        -1
+    ].content == answer.text
 
 
 def test_what_does_not_fit_leaves_the_conversation_as_it_was(loaded: LoadedModel) -> None:
@@ -81,26 +89,53 @@ def test_a_model_without_a_chat_template_says_what_to_give(loaded: LoadedModel) 
 
 def chat(folder: Path, lines: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> int:
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    return main(["chat", "--model", str(folder), "--chat-template", "chatml", "--max-new-tokens", "6", "--temperature", "0", *more])
+    return main(
+        [
+            "chat",
+            "--model",
+            str(folder),
+            "--chat-template",
+            "chatml",
+            "--max-new-tokens",
+            "6",
+            "--temperature",
+            "0",
+            *more,
+        ]
+    )
 
 
 def test_lines_of_a_pipe_are_questions(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     saved = tmp_path / "talk.json"
-    assert chat(folder, f"hi\n\nthere\n/save {saved}\n/reset\nhi\n/exit\nnever asked\n", monkeypatch) == 0
+    assert (
+        chat(folder, f"hi\n\nthere\n/save {saved}\n/reset\nhi\n/exit\nnever asked\n", monkeypatch)
+        == 0
+    )
     out = capsys.readouterr().out
     messages = json.loads(saved.read_text())["messages"]
     assert [one["role"] for one in messages] == ["user", "assistant"] * 2
     first, second = messages[1]["content"], messages[3]["content"]
-    assert out == f"{first}\n{second}\n{first}\n", "after /reset the same question gets the same answer; no prompts in a pipe"
-    assert parse_conversation(Record(json.loads(saved.read_text()), "talk.json", 1)).turns[-1].content == second
+    assert out == f"{first}\n{second}\n{first}\n", (
+        "after /reset the same question gets the same answer; no prompts in a pipe"
+    )
+    assert (
+        parse_conversation(Record(json.loads(saved.read_text()), "talk.json", 1)).turns[-1].content
+        == second
+    )
     saved.write_text(json.dumps({"messages": messages[:3]}))
     assert len(read_messages(saved)[0].turns) == 3
 
 
 def test_an_answer_that_was_cut_is_marked_beside_it(
-    folder: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    loaded: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert chat(folder, "hi\n", monkeypatch, "--max-new-tokens", "1") == 0
     said = capsys.readouterr()
@@ -110,23 +145,42 @@ def test_an_answer_that_was_cut_is_marked_beside_it(
     assert "cut" not in capsys.readouterr().err, "the model ends this answer itself"
     # A seed whose answer does not end before the context does.
     answers = (
-        ChatSession(loaded, "chatml", GenerateOptions(300, sampling=Sampling(9.0, seed=seed))).ask("h" * 180, str) for seed in range(9)
+        ChatSession(loaded, "chatml", GenerateOptions(300, sampling=Sampling(9.0, seed=seed))).ask(
+            "h" * 180, str
+        )
+        for seed in range(9)
     )
     full = next(answer for answer in answers if answer.was_cut)
     assert full.stats.prompt_tokens + full.stats.new_tokens == 256, "the context ends it"
 
 
-def test_system_and_json(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert chat(folder, "hi\n/system Speak.\nhi\n", monkeypatch, "--system", "Be brief.", "--json") == 0
+def test_system_and_json(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        chat(folder, "hi\n/system Speak.\nhi\n", monkeypatch, "--system", "Be brief.", "--json")
+        == 0
+    )
     messages = json.loads(capsys.readouterr().out)["messages"]
-    assert [one["role"] for one in messages] == ["system", "user", "assistant"] and messages[0]["content"] == "Speak."
+    assert [one["role"] for one in messages] == ["system", "user", "assistant"] and messages[0][
+        "content"
+    ] == "Speak."
 
 
 @pytest.mark.parametrize(
-    ("line", "says"), [("/nope", "/nope is not a command"), ("/save x.txt", "ends in .json"), ("/save", "needs the name")]
+    ("line", "says"),
+    [
+        ("/nope", "/nope is not a command"),
+        ("/save x.txt", "ends in .json"),
+        ("/save", "needs the name"),
+    ],
 )
 def test_a_wrong_command_in_a_pipe_is_an_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, says: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    says: str,
 ) -> None:
     assert chat(folder, f"{line}\n", monkeypatch) == 2
     assert says in capsys.readouterr().err
@@ -153,18 +207,41 @@ def test_a_person_goes_on_after_a_mistake_and_after_ctrl_c_at_the_prompt(
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
-    assert main(["chat", "--model", str(folder), "--chat-template", "chatml", "--max-new-tokens", "6"]) == 0
+    monkeypatch.setattr(
+        sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})()
+    )
+    assert (
+        main(["chat", "--model", str(folder), "--chat-template", "chatml", "--max-new-tokens", "6"])
+        == 0
+    )
     said = capsys.readouterr()
-    assert "/nope is not a command" in said.err and "Ctrl-D leaves." in said.err and said.out.strip()
+    assert (
+        "/nope is not a command" in said.err and "Ctrl-D leaves." in said.err and said.out.strip()
+    )
 
 
 @pytest.mark.drill
 def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(folder: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "headway", "chat", "--model", str(folder), "--chat-template", "chatml", "--max-new-tokens", "200"]
+    command = [
+        sys.executable,
+        "-m",
+        "headway",
+        "chat",
+        "--model",
+        str(folder),
+        "--chat-template",
+        "chatml",
+        "--max-new-tokens",
+        "200",
+    ]
     child = subprocess.Popen(
-        [*command, "--temperature", "0"], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, close_fds=True
+        [*command, "--temperature", "0"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        close_fds=True,
     )
     os.close(theirs)
     seen = ""

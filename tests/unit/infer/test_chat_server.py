@@ -29,13 +29,22 @@ def running() -> Iterator[ChatDouble]:
 
 @pytest.fixture
 def double(running: ChatDouble) -> ChatDouble:
-    running.answers, running.bodies, running.token, running.fits, running.failures, running.cut_after = {}, [], None, 1_000, 0, None
+    (
+        running.answers,
+        running.bodies,
+        running.token,
+        running.fits,
+        running.failures,
+        running.cut_after,
+    ) = {}, [], None, 1_000, 0, None
     return running
 
 
 def session(double: ChatDouble, token: str | None = None) -> ChatSession:
     options = GenerateOptions(8, ("x",), sampling=Sampling(0.5, 4, None, 7))
-    return ChatSession(ServerResponder(ChatServer(double.address, token), "cat"), None, options, "S")
+    return ChatSession(
+        ServerResponder(ChatServer(double.address, token), "cat"), None, options, "S"
+    )
 
 
 def test_an_answer_comes_in_pieces_with_its_figures(double: ChatDouble) -> None:
@@ -45,7 +54,10 @@ def test_an_answer_comes_in_pieces_with_its_figures(double: ChatDouble) -> None:
     assert answer.text == "You said: hi 你" == "".join(said) and len(said) > 1
     assert answer.stats.new_tokens == 4 and answer.stats.cached_tokens == 7
     body = double.bodies[0]
-    assert body["messages"] == [{"role": "system", "content": "S"}, {"role": "user", "content": "hi 你"}]
+    assert body["messages"] == [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "hi 你"},
+    ]
     assert (body["max_tokens"], body["temperature"], body["top_k"], body["seed"], body["stop"]) == (
         8,
         0.5,
@@ -55,7 +67,11 @@ def test_an_answer_comes_in_pieces_with_its_figures(double: ChatDouble) -> None:
     ) and "top_p" not in body
     talk.regenerate(str)
     assert double.bodies[1]["seed"] == 8, "another draw"
-    assert talk.responder.describe() == {"context": 4096, "cache_bytes": 3 << 20, "cache_budget_bytes": 1 << 30}
+    assert talk.responder.describe() == {
+        "context": 4096,
+        "cache_bytes": 3 << 20,
+        "cache_budget_bytes": 1 << 30,
+    }
 
 
 def test_a_full_context_leaves_the_oldest_turns_out(double: ChatDouble) -> None:
@@ -64,7 +80,12 @@ def test_a_full_context_leaves_the_oldest_turns_out(double: ChatDouble) -> None:
     talk.ask("two", str)
     double.fits = 4
     assert talk.ask("three", str).left_out == 1
-    assert [one["content"] for one in double.bodies[-1]["messages"]] == ["S", "two", "You said: two", "three"]
+    assert [one["content"] for one in double.bodies[-1]["messages"]] == [
+        "S",
+        "two",
+        "You said: two",
+        "three",
+    ]
     double.fits = 1
     with pytest.raises(ConfigError, match="too long"):
         talk.ask("four", str)
@@ -76,16 +97,25 @@ def test_pictures_and_sounds_are_parts(double: ChatDouble, tmp_path: Path) -> No
     (tmp_path / "b.wav").write_bytes(b"RIFF....WAVE")
     talk = session(double)
     assert talk.responder.takes == {"image", "audio"}
-    talk.ask("what?", str, [MediaRef("image", tmp_path / "a.png"), MediaRef("audio", tmp_path / "b.wav")])
+    talk.ask(
+        "what?", str, [MediaRef("image", tmp_path / "a.png"), MediaRef("audio", tmp_path / "b.wav")]
+    )
     parts = double.bodies[0]["messages"][1]["content"]
-    assert [one["type"] for one in parts] == ["image_url", "input_audio", "text"] and parts[2]["text"] == "\nwhat?"
-    assert parts[0]["image_url"]["url"] == "data:image/png;base64,iVBORw==" and parts[1]["input_audio"]["format"] == "wav"
+    assert [one["type"] for one in parts] == ["image_url", "input_audio", "text"] and parts[2][
+        "text"
+    ] == "\nwhat?"
+    assert (
+        parts[0]["image_url"]["url"] == "data:image/png;base64,iVBORw=="
+        and parts[1]["input_audio"]["format"] == "wav"
+    )
     talk.ask("and?", str)
     assert double.bodies[1]["messages"][1]["content"] == parts and talk.last_question() == "and?"
 
 
 @pytest.mark.parametrize("fault", ["queue", "cut", "token", "gone"])
-def test_what_a_server_does_wrong_is_one_line_and_the_conversation_is_as_before(double: ChatDouble, fault: str) -> None:
+def test_what_a_server_does_wrong_is_one_line_and_the_conversation_is_as_before(
+    double: ChatDouble, fault: str
+) -> None:
     talk = session(double)
     talk.ask("one", str)
     if fault == "queue":
@@ -98,7 +128,12 @@ def test_what_a_server_does_wrong_is_one_line_and_the_conversation_is_as_before(
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             talk.responder.server = ChatServer(f"http://127.0.0.1:{free.getsockname()[1]}")  # pyright: ignore[reportAttributeAccessIssue]
-    says = {"queue": "The queue is full", "cut": "connection ended", "token": "Set HEADWAY_SERVE_TOKEN", "gone": "does not answer"}[fault]
+    says = {
+        "queue": "The queue is full",
+        "cut": "connection ended",
+        "token": "Set HEADWAY_SERVE_TOKEN",
+        "gone": "does not answer",
+    }[fault]
     with pytest.raises((ServerError, ConfigError), match=says):
         talk.ask("two", str)
     assert len(talk.turns) == 2
@@ -112,13 +147,17 @@ def test_ctrl_c_closes_the_connection_and_keeps_what_was_said(double: ChatDouble
     assert talk.ask("hello there", interrupt).was_interrupted and talk.turns[-1].content == "You "
 
 
-def test_the_verb_talks_to_a_server(double: ChatDouble, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_talks_to_a_server(
+    double: ChatDouble, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     double.token = "secret"
     monkeypatch.setenv("HEADWAY_SERVE_TOKEN", "secret")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n/model cat dog\nmore\n"))
     assert main(["chat", "--url", double.address, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["conversations"]
-    assert [one["model"] for one in found] == ["cat", "dog"] and found[1]["messages"][1]["content"] == "You said: hi"
+    assert [one["model"] for one in found] == ["cat", "dog"] and found[1]["messages"][1][
+        "content"
+    ] == "You said: hi"
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main(["chat", "--url", double.address, "--model", "cow"]) == 2
     assert "has cat, dog" in capsys.readouterr().err
@@ -132,7 +171,9 @@ def test_a_token_that_others_could_read_is_warned_about(caplog: pytest.LogCaptur
     assert "without encryption" in caplog.text and "secret" not in caplog.text
 
 
-def test_a_picture_that_cannot_be_read_does_not_stop_the_next_question(double: ChatDouble, tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_read_does_not_stop_the_next_question(
+    double: ChatDouble, tmp_path: Path
+) -> None:
     talk = Chat([session(double)], QuietAnswer(), lambda names: [])
     picture = tmp_path / "a.png"
     picture.write_bytes(b"\x89PNG")

@@ -32,7 +32,11 @@ SAMPLED = GenerateOptions(8, sampling=Sampling(1.0, seed=3))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), CONFIG.with_(max_seq_len=256), byte_tokenizer("<|im_start|>", "<|im_end|>"))
+    return write_model(
+        tmp_path_factory.mktemp("model"),
+        CONFIG.with_(max_seq_len=256),
+        byte_tokenizer("<|im_start|>", "<|im_end|>"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -41,30 +45,51 @@ def loaded(folder: Path) -> LoadedModel:
 
 
 @pytest.mark.parametrize("options", [GenerateOptions(12), SAMPLED, GenerateOptions(20, ("e",))])
-def test_a_chat_says_what_the_plain_conversation_gets(loaded: LoadedModel, options: GenerateOptions) -> None:
-    session, turns = ChatSession(loaded, "chatml", options, "Be brief."), [Turn("system", "Be brief.")]
+def test_a_chat_says_what_the_plain_conversation_gets(
+    loaded: LoadedModel, options: GenerateOptions
+) -> None:
+    session, turns = (
+        ChatSession(loaded, "chatml", options, "Be brief."),
+        [Turn("system", "Be brief.")],
+    )
     for question in ("hi", "and", "more"):
         turns.append(Turn("user", question))
         alone = answer_conversations(loaded, [Conversation(tuple(turns))], "chatml", options)[0]
         found = session.ask(question, str)
-        assert found.text == alone.text, "the turns before it lie in the engine's cache, and change nothing"
+        assert found.text == alone.text, (
+            "the turns before it lie in the engine's cache, and change nothing"
+        )
         assert found.stats.prompt_tokens == alone.prompt_tokens and found.stats.new_tokens >= 1
         turns.append(Turn("assistant", found.text))
-    assert found.stats.cached_tokens >= 64, "whole pages of the turns before it are not computed again"
+    assert found.stats.cached_tokens >= 64, (
+        "whole pages of the turns before it are not computed again"
+    )
     facts = session.responder.describe()
     assert 0 < facts["cache_bytes"] <= facts["cache_budget_bytes"] and facts["context"] == 256
 
 
-def test_when_the_context_is_full_the_oldest_turns_are_left_out_and_never_the_system_message(loaded: LoadedModel) -> None:
+def test_when_the_context_is_full_the_oldest_turns_are_left_out_and_never_the_system_message(
+    loaded: LoadedModel,
+) -> None:
     session = ChatSession(loaded, "chatml", GenerateOptions(8), "S")
     seen: list[int] = []
     for number in range(9):
         seen.append(session.ask(f"question {number}", str).left_out)
-    assert seen[0] == 0 and seen[-1] > 0 and all(0 <= after - before <= 1 for before, after in pairwise(seen))
-    assert len(session.turns) == 18 and session.messages()[1]["content"] == "question 0", "they stay in the conversation"
-    first = next(at for at, turn in enumerate(session.turns) if turn.content == f"question {seen[-1]}")
+    assert (
+        seen[0] == 0
+        and seen[-1] > 0
+        and all(0 <= after - before <= 1 for before, after in pairwise(seen))
+    )
+    assert len(session.turns) == 18 and session.messages()[1]["content"] == "question 0", (
+        "they stay in the conversation"
+    )
+    first = next(
+        at for at, turn in enumerate(session.turns) if turn.content == f"question {seen[-1]}"
+    )
     sent = [Turn("system", "S"), *session.turns[first:-1]]
-    alone = answer_conversations(loaded, [Conversation(tuple(sent))], "chatml", GenerateOptions(8))[0]
+    alone = answer_conversations(loaded, [Conversation(tuple(sent))], "chatml", GenerateOptions(8))[
+        0
+    ]
     assert alone.text == session.turns[-1].content
     with pytest.raises(ConfigError, match="max_seq_len=256"):
         session.ask("long " * 100, str)
@@ -78,8 +103,12 @@ def test_an_answer_is_made_again_and_a_question_is_edited(loaded: LoadedModel) -
     first = session.ask("one", str)
     second = session.ask("two", str)
     again = session.regenerate(str)
-    assert again.text != second.text and session.regenerate(str).text != again.text, "each draws other tokens"
-    assert [turn.content for turn in session.turns[:3]] == ["one", first.text, "two"] and len(session.turns) == 4
+    assert again.text != second.text and session.regenerate(str).text != again.text, (
+        "each draws other tokens"
+    )
+    assert [turn.content for turn in session.turns[:3]] == ["one", first.text, "two"] and len(
+        session.turns
+    ) == 4
     edited = session.edit("three", str)
     other = ChatSession(loaded, "chatml", SAMPLED)
     other.ask("one", str)
@@ -88,7 +117,9 @@ def test_an_answer_is_made_again_and_a_question_is_edited(loaded: LoadedModel) -
     assert session.ask("three", str) == edited and session.turns == other.turns
 
 
-def test_conversations_are_saved_and_loaded_also_those_of_the_page(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_conversations_are_saved_and_loaded_also_those_of_the_page(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
     session, path = ChatSession(loaded, "chatml", GenerateOptions(4), "S"), tmp_path / "talk.json"
     session.ask("hi", str)
     session.save(path)
@@ -98,7 +129,10 @@ def test_conversations_are_saved_and_loaded_also_those_of_the_page(loaded: Loade
     exported = {"headway_chat": 1, "messages": session.messages(), "conversation": {"turns": {}}}
     path.write_text(json.dumps(exported))
     assert read_chats(path)[0][0][0] == Turn("system", "S")
-    assert '"headway_chat"' not in (PAGE / "sidebar.js").read_text() and "headway_chat: 1, messages" in (PAGE / "sidebar.js").read_text()
+    assert (
+        '"headway_chat"' not in (PAGE / "sidebar.js").read_text()
+        and "headway_chat: 1, messages" in (PAGE / "sidebar.js").read_text()
+    )
     for wrong in ("[", "3", '{"messages": 5}', '{"conversations": []}'):
         path.write_text(wrong)
         with pytest.raises((ConfigError, DataError), match=r"talk\.json"):
@@ -113,23 +147,54 @@ def test_conversations_are_saved_and_loaded_also_those_of_the_page(loaded: Loade
 
 def chat(arguments: list[str], lines: str, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    return main(["chat", "--chat-template", "chatml", "--max-new-tokens", "6", "--temperature", "0", *arguments])
+    return main(
+        [
+            "chat",
+            "--chat-template",
+            "chatml",
+            "--max-new-tokens",
+            "6",
+            "--temperature",
+            "0",
+            *arguments,
+        ]
+    )
 
 
 def test_two_models_answer_one_after_the_other(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     saved = tmp_path / "two.json"
     lines = f"hi\n/set temperature 1\n/set seed 4\nmore\n/save {saved}\n/stats\n/model {folder}\nthird\n/load {saved}\n"
     assert chat(["--model", str(folder), "--model", f"{folder}/"], lines, monkeypatch) == 2
     said = capsys.readouterr()
     assert said.out.count(f"[{folder}") == 4, "names where two answer, none where one does"
-    assert "holds 2 conversations; 1 are open" in said.err and "tokens/s" in said.err and "cache: " in said.err
+    assert (
+        "holds 2 conversations; 1 are open" in said.err
+        and "tokens/s" in said.err
+        and "cache: " in said.err
+    )
     first, second = json.loads(saved.read_text())
-    assert first["model"] == str(folder) and first["messages"] == second["messages"] and len(first["messages"]) == 4
-    assert chat(["--model", str(folder), "--model", f"{folder}/", "--json"], f"/load {saved}\n/edit hey\n", monkeypatch) == 0
+    assert (
+        first["model"] == str(folder)
+        and first["messages"] == second["messages"]
+        and len(first["messages"]) == 4
+    )
+    assert (
+        chat(
+            ["--model", str(folder), "--model", f"{folder}/", "--json"],
+            f"/load {saved}\n/edit hey\n",
+            monkeypatch,
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)["conversations"]
-    assert [one["messages"][2]["content"] for one in found] == ["hey", "hey"] and len(found[0]["messages"]) == 4
+    assert [one["messages"][2]["content"] for one in found] == ["hey", "hey"] and len(
+        found[0]["messages"]
+    ) == 4
 
 
 @pytest.mark.parametrize(
@@ -151,15 +216,24 @@ def test_two_models_answer_one_after_the_other(
     ],
 )
 def test_a_mistake_in_a_command_is_one_line(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, says: str
+    loaded: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    says: str,
 ) -> None:
-    monkeypatch.setattr("headway.infer.load.load_model", lambda path, **_: load_model(path) if "nowhere" in str(path) else loaded)
+    monkeypatch.setattr(
+        "headway.infer.load.load_model",
+        lambda path, **_: load_model(path) if "nowhere" in str(path) else loaded,
+    )
     assert chat(["--model", "m"], f"{line}\n", monkeypatch) == 2
     said = capsys.readouterr().err.strip()
     assert says in said and said.count("\n") == 0
 
 
-def test_wrong_options_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments, says in (
         ([], "--model is missing"),
         (["--model", "a", "--model", "b", "--model", "c"], "given 3 times"),
@@ -171,13 +245,25 @@ def test_wrong_options_are_refused_before_anything_is_loaded(monkeypatch: pytest
         assert says in capsys.readouterr().err
 
 
-def test_commands_change_what_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_change_what_is_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = "/system Speak.\nhi\n/set stop off\n/set top_p 0.5\n/set max_tokens 3\n/set\n/regenerate\n/show\n /slash\n/help\n"
     assert chat(["--model", str(folder), "--stop", "zz", "--json"], lines, monkeypatch) == 0
     said = capsys.readouterr()
     messages = json.loads(said.out)["messages"]
-    assert [one["role"] for one in messages] == ["system", "user", "assistant", "user", "assistant"] and messages[3]["content"] == " /slash"
-    assert "max_new_tokens 3" in said.err and "top_p          0.5" in said.err and "stop           off" in said.err
+    assert [one["role"] for one in messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ] and messages[3]["content"] == " /slash"
+    assert (
+        "max_new_tokens 3" in said.err
+        and "top_p          0.5" in said.err
+        and "stop           off" in said.err
+    )
     assert "system: Speak." in said.err and "/regenerate " in said.err
 
 
@@ -186,12 +272,16 @@ def fresh(session: ChatSession, text: str) -> ChatAnswer:
     return session.ask(text, str)
 
 
-def test_a_second_ctrl_c_breaks_a_step_and_the_next_answer_is_right(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_breaks_a_step_and_the_next_answer_is_right(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import signal
 
     responder = EngineResponder(loaded, "chatml")
     session = ChatSession(responder, None, GenerateOptions(12))
-    asked, right = next((text, found) for text in "abcdefgh" if len((found := fresh(session, text)).text) > 4)
+    asked, right = next(
+        (text, found) for text in "abcdefgh" if len((found := fresh(session, text)).text) > 4
+    )
     session.reset()
     pressed = iter(range(2))
 
@@ -214,7 +304,11 @@ def test_a_second_ctrl_c_breaks_a_step_and_the_next_answer_is_right(loaded: Load
     before = responder._engine.stats().generated_tokens
     stopped = session.ask(asked, press_once)
     assert responder._engine.stats().generated_tokens - before < 12, "the rest is not computed"
-    assert stopped.was_interrupted and right.text.startswith(stopped.text) and len(stopped.text) < len(right.text)
+    assert (
+        stopped.was_interrupted
+        and right.text.startswith(stopped.text)
+        and len(stopped.text) < len(right.text)
+    )
     session.reset()
     assert session.ask(asked, str) == right
 
@@ -224,15 +318,24 @@ class SomeEncoder:
 
     calls = 0
 
-    def __call__(self, loaded: LoadedModel, refs: dict[str, MediaRef], opened: object = None) -> dict[str, np.ndarray]:
+    def __call__(
+        self, loaded: LoadedModel, refs: dict[str, MediaRef], opened: object = None
+    ) -> dict[str, np.ndarray]:
         self.calls += len(refs)
         shapes = {one.modality: (one.vectors, one.width) for one in loaded.config.media.inputs}  # pyright: ignore[reportOptionalMemberAccess]
-        return {name: np.full(shapes[ref.modality], ref.read()[0] / 8, np.float32) for name, ref in refs.items()}
+        return {
+            name: np.full(shapes[ref.modality], ref.read()[0] / 8, np.float32)
+            for name, ref in refs.items()
+        }
 
 
-def test_pictures_stay_in_the_conversation_as_in_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_stay_in_the_conversation_as_in_the_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = CONFIG.with_(max_seq_len=256, media=MediaShape((MediaInput("image", 6, 3),), hidden=8))
-    weights = [(spec.name, initial_value(spec.name, spec.shape, config, 4)) for spec in param_specs(config)]
+    weights = [
+        (spec.name, initial_value(spec.name, spec.shape, config, 4)) for spec in param_specs(config)
+    ]
     model = build_frozen_model(config, weights, torch.device("cpu"), torch.float32)
     loaded = LoadedModel(model, config, byte_tokenizer("<|im_start|>", "<|im_end|>"), tmp_path)
     encode = SomeEncoder()
@@ -242,22 +345,37 @@ def test_pictures_stay_in_the_conversation_as_in_the_plain_one(tmp_path: Path, m
     session = ChatSession(loaded, "chatml", options)
     assert session.responder.takes == {"image"}
     first = session.ask("what?", str, pictures[:1])
-    plain = answer_media(loaded, [MediaQuestion((Turn("user", "what?"),), tuple(pictures[:1]))], "chatml", options)[0]
-    other = answer_media(loaded, [MediaQuestion((Turn("user", "what?"),), tuple(pictures[1:]))], "chatml", options)[0]
+    plain = answer_media(
+        loaded, [MediaQuestion((Turn("user", "what?"),), tuple(pictures[:1]))], "chatml", options
+    )[0]
+    other = answer_media(
+        loaded, [MediaQuestion((Turn("user", "what?"),), tuple(pictures[1:]))], "chatml", options
+    )[0]
     assert first.text == plain.text != other.text
     second = session.ask("and?", str, pictures[1:])
-    turns = (Turn("user", "<image>\nwhat?"), Turn("assistant", first.text), Turn("user", "<image>\nand?"))
-    assert second.text == answer_media(loaded, [MediaQuestion(turns, tuple(pictures))], "chatml", options)[0].text
+    turns = (
+        Turn("user", "<image>\nwhat?"),
+        Turn("assistant", first.text),
+        Turn("user", "<image>\nand?"),
+    )
+    assert (
+        second.text
+        == answer_media(loaded, [MediaQuestion(turns, tuple(pictures))], "chatml", options)[0].text
+    )
     assert session.last_question() == "and?"
     before = encode.calls
-    assert session.edit("and?", str) == second and session.media == pictures and encode.calls == before, "features are kept"
+    assert (
+        session.edit("and?", str) == second and session.media == pictures and encode.calls == before
+    ), "features are kept"
     saved = tmp_path / "talk.json"
     session.save(saved)
     copy = ChatSession(loaded, "chatml", options)
     copy.load(*read_chats(saved)[0])
     assert copy.regenerate(str).text == second.text, "greedy"
     left = [session.ask(f"and now, number {number}?", str).left_out for number in range(6)]
-    assert left[-1] >= 2 and len(session.media) == 2, "pictures of turns that are left out are left out too"
+    assert left[-1] >= 2 and len(session.media) == 2, (
+        "pictures of turns that are left out are left out too"
+    )
     sent = MediaQuestion(tuple(session.turns[session.left_out : -1]))
     assert session.turns[-1].content == answer_media(loaded, [sent], "chatml", options)[0].text
     text = ChatSession(loaded, "chatml", options)

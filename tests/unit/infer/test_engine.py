@@ -14,7 +14,13 @@ from support.byte_model import CONFIG, write_model
 from headway.errors import ConfigError
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.memory import build_cache
-from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest, QueueFull, RequestTooLarge
+from headway.infer.engine.request import (
+    EngineEvent,
+    EngineOptions,
+    EngineRequest,
+    QueueFull,
+    RequestTooLarge,
+)
 from headway.infer.generate import GenerateOptions, generate
 from headway.infer.load import LoadedModel, load_model
 from headway.infer.sampling import Sampling
@@ -39,12 +45,17 @@ def collect(engine: InferenceEngine, requests: Sequence[EngineRequest]) -> list[
         for event in engine.step():
             found[event.request].append(event)
     for events in found.values():
-        assert [event.finished is not None for event in events] == [False] * (len(events) - 1) + [True]
+        assert [event.finished is not None for event in events] == [False] * (len(events) - 1) + [
+            True
+        ]
     return [found[number] for number in numbers]
 
 
 def run(engine: InferenceEngine, requests: Sequence[EngineRequest]) -> list[list[int]]:
-    return [[token for event in events for token in event.tokens] for events in collect(engine, requests)]
+    return [
+        [token for event in events for token in event.tokens]
+        for events in collect(engine, requests)
+    ]
 
 
 def random_requests(rng: random.Random, count: int) -> list[EngineRequest]:
@@ -52,36 +63,71 @@ def random_requests(rng: random.Random, count: int) -> list[EngineRequest]:
     begins = [tuple(rng.randrange(256) for _ in range(size)) for size in (0, 9, 40)]
     found: list[EngineRequest] = []
     for number in range(count):
-        prompt = rng.choice(begins) + tuple(rng.randrange(256) for _ in range(rng.choice([1, 2, 7, 8, 30])))
-        sampling = rng.choice([Sampling(), Sampling(), Sampling(0.8, seed=number), Sampling(1.2, top_k=9), Sampling(1.0, top_p=0.7)])
-        found.append(EngineRequest(prompt, rng.choice([1, 3, 12, 25]), sampling, key=str(number), ignore_eos=rng.random() < 0.5))
+        prompt = rng.choice(begins) + tuple(
+            rng.randrange(256) for _ in range(rng.choice([1, 2, 7, 8, 30]))
+        )
+        sampling = rng.choice(
+            [
+                Sampling(),
+                Sampling(),
+                Sampling(0.8, seed=number),
+                Sampling(1.2, top_k=9),
+                Sampling(1.0, top_p=0.7),
+            ]
+        )
+        found.append(
+            EngineRequest(
+                prompt,
+                rng.choice([1, 3, 12, 25]),
+                sampling,
+                key=str(number),
+                ignore_eos=rng.random() < 0.5,
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.9, seed=3)])
 @pytest.mark.parametrize("lag", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_rows_of_a_plain_cache(loaded: LoadedModel, sampling: Sampling, lag: bool, kind: str) -> None:
+def test_tokens_are_those_of_rows_of_a_plain_cache(
+    loaded: LoadedModel, sampling: Sampling, lag: bool, kind: str
+) -> None:
     assert loaded.tokenizer is not None
     model = loaded.with_masks(KINDS[kind])
     expected = generate(model, PROMPTS, GenerateOptions(20, sampling=sampling))
-    engine = InferenceEngine(model, EngineOptions(max_running=3, page_tokens=4, prefill_tokens=11, lag=lag))
-    requests = [EngineRequest(tuple(loaded.tokenizer.encode(prompt)), 20, sampling, key=f"0:{prompt}") for prompt in PROMPTS]
+    engine = InferenceEngine(
+        model, EngineOptions(max_running=3, page_tokens=4, prefill_tokens=11, lag=lag)
+    )
+    requests = [
+        EngineRequest(tuple(loaded.tokenizer.encode(prompt)), 20, sampling, key=f"0:{prompt}")
+        for prompt in PROMPTS
+    ]
     assert run(engine, requests) == [one.token_ids for one in expected]
-    assert run(engine, requests) == [one.token_ids for one in expected], "with the pages of the first time"
+    assert run(engine, requests) == [one.token_ids for one in expected], (
+        "with the pages of the first time"
+    )
     assert engine.stats().cached_tokens > 0 or kind != "dense"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(2))
-def test_any_schedule_within_any_memory_gives_the_same_answers(loaded: LoadedModel, kind: str, seed: int) -> None:
+def test_any_schedule_within_any_memory_gives_the_same_answers(
+    loaded: LoadedModel, kind: str, seed: int
+) -> None:
     rng, model = random.Random(seed), loaded.with_masks(KINDS[kind])
     requests = random_requests(rng, 14)
     alone = InferenceEngine(model, EngineOptions(max_running=1, page_tokens=8, prefix_reuse=False))
     expected = [run(alone, [one])[0] for one in requests]
     shape = build_cache(model, EngineOptions(max_running=4, page_tokens=8), 160).shape
     budget = 16 * shape.ring_bytes + rng.choice([12, 17, 30]) * shape.page_bytes
-    options = EngineOptions(budget, max_running=4, page_tokens=8, prefill_tokens=rng.choice([5, 16, 64]), lag=seed % 2 == 0)
+    options = EngineOptions(
+        budget,
+        max_running=4,
+        page_tokens=8,
+        prefill_tokens=rng.choice([5, 16, 64]),
+        lag=seed % 2 == 0,
+    )
     engine = InferenceEngine(model, options)
     assert engine.cache.num_bytes <= budget
     left, found, cancelled = list(enumerate(requests)), dict[int, list[int]](), set[int]()
@@ -99,15 +145,25 @@ def test_any_schedule_within_any_memory_gives_the_same_answers(loaded: LoadedMod
         assert engine.stats().cache_bytes_used <= budget
     for number, index in number_of.items():
         tokens = found.get(number, [])
-        assert tokens == expected[index][: len(tokens)] and (number in cancelled or tokens == expected[index])
+        assert tokens == expected[index][: len(tokens)] and (
+            number in cancelled or tokens == expected[index]
+        )
     engine.cache.pool.forget_all()
-    assert engine.cache.pool.num_available == engine.cache.pool.num_pages and engine.stats().running == 0
+    assert (
+        engine.cache.pool.num_available == engine.cache.pool.num_pages
+        and engine.stats().running == 0
+    )
 
 
 @pytest.mark.parametrize("kind", ["dense", "masks"])
-def test_a_preempted_request_is_computed_again_with_the_same_result(loaded: LoadedModel, kind: str) -> None:
+def test_a_preempted_request_is_computed_again_with_the_same_result(
+    loaded: LoadedModel, kind: str
+) -> None:
     model = loaded.with_masks(KINDS[kind])
-    requests = [EngineRequest((index, 7, 9), 60, Sampling(0.7, seed=index), ignore_eos=True) for index in range(4)]
+    requests = [
+        EngineRequest((index, 7, 9), 60, Sampling(0.7, seed=index), ignore_eos=True)
+        for index in range(4)
+    ]
     expected = run(InferenceEngine(model, EngineOptions(max_running=4)), requests)
     shape = build_cache(model, EngineOptions(page_tokens=8), 160).shape
     budget = 2 * shape.ring_bytes + 13 * shape.page_bytes
@@ -121,11 +177,16 @@ def test_a_shared_beginning_is_computed_once_also_under_masks(loaded: LoadedMode
     for masks in (None, MASKS):
         model = loaded.with_masks(masks)
         engine = InferenceEngine(model, EngineOptions(max_running=2, page_tokens=8))
-        requests = [EngineRequest((*shared, 100 + index, *range(9)), 6, ignore_eos=True) for index in range(4)]
+        requests = [
+            EngineRequest((*shared, 100 + index, *range(9)), 6, ignore_eos=True)
+            for index in range(4)
+        ]
         cached = [collect(engine, [one])[0][0].cached_tokens for one in requests]
         # Under masks the second request finds the pages, and leaves a copy of the rings where they end.
         assert cached == ([0, 40, 40, 40] if masks is None else [0, 0, 40, 40])
-        plain = InferenceEngine(model, EngineOptions(max_running=2, page_tokens=8, prefix_reuse=False))
+        plain = InferenceEngine(
+            model, EngineOptions(max_running=2, page_tokens=8, prefix_reuse=False)
+        )
         assert run(engine, requests) == run(plain, requests)
 
 
@@ -151,7 +212,9 @@ def test_what_cannot_fit_and_what_must_wait_is_refused(loaded: LoadedModel) -> N
 
 
 def forward_scores(loaded: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
-    hidden = loaded.model(torch.tensor([tokens]), torch.arange(len(tokens))[None], causal_mask(1, len(tokens)))
+    hidden = loaded.model(
+        torch.tensor([tokens]), torch.arange(len(tokens))[None], causal_mask(1, len(tokens))
+    )
     logits = loaded.model.logits(hidden)[0].float()
     logits[:, 258:] = -torch.inf
     return logits
@@ -173,15 +236,21 @@ def test_logprobs_are_those_of_the_forward(loaded: LoadedModel) -> None:
         assert abs(one.logprob - float(expected[place, one.token])) < 1e-4
         assert [token for token, _ in one.top] == expected[place].topk(3).indices.tolist()
     only = collect(engine, [EngineRequest(prompt, 0, prompt_logprobs=True)])[0][0]
-    assert only.tokens == () and only.prompt_logprobs is not None and len(only.prompt_logprobs) == 30
+    assert (
+        only.tokens == () and only.prompt_logprobs is not None and len(only.prompt_logprobs) == 30
+    )
 
 
 def test_an_embedding_is_the_mean_of_the_hidden_states(loaded: LoadedModel) -> None:
     prompt = tuple(range(50, 80))
     engine = InferenceEngine(loaded, EngineOptions(prefill_tokens=7))
     event = collect(engine, [EngineRequest(prompt, 1, embed=True)])[0][0]
-    hidden = loaded.model(torch.tensor([prompt]), torch.arange(30)[None], causal_mask(1, 30))[0].mean(0)
-    assert event.embedding is not None and torch.allclose(torch.tensor(event.embedding), hidden, atol=1e-5)
+    hidden = loaded.model(torch.tensor([prompt]), torch.arange(30)[None], causal_mask(1, 30))[
+        0
+    ].mean(0)
+    assert event.embedding is not None and torch.allclose(
+        torch.tensor(event.embedding), hidden, atol=1e-5
+    )
 
 
 class Only:
@@ -203,10 +272,16 @@ class Only:
 
 @pytest.mark.parametrize("lag", [False, True])
 def test_a_constraint_decides_which_tokens_follow(loaded: LoadedModel, lag: bool) -> None:
-    engine = InferenceEngine(loaded, EngineOptions(lag=lag), constraints=lambda text: Only([int(one) for one in text.split()]))
+    engine = InferenceEngine(
+        loaded,
+        EngineOptions(lag=lag),
+        constraints=lambda text: Only([int(one) for one in text.split()]),
+    )
     free = EngineRequest((1, 2), 9, Sampling(0.5), ignore_eos=True)
     alone = run(engine, [free])[0]
-    events = collect(engine, [EngineRequest((1, 2, 3), 20, constraint="5 99 200 31 32", ignore_eos=True), free])
+    events = collect(
+        engine, [EngineRequest((1, 2, 3), 20, constraint="5 99 200 31 32", ignore_eos=True), free]
+    )
     assert [token for event in events[0] for token in event.tokens] == [5, 99, 200, 31, 32]
     assert events[0][-1].finished == "grammar"
     assert [token for event in events[1] for token in event.tokens] == alone
@@ -214,8 +289,16 @@ def test_a_constraint_decides_which_tokens_follow(loaded: LoadedModel, lag: bool
 
 def test_penalties_and_biases_change_the_scores(loaded: LoadedModel) -> None:
     prompt = (10, 20, 30)
-    sampling = Sampling(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.3, logit_bias=((77, 4.0), (78, -100.0)))
-    found = run(InferenceEngine(loaded, EngineOptions(lag=True)), [EngineRequest(prompt, 12, sampling, ignore_eos=True)])[0]
+    sampling = Sampling(
+        repetition_penalty=1.7,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        logit_bias=((77, 4.0), (78, -100.0)),
+    )
+    found = run(
+        InferenceEngine(loaded, EngineOptions(lag=True)),
+        [EngineRequest(prompt, 12, sampling, ignore_eos=True)],
+    )[0]
     tokens: list[int] = list(prompt)
     for _ in range(12):
         scores = forward_scores(loaded, tokens)[-1]

@@ -25,20 +25,32 @@ def test_every_request_has_the_text_of_its_merged_model(tmp_path: Path) -> None:
     base = write_model(tmp_path, CONFIG.with_(max_seq_len=96))
     folders = {
         "one": write_adapter(tmp_path / "one", base, 1, 4, ("self_attn.q_proj", "mlp.down_proj")),
-        "two": write_adapter(tmp_path / "two", base, 2, 2, ("self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")),
+        "two": write_adapter(
+            tmp_path / "two", base, 2, 2, ("self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
+        ),
     }
     prompts = [tuple(range(begin, begin + 30)) for begin in (0, 0, 0, 40, 41)]
     names = [None, "one", "two", "two", "one"]
     expected: list[list[int]] = []
     for prompt, name in zip(prompts, names, strict=True):
         merged = load_model(base if name is None else folders[name])
-        expected += run(InferenceEngine(merged, EngineOptions(max_running=1)), [EngineRequest(prompt, 20, ignore_eos=True)])
+        expected += run(
+            InferenceEngine(merged, EngineOptions(max_running=1)),
+            [EngineRequest(prompt, 20, ignore_eos=True)],
+        )
     assert len({tuple(one) for one in expected[:3]}) == 3, "the adapters change the text"
     loaded = load_model(base)
-    engine = InferenceEngine(loaded, EngineOptions(max_running=4, page_tokens=8, prefill_tokens=40), folders)
-    requests = [EngineRequest(prompt, 20, ignore_eos=True, adapter=name) for prompt, name in zip(prompts, names, strict=True)]
+    engine = InferenceEngine(
+        loaded, EngineOptions(max_running=4, page_tokens=8, prefill_tokens=40), folders
+    )
+    requests = [
+        EngineRequest(prompt, 20, ignore_eos=True, adapter=name)
+        for prompt, name in zip(prompts, names, strict=True)
+    ]
     assert run(engine, requests) == expected
-    assert run(engine, requests[::-1]) == expected[::-1], "with kept pages, which adapters do not share"
+    assert run(engine, requests[::-1]) == expected[::-1], (
+        "with kept pages, which adapters do not share"
+    )
     guess = EngineOptions(max_running=4, page_tokens=8, speculation=Speculation(str(base), 3))
     guessing = InferenceEngine(load_model(base), guess, folders)
     assert run(guessing, requests) == expected, "with guesses of the model without adapters"
@@ -46,7 +58,9 @@ def test_every_request_has_the_text_of_its_merged_model(tmp_path: Path) -> None:
     assert engine.stats().cached_tokens > 0
     with pytest.raises(ConfigError, match="loaded are: one, two"):
         engine.submit(EngineRequest((1,), 4, adapter="three"))
-    assert run(InferenceEngine(loaded, EngineOptions()), requests[:1]) == expected[:1], "others see the base"
+    assert run(InferenceEngine(loaded, EngineOptions()), requests[:1]) == expected[:1], (
+        "others see the base"
+    )
 
 
 def test_an_adapter_that_cannot_be_chosen_is_refused(tmp_path: Path) -> None:

@@ -17,18 +17,42 @@ from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 
-BASE = ModelConfig(vocab_size=96, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=56, max_seq_len=128)
+BASE = ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=56,
+    max_seq_len=128,
+)
 FAMILIES: dict[str, ModelConfig] = {
     "llama": BASE,
     "mistral": BASE.with_(family="mistral", sliding_window=6, tie_embeddings=False),
-    "qwen2": BASE.with_(family="qwen2", qkv_bias=True, sliding_window=5, window_layers=(0, 2), tie_embeddings=False),
+    "qwen2": BASE.with_(
+        family="qwen2", qkv_bias=True, sliding_window=5, window_layers=(0, 2), tie_embeddings=False
+    ),
     "qwen3": BASE.with_(family="qwen3", qk_norm=True, head_dim=16),
     "deepseek_v3": BASE.with_(
         family="deepseek_v3",
         num_kv_heads=None,
         rope_interleaved=True,
-        latent_attention={"kv_rank": 24, "q_rank": 20, "nope_head_dim": 10, "rope_head_dim": 6, "value_head_dim": 12},
-        experts={"num": 8, "per_token": 3, "ffn_size": 16, "shared_ffn_size": 16, "router": "sigmoid", "first_dense": 1, "num_groups": 2},
+        latent_attention={
+            "kv_rank": 24,
+            "q_rank": 20,
+            "nope_head_dim": 10,
+            "rope_head_dim": 6,
+            "value_head_dim": 12,
+        },
+        experts={
+            "num": 8,
+            "per_token": 3,
+            "ffn_size": 16,
+            "shared_ffn_size": 16,
+            "router": "sigmoid",
+            "first_dense": 1,
+            "num_groups": 2,
+        },
     ),
     "gpt_oss": BASE.with_(
         family="gpt_oss",
@@ -63,7 +87,10 @@ def run(engine: InferenceEngine, requests: list[EngineRequest]) -> list[list[int
     return [found[number] for number in numbers]
 
 
-@pytest.mark.parametrize("family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 def test_greedy_text_is_that_of_transformers(family: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -72,7 +99,14 @@ def test_greedy_text_is_that_of_transformers(family: str, tmp_path: Path) -> Non
     export_huggingface(config, random_weights(config), tmp_path / "out", tokenizer=None)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.randint(0, 96, (2, PROMPT), generator=torch.Generator().manual_seed(5))
-    made = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)
+    made = theirs.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
     expected = made[:, PROMPT:].tolist()
     requests = [EngineRequest(tuple(row), NEW, ignore_eos=True) for row in ids.tolist()]
     others = [EngineRequest(tuple(range(size)), 9 + size, ignore_eos=True) for size in (1, 30, 3)]
@@ -83,4 +117,6 @@ def test_greedy_text_is_that_of_transformers(family: str, tmp_path: Path) -> Non
     ):
         engine = InferenceEngine(loaded, options)
         assert run(engine, requests[:1]) == expected[:1], "alone"
-        assert run(engine, [*others, *requests])[3:] == expected, "in a full batch, and with kept pages where they may be reused"
+        assert run(engine, [*others, *requests])[3:] == expected, (
+            "in a full batch, and with kept pages where they may be reused"
+        )

@@ -19,7 +19,16 @@ from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.tokenizer.load import Tokenizer
 
-CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=320, max_seq_len=96, init_std=0.5)
+CONFIG = ModelConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=48,
+    vocab_size=320,
+    max_seq_len=96,
+    init_std=0.5,
+)
 PROMPTS = ["the cat", "a", "sat on the mat and then it", "the cat", "the dog"]
 
 
@@ -34,7 +43,9 @@ def byte_tokenizer(*, adds_bos: bool = False) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>"])
     if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 256)]
+        )
     backend.encode_special_tokens = True
     return Tokenizer(backend, {"bos": "<s>", "eos": "</s>"})
 
@@ -62,7 +73,9 @@ def without_cache(loaded: LoadedModel, ids: list[int], steps: int) -> list[int]:
     ids, start = list(ids), len(ids)
     for _ in range(steps):
         position = torch.arange(len(ids))[None]
-        logits = loaded.model.logits(loaded.model(torch.tensor([ids]), position, causal_mask(1, len(ids))))
+        logits = loaded.model.logits(
+            loaded.model(torch.tensor([ids]), position, causal_mask(1, len(ids)))
+        )
         ids.append(int(logits[0, -1, :258].argmax()))
         if ids[-1] == 257:
             break
@@ -78,8 +91,13 @@ def test_greedy_tokens_are_those_of_the_full_forward(loaded: LoadedModel) -> Non
     assert results[0] == results[3]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=5), Sampling(0.7, top_k=20, seed=1), Sampling(1.3, top_p=0.8)])
-def test_a_prompt_becomes_the_same_alone_and_in_any_batch(loaded: LoadedModel, sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(1.0, seed=5), Sampling(0.7, top_k=20, seed=1), Sampling(1.3, top_p=0.8)],
+)
+def test_a_prompt_becomes_the_same_alone_and_in_any_batch(
+    loaded: LoadedModel, sampling: Sampling
+) -> None:
     together = generate(loaded, PROMPTS, GenerateOptions(10, sampling=sampling))
     split = generate(loaded, PROMPTS, GenerateOptions(10, sampling=sampling, rows=2))
     turned = generate(loaded, PROMPTS[::-1], GenerateOptions(10, sampling=sampling))
@@ -95,7 +113,12 @@ def test_the_same_prompt_twice_is_two_samples_and_a_seed_repeats_both(loaded: Lo
     first, second = generate(loaded, ["the cat", "the cat"], options)
     assert first.token_ids != second.token_ids
     assert generate(loaded, ["the cat", "the cat"], options) == [first, second]
-    assert generate(loaded, ["the cat"], GenerateOptions(16, sampling=Sampling(1.0, seed=4)))[0].token_ids != first.token_ids
+    assert (
+        generate(loaded, ["the cat"], GenerateOptions(16, sampling=Sampling(1.0, seed=4)))[
+            0
+        ].token_ids
+        != first.token_ids
+    )
 
 
 def test_a_row_ends_at_a_stop_text_and_the_others_go_on(loaded: LoadedModel) -> None:
@@ -131,7 +154,10 @@ def test_no_id_behind_the_vocabulary_is_ever_chosen(loaded: LoadedModel) -> None
 def test_the_end_of_text_stops_a_row_and_stays_out_of_its_text(loaded: LoadedModel) -> None:
     results = generate(loaded, ["the cat"] * 16, GenerateOptions(80, sampling=Sampling(3.0)))
     ended = [r for r in results if r.stopped_by == "eos"]
-    assert ended and all(r.token_ids[-1] == 257 and 257 not in r.token_ids[:-1] and "</s>" not in r.text for r in ended)
+    assert ended and all(
+        r.token_ids[-1] == 257 and 257 not in r.token_ids[:-1] and "</s>" not in r.text
+        for r in ended
+    )
 
 
 def test_a_prompt_gets_what_its_tokenizer_puts_before_a_text() -> None:
@@ -165,17 +191,34 @@ def test_prompts_come_from_lines_or_jsonl(tmp_path: Path) -> None:
         ([], "no prompt is given"),
     ],
 )
-def test_wrong_flags_are_one_line_and_exit_code_two(folder: Path, flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_one_line_and_exit_code_two(
+    folder: Path, flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", "--model", str(folder), "--device", "cpu", *flags]) == 2
     assert named in capsys.readouterr().err
 
 
-def test_the_verb_prints_one_result_or_a_list(folder: Path, loaded: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["generate", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "5", "--json"]
+def test_the_verb_prints_one_result_or_a_list(
+    folder: Path, loaded: LoadedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [
+        "generate",
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "5",
+        "--json",
+    ]
     assert main([*common, "--prompt", "the cat"]) == 0
     one = json.loads(capsys.readouterr().out)
     expected = generate(loaded, ["the cat"], GenerateOptions(5))[0]
-    assert (one["text"], one["token_ids"], one["stopped_by"]) == (expected.text, expected.token_ids, "length")
+    assert (one["text"], one["token_ids"], one["stopped_by"]) == (
+        expected.text,
+        expected.token_ids,
+        "length",
+    )
     assert main([*common, "--prompt", "the cat", "--prompt", "a"]) == 0
     assert json.loads(capsys.readouterr().out)["generations"][0]["token_ids"] == one["token_ids"]
 
@@ -190,5 +233,9 @@ def test_a_folder_that_is_no_model_says_what_is_missing(tmp_path: Path, folder: 
 
 
 def test_a_text_that_cannot_be_continued_ends_in_one_line(loaded: LoadedModel) -> None:
-    with pytest.raises(HeadwayError, match="cannot be continued after 0 tokens: no token can follow"):
-        generate(loaded, ["a"], GenerateOptions(4, sampling=Sampling(0.9, repetition_penalty=1e-300)))
+    with pytest.raises(
+        HeadwayError, match="cannot be continued after 0 tokens: no token can follow"
+    ):
+        generate(
+            loaded, ["a"], GenerateOptions(4, sampling=Sampling(0.9, repetition_penalty=1e-300))
+        )

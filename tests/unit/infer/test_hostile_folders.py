@@ -16,7 +16,12 @@ from headway.infer.load import find_model, load_model
 from headway.tokenizer.load import load_tokenizer
 
 LONGEST_LINE = 1500
-SLOW = ("tokenizer.json: missing", "tokenizer.json: a folder", "tokenizer.json: a loop", "tokenizer.json: dangling")
+SLOW = (
+    "tokenizer.json: missing",
+    "tokenizer.json: a folder",
+    "tokenizer.json: a loop",
+    "tokenizer.json: dangling",
+)
 """transformers is asked here, and importing it takes seconds."""
 
 
@@ -27,7 +32,9 @@ def read_all(name: str, folder: Path) -> None:
         except HeadwayError as problem:
             said = str(problem)
         except BaseException as problem:
-            raise AssertionError(f"{name}: {read.__name__} ends in {type(problem).__name__}: {problem}") from problem
+            raise AssertionError(
+                f"{name}: {read.__name__} ends in {type(problem).__name__}: {problem}"
+            ) from problem
         else:
             continue
         assert "\n" not in said, f"{name}: {said[:300]}"
@@ -66,15 +73,24 @@ def test_healthy_folders_are_read(healthy: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("kind", ["llama", "bin", "z2all", "adapter"])
-def test_weights_that_are_not_finite_are_refused(healthy: dict[str, Path], tmp_path: Path, kind: str, value: float) -> None:
+def test_weights_that_are_not_finite_are_refused(
+    healthy: dict[str, Path], tmp_path: Path, kind: str, value: float
+) -> None:
     folder = Path(shutil.copytree(healthy[kind], tmp_path / kind))
-    path = next(iter([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("ckpt/*.pt")]))
-    tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    path = next(
+        iter([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("ckpt/*.pt")])
+    )
+    tensors = (
+        load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    )
     name = sorted(tensors)[-1]
     tensors[name] = tensors[name].to(torch.bfloat16)
     tensors[name].view(-1)[-1] = value
     save_file(tensors, path) if path.suffix == ".safetensors" else torch.save(tensors, path)
-    with pytest.raises(CheckpointError, match=f"{name.removeprefix('base_model.model.')} holds a value that is not finite"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"{name.removeprefix('base_model.model.')} holds a value that is not finite",
+    ):
         load_model(folder)
 
 
@@ -82,11 +98,19 @@ def test_an_index_never_leads_out_of_the_folder(healthy: dict[str, Path], tmp_pa
     folder = Path(shutil.copytree(healthy["sharded"], tmp_path / "model"))
     (folder / "model-00001-of-00002.safetensors").rename(tmp_path / "outside.safetensors")
     index = folder / "model.safetensors.index.json"
-    for outside in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), 3, None, "a\0b"):
+    for outside in (
+        "../outside.safetensors",
+        str(tmp_path / "outside.safetensors"),
+        3,
+        None,
+        "a\0b",
+    ):
         content = json.loads(index.read_text())
         content["weight_map"] = {
             name: outside if file == "model-00001-of-00002.safetensors" or file == outside else file
-            for name, file in json.loads((healthy["sharded"] / index.name).read_text())["weight_map"].items()
+            for name, file in json.loads((healthy["sharded"] / index.name).read_text())[
+                "weight_map"
+            ].items()
         }
         index.write_text(json.dumps(content))
         with pytest.raises(CheckpointError, match="it must be a file of the folder"):
@@ -96,7 +120,9 @@ def test_an_index_never_leads_out_of_the_folder(healthy: dict[str, Path], tmp_pa
 def test_an_adapter_of_itself_is_refused(healthy: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(healthy["adapter"], tmp_path / "adapter"))
     settings = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(folder)}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({**settings, "base_model_name_or_path": str(folder)})
+    )
     with pytest.raises(ConfigError, match=r"adapter of itself|base cannot be opened"):
         find_model(folder)
 
@@ -111,11 +137,17 @@ def test_an_adapter_of_itself_is_refused(healthy: dict[str, Path], tmp_path: Pat
         ("tf_model.h5", b"\x89HDF\r\n", "TensorFlow"),
         ("flax_model.msgpack", b"\x81", "Flax weights"),
         ("consolidated.00.pth", b"PK\x03\x04", "Meta's original format"),
-        ("model.safetensors", b"\x02\0\0\0\0\0\0\0{}", "a single safetensors file.*together with config.json"),
+        (
+            "model.safetensors",
+            b"\x02\0\0\0\0\0\0\0{}",
+            "a single safetensors file.*together with config.json",
+        ),
         ("model.tar.gz", b"\x1f\x8b\x08\0", "a gzip archive. Unpack it"),
     ],
 )
-def test_files_that_cannot_be_read_yet_are_named_for_what_they_are(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+def test_files_that_cannot_be_read_yet_are_named_for_what_they_are(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises((ConfigError, CheckpointError), match=said):
         find_model(tmp_path / name)
@@ -124,20 +156,33 @@ def test_files_that_cannot_be_read_yet_are_named_for_what_they_are(tmp_path: Pat
             find_model(tmp_path)
 
 
-def test_a_model_folder_with_other_weights_names_them(healthy: dict[str, Path], tmp_path: Path) -> None:
+def test_a_model_folder_with_other_weights_names_them(
+    healthy: dict[str, Path], tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(healthy["llama"], tmp_path / "model"))
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
     (folder / "model-q4_k_m.gguf").write_bytes(b"GGUF\x03\0\0\0")
     with pytest.raises(CheckpointError, match=r"model-q4_k_m\.gguf: is no whole GGUF file"):
         load_model(folder)
     (folder / "model-q4_k_m.gguf").rename(folder / "model.onnx")
-    with pytest.raises(ConfigError, match=r"has neither model\.safetensors.*model\.onnx is an ONNX graph"):
+    with pytest.raises(
+        ConfigError, match=r"has neither model\.safetensors.*model\.onnx is an ONNX graph"
+    ):
         load_model(folder)
-    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: is a Git LFS pointer.*git lfs pull"):
+    (folder / "model.safetensors").write_bytes(
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: is a Git LFS pointer.*git lfs pull"
+    ):
         load_model(folder)
     config = json.loads((folder / "config.json").read_text())
     for method, name in (("awq", "AWQ"), ("gptq", "GPTQ"), ("bitsandbytes", "bitsandbytes")):
-        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method, "bits": 4}}))
-        with pytest.raises(ConfigError, match=rf"the weights are quantised \({name}\).*Give the model they were made from"):
+        (folder / "config.json").write_text(
+            json.dumps({**config, "quantization_config": {"quant_method": method, "bits": 4}})
+        )
+        with pytest.raises(
+            ConfigError,
+            match=rf"the weights are quantised \({name}\).*Give the model they were made from",
+        ):
             find_model(folder)

@@ -15,7 +15,9 @@ def joined(text: RequestText, groups: list[list[int]]) -> str:
 @pytest.mark.parametrize("seed", range(10))
 def test_any_bytes_in_any_groups_give_the_text_decoded_at_once(seed: int) -> None:
     rng, tokenizer = random.Random(seed), byte_tokenizer()
-    content = bytes(rng.choice([*b"ab ", 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0xFF, 0xC3]) for _ in range(40))
+    content = bytes(
+        rng.choice([*b"ab ", 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0xFF, 0xC3]) for _ in range(40)
+    )
     table = {tokenizer.decode_bytes([i]): i for i in range(256)}
     ids = [table[bytes([one])] for one in content]
     cuts = sorted(rng.sample(range(1, 40), 8))

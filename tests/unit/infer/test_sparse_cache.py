@@ -41,24 +41,46 @@ def masks_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 16, 4096])
-def test_generation_under_masks_is_that_of_the_masked_forward(loaded: LoadedModel, chunk_tokens: int) -> None:
+def test_generation_under_masks_is_that_of_the_masked_forward(
+    loaded: LoadedModel, chunk_tokens: int
+) -> None:
     prompts = [TEXT, "a", TEXT[:40]]
-    results = generate(loaded.with_masks(MASKS), prompts, GenerateOptions(12, chunk_tokens=chunk_tokens))
+    results = generate(
+        loaded.with_masks(MASKS), prompts, GenerateOptions(12, chunk_tokens=chunk_tokens)
+    )
     assert loaded.tokenizer is not None
     for prompt, result in zip(prompts, results, strict=True):
         ids = loaded.tokenizer.encode(prompt)
         for token in result.token_ids:
-            logits = loaded.model.logits(masked_forward(loaded.model, torch.tensor([ids]), MASKS)[0, -1])
+            logits = loaded.model.logits(
+                masked_forward(loaded.model, torch.tensor([ids]), MASKS)[0, -1]
+            )
             assert token == int(logits[:258].argmax())
             ids.append(token)
-    assert [r.token_ids for r in results] != [r.token_ids for r in generate(loaded, prompts, GenerateOptions(12))]
+    assert [r.token_ids for r in results] != [
+        r.token_ids for r in generate(loaded, prompts, GenerateOptions(12))
+    ]
 
 
 def test_perplexity_under_masks_is_that_of_the_masked_forward(
-    loaded: LoadedModel, folder: Path, masks_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    loaded: LoadedModel,
+    folder: Path,
+    masks_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
-    common = ["eval", "ppl", "--model", str(folder), "--device", "cpu", "--data", str(tmp_path / "text.txt"), "--json"]
+    common = [
+        "eval",
+        "ppl",
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--json",
+    ]
     assert main([*common, "--masks", str(masks_file)]) == 0
     found = json.loads(capsys.readouterr().out)["loss"]
     assert loaded.tokenizer is not None
@@ -72,13 +94,38 @@ def test_perplexity_under_masks_is_that_of_the_masked_forward(
     assert math.isclose(json.loads(capsys.readouterr().out)["loss"], whole, rel_tol=1e-6)
 
 
-def test_the_verb_generates_under_masks(loaded: LoadedModel, folder: Path, masks_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["generate", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "6", "--prompt", TEXT, "--json"]
+def test_the_verb_generates_under_masks(
+    loaded: LoadedModel, folder: Path, masks_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [
+        "generate",
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "6",
+        "--prompt",
+        TEXT,
+        "--json",
+    ]
     assert main([*common, "--masks", str(masks_file), "--chunk-tokens", "9"]) == 0
     found = json.loads(capsys.readouterr().out)["token_ids"]
     assert found == generate(loaded.with_masks(MASKS), [TEXT], GenerateOptions(6))[0].token_ids
     (masks_file.parent / "soft.tsv").write_text("0.9\t0.2\n0.3\t0.4\n")
-    assert main([*common, "--masks", str(masks_file.parent / "soft.tsv"), "--equal-per-layer", "--stream-window", "6"]) == 0
+    assert (
+        main(
+            [
+                *common,
+                "--masks",
+                str(masks_file.parent / "soft.tsv"),
+                "--equal-per-layer",
+                "--stream-window",
+                "6",
+            ]
+        )
+        == 0
+    )
     equal = json.loads(capsys.readouterr().out)["token_ids"]
     ranked = HeadMasks(((True, False), (False, True)), 6, 128)
     assert equal == generate(loaded.with_masks(ranked), [TEXT], GenerateOptions(6))[0].token_ids
@@ -93,12 +140,18 @@ def test_the_verb_generates_under_masks(loaded: LoadedModel, folder: Path, masks
         (["--chunk-tokens", "0"], "chunk-tokens is 0"),
     ],
 )
-def test_mistakes_are_one_line(folder: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--model", str(folder), "--device", "cpu", "--prompt", "a", *flags]) == 2
+def test_mistakes_are_one_line(
+    folder: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["generate", "--model", str(folder), "--device", "cpu", "--prompt", "a", *flags]) == 2
+    )
     assert said in capsys.readouterr().err
 
 
-def test_masks_fit_their_model_and_have_a_reach(loaded: LoadedModel, masks_file: Path, tmp_path: Path) -> None:
+def test_masks_fit_their_model_and_have_a_reach(
+    loaded: LoadedModel, masks_file: Path, tmp_path: Path
+) -> None:
     assert MaskChoice().read(masks_file, loaded.config) == MASKS
     assert MaskChoice(window=9, sinks=0).read(masks_file, loaded.config) == MASKS.with_reach(9, 0)
     write_masks(HeadMasks(MASKS.full), tmp_path / "bare.tsv")
@@ -110,7 +163,9 @@ def test_masks_fit_their_model_and_have_a_reach(loaded: LoadedModel, masks_file:
 
 
 def test_random_masks_keep_the_count() -> None:
-    uneven = HeadMasks(((True, True, True, False), (False, False, False, False), (False, True, False, True)), 8, 2)
+    uneven = HeadMasks(
+        ((True, True, True, False), (False, False, False, False), (False, True, False, True)), 8, 2
+    )
     for seed in range(3):
         drawn = random_masks(uneven, seed)
         assert drawn.num_full == uneven.num_full and drawn == random_masks(uneven, seed)
@@ -129,12 +184,24 @@ def test_joined_projections_change_nothing(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_steps_are_the_plain_ones(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_are_the_plain_ones(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda half, **more: compile_(half, backend="aot_eager", **more))
+    monkeypatch.setattr(
+        torch, "compile", lambda half, **more: compile_(half, backend="aot_eager", **more)
+    )
     found = []
     for compiled in (False, True):
-        cache = KVCache(loaded.config, 2, 20, device="cpu", dtype=torch.float32, masks=MASKS, prompt_lengths=[3, 3])
+        cache = KVCache(
+            loaded.config,
+            2,
+            20,
+            device="cpu",
+            dtype=torch.float32,
+            masks=MASKS,
+            prompt_lengths=[3, 3],
+        )
         ids = torch.arange(6).view(2, 3)
         with torch.inference_mode():
             loaded.model(ids, torch.arange(3).expand(2, -1), causal_mask(2, 3), cache)

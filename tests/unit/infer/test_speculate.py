@@ -25,7 +25,12 @@ MASKS = {
 }
 THREE = ((64, 30.0), (65, 30.0), (66, 30.0))
 """Biases that leave three tokens, so that runs of them come again."""
-SAMPLINGS = (Sampling(logit_bias=THREE), Sampling(1.0, seed=5, logit_bias=THREE), Sampling(0.6, top_k=5, top_p=0.9, seed=6), Sampling())
+SAMPLINGS = (
+    Sampling(logit_bias=THREE),
+    Sampling(1.0, seed=5, logit_bias=THREE),
+    Sampling(0.6, top_k=5, top_p=0.9, seed=6),
+    Sampling(),
+)
 OPTIONS = EngineOptions(max_running=4, prefill_tokens=32, page_tokens=8)
 
 
@@ -48,14 +53,28 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def requests(loaded: LoadedModel, count: int = 16) -> list[EngineRequest]:
     """Rows of different lengths, greedy and sampled ones in one batch."""
     assert loaded.tokenizer is not None
-    texts = ["abcabcabcabcabc", "the cat sat on the mat, the cat sat", "x", "abcabcabcabcabcab", "one two three one two", "zzzzzzzzzz"]
+    texts = [
+        "abcabcabcabcabc",
+        "the cat sat on the mat, the cat sat",
+        "x",
+        "abcabcabcabcabcab",
+        "one two three one two",
+        "zzzzzzzzzz",
+    ]
     return [
-        EngineRequest(tuple(loaded.tokenizer.encode(text)), count - number, SAMPLINGS[number % 4], key=str(number))
+        EngineRequest(
+            tuple(loaded.tokenizer.encode(text)),
+            count - number,
+            SAMPLINGS[number % 4],
+            key=str(number),
+        )
         for number, text in enumerate(texts)
     ]
 
 
-def collect(engine: InferenceEngine, wanted: Sequence[EngineRequest]) -> list[tuple[list[int], EngineEvent]]:
+def collect(
+    engine: InferenceEngine, wanted: Sequence[EngineRequest]
+) -> list[tuple[list[int], EngineEvent]]:
     numbers = [engine.submit(one) for one in wanted]
     tokens: dict[int, list[int]] = {number: [] for number in numbers}
     last: dict[int, EngineEvent] = {}
@@ -85,7 +104,9 @@ class Wrong:
 
     def propose(self, rows: Sequence[EngineSequence], counts: Sequence[int]) -> list[list[int]]:
         self.counts += counts
-        return [[(one.tokens[-1] + 1) % 250] * count for one, count in zip(rows, counts, strict=True)]
+        return [
+            [(one.tokens[-1] + 1) % 250] * count for one, count in zip(rows, counts, strict=True)
+        ]
 
     def warm_up(self) -> None: ...
 
@@ -94,23 +115,40 @@ class Wrong:
 def plain(loaded: LoadedModel) -> dict[str, list[tuple[list[int], str | None]]]:
     """What single steps give, under each of the masks."""
     wanted = requests(loaded)
-    return {name: spoken(collect(InferenceEngine(loaded.with_masks(masks), OPTIONS), wanted)) for name, masks in MASKS.items()}
+    return {
+        name: spoken(collect(InferenceEngine(loaded.with_masks(masks), OPTIONS), wanted))
+        for name, masks in MASKS.items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("kind", "masks"), [*((kind, masks) for kind in ("ngram", "draft") for masks in MASKS), ("itself", "dense"), ("wrong", "masks")]
+    ("kind", "masks"),
+    [
+        *((kind, masks) for kind in ("ngram", "draft") for masks in MASKS),
+        ("itself", "dense"),
+        ("wrong", "masks"),
+    ],
 )
 def test_the_tokens_are_those_of_single_steps(
-    loaded: LoadedModel, folder: Path, draft: Path, plain: dict[str, list[tuple[list[int], str | None]]], kind: str, masks: str
+    loaded: LoadedModel,
+    folder: Path,
+    draft: Path,
+    plain: dict[str, list[tuple[list[int], str | None]]],
+    kind: str,
+    masks: str,
 ) -> None:
     wanted = requests(loaded)
     path = {"draft": str(draft), "itself": str(folder)}.get(kind)
-    engine = InferenceEngine(loaded.with_masks(MASKS[masks]), with_(OPTIONS, speculation=Speculation(path, 5)))
+    engine = InferenceEngine(
+        loaded.with_masks(MASKS[masks]), with_(OPTIONS, speculation=Speculation(path, 5))
+    )
     if kind == "wrong":
         engine._speculator = Speculator(Wrong(), 8)  # pyright: ignore[reportPrivateUsage]
     found = collect(engine, wanted)
     assert spoken(found) == plain[masks]
-    for _ in range(2):  # the second time its prompt comes from the prefix cache, with the rings that were kept there
+    for _ in range(
+        2
+    ):  # the second time its prompt comes from the prefix cache, with the rings that were kept there
         again = collect(engine, [wanted[1]])
         assert spoken(again) == plain[masks][1:2]
         found += again
@@ -124,7 +162,10 @@ def test_the_tokens_are_those_of_single_steps(
 
 
 def test_guesses_become_fewer_where_they_are_wrong(loaded: LoadedModel) -> None:
-    engine, wrong = InferenceEngine(loaded, with_(OPTIONS, speculation=Speculation(None, 8))), Wrong()
+    engine, wrong = (
+        InferenceEngine(loaded, with_(OPTIONS, speculation=Speculation(None, 8))),
+        Wrong(),
+    )
     engine._speculator = Speculator(wrong, 8)  # pyright: ignore[reportPrivateUsage]
     collect(engine, [EngineRequest((1, 2, 3), 14)])
     assert wrong.counts[:4] == [8, 4, 2, 1] and max(wrong.counts[3:]) == 1
@@ -135,7 +176,12 @@ def test_preempted_requests_are_the_same(loaded: LoadedModel, draft: Path) -> No
     plain = collect(InferenceEngine(loaded, OPTIONS), wanted)
     page = InferenceEngine(loaded, OPTIONS).cache.shape.page_bytes
     for path in (None, str(draft)):
-        budget = with_(OPTIONS, cache_bytes=(10 if path is None else 15) * page, prefix_reuse=False, speculation=Speculation(path, 4))
+        budget = with_(
+            OPTIONS,
+            cache_bytes=(10 if path is None else 15) * page,
+            prefix_reuse=False,
+            speculation=Speculation(path, 4),
+        )
         engine = InferenceEngine(loaded, budget)
         assert spoken(collect(engine, wanted)) == spoken(plain)
         assert engine.stats().preempted > 0
@@ -166,8 +212,13 @@ def test_the_distribution_is_the_models(tmp_path: Path) -> None:
     class Likeliest:
         def propose(self, rows: Sequence[EngineSequence], counts: Sequence[int]) -> list[list[int]]:
             begun = [one.tokens[len(prompt) :] for one in rows]
-            paths = [next(path for path in outcomes if list(path[: len(some)]) == some) for some in begun]
-            return [list(path[len(some) :])[:count] for path, some, count in zip(paths, begun, counts, strict=True)]
+            paths = [
+                next(path for path in outcomes if list(path[: len(some)]) == some) for some in begun
+            ]
+            return [
+                list(path[len(some) :])[:count]
+                for path, some, count in zip(paths, begun, counts, strict=True)
+            ]
 
         def warm_up(self) -> None: ...
 
@@ -181,15 +232,29 @@ def test_the_distribution_is_the_models(tmp_path: Path) -> None:
             ids = torch.tensor([[*prompt, *path]])
             hidden = model.model.prefill(ids, torch.arange(ids.shape[1])[None])[0, -1]
             top = model.model.logits(hidden[None])[0, : model.tokenizer.vocab_size].float().topk(2)
-            longer |= {(*path, int(t)): chance * float(p) for t, p in zip(top.indices, top.values.softmax(-1), strict=True)}
+            longer |= {
+                (*path, int(t)): chance * float(p)
+                for t, p in zip(top.indices, top.values.softmax(-1), strict=True)
+            }
         outcomes = longer
-    options = EngineOptions(max_running=64, page_tokens=8, speculation=Speculation(None, 2), max_context=16, prefix_reuse=False)
+    options = EngineOptions(
+        max_running=64,
+        page_tokens=8,
+        speculation=Speculation(None, 2),
+        max_context=16,
+        prefix_reuse=False,
+    )
     engine = InferenceEngine(model, options)
     engine._speculator = Speculator(Likeliest(), 2)  # pyright: ignore[reportPrivateUsage]
-    wanted = [EngineRequest(prompt, 3, Sampling(1.0, top_k=2), key=str(number), ignore_eos=True) for number in range(count)]
+    wanted = [
+        EngineRequest(prompt, 3, Sampling(1.0, top_k=2), key=str(number), ignore_eos=True)
+        for number in range(count)
+    ]
     seen = Counter(tuple(tokens) for tokens, _ in collect(engine, wanted))
     assert set(seen) <= set(outcomes)
-    chi = sum((seen[path] - count * chance) ** 2 / (count * chance) for path, chance in outcomes.items())
+    chi = sum(
+        (seen[path] - count * chance) ** 2 / (count * chance) for path, chance in outcomes.items()
+    )
     assert chi < 24.3  # 7 degrees of freedom, p = 0.001
     stats = engine.stats()
     assert 0 < stats.accepted_tokens < stats.proposed_tokens

@@ -10,5 +10,7 @@ def test_copies_follow_the_parameters() -> None:
     flat[3].abs_()
     copy = torch.zeros(64, dtype=torch.bfloat16)
     tensors = AdamWTensors(*([one] for one in flat), [torch.zeros(())], [copy])
-    adamw_step_reference(tensors, AdamWHyper(0.1, 0.9, 0.95, 1e-8, 0.1, False), torch.ones(()), torch.zeros(()))
+    adamw_step_reference(
+        tensors, AdamWHyper(0.1, 0.9, 0.95, 1e-8, 0.1, False), torch.ones(()), torch.zeros(())
+    )
     assert torch.equal(copy, flat[0].bfloat16())

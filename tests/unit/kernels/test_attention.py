@@ -5,7 +5,16 @@ import torch
 
 from headway.data.batch import Batch
 from headway.errors import ConfigError
-from headway.kernels.attention import PLAIN, AttentionMask, ScoreRule, attend, causal_mask, choose, mask_of, working_backends
+from headway.kernels.attention import (
+    PLAIN,
+    AttentionMask,
+    ScoreRule,
+    attend,
+    causal_mask,
+    choose,
+    mask_of,
+    working_backends,
+)
 from headway.kernels.sinks import attend_with_sinks
 
 T = 24
@@ -15,9 +24,13 @@ ROWS = [[5, 1, 12, 6], [24], [10, 14]]
 def packed(rows: list[list[int]], length: int, *, single_document: bool = False) -> AttentionMask:
     """The mask of a microbatch whose rows hold documents of these lengths."""
     count = max(len(row) for row in rows) + 2
-    document = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]).int()
+    document = torch.stack(
+        [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]
+    ).int()
     starts = [torch.tensor([0, *row]).cumsum(0) for row in rows]
-    bounds = torch.stack([torch.cat((s, torch.full((count - len(s),), length))) for s in starts]).int()
+    bounds = torch.stack(
+        [torch.cat((s, torch.full((count - len(s),), length))) for s in starts]
+    ).int()
     shape = (len(rows), length)
     return mask_of(
         Batch(
@@ -35,7 +48,10 @@ def packed(rows: list[list[int]], length: int, *, single_document: bool = False)
 
 def inputs(rows: int, heads: int, kv_heads: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(rows, T, h, 16, generator=generator).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(rows, T, h, 16, generator=generator).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
 
 
 def by_hand(
@@ -56,9 +72,15 @@ def by_hand(
             for at in range(start, start + length):
                 first = start if window is None else max(start, at - window + 1)
                 for head in range(q.shape[2]):
-                    scores = k[row, first : at + 1, head // group] @ q[row, at, head] / q.shape[-1] ** 0.5
+                    scores = (
+                        k[row, first : at + 1, head // group]
+                        @ q[row, at, head]
+                        / q.shape[-1] ** 0.5
+                    )
                     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-                    weights = scores.exp() / (scores.exp().sum() + (0 if sinks is None else sinks[head].exp()))
+                    weights = scores.exp() / (
+                        scores.exp().sum() + (0 if sinks is None else sinks[head].exp())
+                    )
                     out[row, at, head] = weights @ v[row, first : at + 1, head // group]
             start += length
     return out
@@ -80,7 +102,9 @@ def test_kernels_follow_the_definition(backend: str, window: int | None, kv_head
 @pytest.mark.parametrize("window", [None, 4])
 def test_soft_capped_scores_follow_the_definition(backend: str, window: int | None) -> None:
     q, k, v = inputs(3, 4, 2)
-    found = attend(q, k, v, packed(ROWS, T), window=window, backend=backend, rule=ScoreRule(softcap=0.7))
+    found = attend(
+        q, k, v, packed(ROWS, T), window=window, backend=backend, rule=ScoreRule(softcap=0.7)
+    )
     with torch.no_grad():
         assert (found - by_hand(q, k, v, ROWS, window, 0.7)).abs().max() < 1e-5
         assert (found - by_hand(q, k, v, ROWS, window)).abs().max() > 1e-2
@@ -94,7 +118,10 @@ SINKS = [-1.0, 0.5, 3.0, 40.0]
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_sinks_follow_the_definition_and_so_do_their_gradients(window: int | None) -> None:
-    mask, weight = packed(ROWS, T), torch.randn(3, T, 4, 16, generator=torch.Generator().manual_seed(9))
+    mask, weight = (
+        packed(ROWS, T),
+        torch.randn(3, T, 4, 16, generator=torch.Generator().manual_seed(9)),
+    )
     results: list[list[torch.Tensor]] = []
     for how in ("reference", "sdpa", "packed"):
         q, k, v = inputs(3, 4, 2)
@@ -119,12 +146,22 @@ def test_sinks_follow_the_definition_and_so_do_their_gradients(window: int | Non
 
 
 def test_a_kernel_without_sinks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="flex has no trained sinks and the model's attention_sinks is true"):
-        attend(*inputs(3, 4, 2), packed(ROWS, T), backend="flex", rule=ScoreRule(sinks=torch.tensor(SINKS)))
+    with pytest.raises(
+        ConfigError, match="flex has no trained sinks and the model's attention_sinks is true"
+    ):
+        attend(
+            *inputs(3, 4, 2),
+            packed(ROWS, T),
+            backend="flex",
+            rule=ScoreRule(sinks=torch.tensor(SINKS)),
+        )
 
 
 def test_a_kernel_that_cannot_cap_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"varlen cannot soft-cap scores and the model's attention_softcap is 50\.0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"varlen cannot soft-cap scores and the model's attention_softcap is 50\.0",
+    ):
         attend(*inputs(3, 4, 2), packed(ROWS, T), backend="varlen", rule=ScoreRule(softcap=50.0))
 
 
@@ -135,7 +172,9 @@ def test_gradients_agree_with_the_reference(window: int | None, rule: ScoreRule)
     found, expected = inputs(3, 4, 2), inputs(3, 4, 2)
     weight = torch.randn(3, T, 4, 16, generator=torch.Generator().manual_seed(9))
     (attend(*found, mask, window=window, rule=rule) * weight).sum().backward()
-    (attend(*expected, mask, window=window, backend="reference", rule=rule) * weight).sum().backward()
+    (
+        attend(*expected, mask, window=window, backend="reference", rule=rule) * weight
+    ).sum().backward()
     for a, b in zip(found, expected, strict=True):
         assert a.grad is not None and b.grad is not None
         assert (a.grad - b.grad).abs().max() < 1e-5
@@ -143,7 +182,9 @@ def test_gradients_agree_with_the_reference(window: int | None, rule: ScoreRule)
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_changing_one_document_leaves_the_others_bit_equal(backend: str, window: int | None) -> None:
+def test_changing_one_document_leaves_the_others_bit_equal(
+    backend: str, window: int | None
+) -> None:
     mask, rows = packed(ROWS, T), []
     for change in (0.0, 3.0):
         q, k, v = inputs(3, 4, 2)

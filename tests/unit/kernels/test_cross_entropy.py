@@ -7,24 +7,40 @@ import torch.nn.functional as F
 from headway.kernels.cross_entropy import Shaping, linear_nll, linear_scores
 
 
-def problem(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem(
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(37, 16, generator=generator, dtype=dtype, requires_grad=True)
     weight = torch.randn(50, 16, generator=generator, dtype=dtype, requires_grad=True)
     targets = torch.randint(0, 50, (37,), generator=generator)
-    coefficients = torch.rand(37, generator=generator, dtype=torch.float32) * (torch.arange(37) % 3 != 0)
+    coefficients = torch.rand(37, generator=generator, dtype=torch.float32) * (
+        torch.arange(37) % 3 != 0
+    )
     return hidden, weight, targets, coefficients
 
 
-def plain_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, c: torch.Tensor, shaping: Shaping) -> torch.Tensor:
+def plain_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    c: torch.Tensor,
+    shaping: Shaping,
+) -> torch.Tensor:
     logits = hidden @ weight.t()
-    loss = F.cross_entropy(logits, targets, reduction="none", label_smoothing=shaping.label_smoothing)
+    loss = F.cross_entropy(
+        logits, targets, reduction="none", label_smoothing=shaping.label_smoothing
+    )
     return ((loss + shaping.z_loss * logits.logsumexp(-1).square()) * c).sum()
 
 
-@pytest.mark.parametrize("shaping", [Shaping(), Shaping(0.1), Shaping(0.0, 0.01), Shaping(0.2, 0.03)])
+@pytest.mark.parametrize(
+    "shaping", [Shaping(), Shaping(0.1), Shaping(0.0, 0.01), Shaping(0.2, 0.03)]
+)
 @pytest.mark.parametrize("chunk", [8, 37, 100])
-def test_one_pass_loss_and_gradients_equal_plain_cross_entropy(shaping: Shaping, chunk: int) -> None:
+def test_one_pass_loss_and_gradients_equal_plain_cross_entropy(
+    shaping: Shaping, chunk: int
+) -> None:
     hidden, weight, targets, c = problem(torch.float32)
     expected = plain_loss(hidden, weight, targets, c, shaping)
     expected.backward()
@@ -36,7 +52,9 @@ def test_one_pass_loss_and_gradients_equal_plain_cross_entropy(shaping: Shaping,
     torch.testing.assert_close(hidden.grad, reference[0] * 0.5, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weight.grad, reference[1] * 0.5, rtol=1e-4, atol=1e-6)
     logits = hidden @ weight.t()
-    torch.testing.assert_close(out.nll, F.cross_entropy(logits, targets, reduction="none"), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out.nll, F.cross_entropy(logits, targets, reduction="none"), rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(out.correct.bool(), logits.argmax(-1) == targets)
 
 

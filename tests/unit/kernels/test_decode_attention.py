@@ -23,7 +23,10 @@ def test_the_reference_sees_what_a_ring_keeps() -> None:
 
 def test_a_row_at_minus_one_takes_no_part() -> None:
     q, k, v, keys, values, position, plan = case("mixed", 16, 1)
-    expected, before = decode_reference(q, k, v, keys.clone(), values.clone(), position, plan), keys.clone()
+    expected, before = (
+        decode_reference(q, k, v, keys.clone(), values.clone(), position, plan),
+        keys.clone(),
+    )
     position[1] = -1
     o = decode_reference(q, k, v, keys, values, position, plan)
     assert torch.equal(o[[0, 2, 3]], expected[[0, 2, 3]]) and not o[1].any()

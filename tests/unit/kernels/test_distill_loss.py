@@ -6,7 +6,9 @@ import torch.nn.functional as F
 
 from headway.kernels.distill_loss import DistillShaping, TeacherHead, linear_distill
 
-SHAPINGS = [DistillShaping(2.0, reverse, alpha) for reverse in (False, True) for alpha in (1.0, 0.3)] + [DistillShaping()]
+SHAPINGS = [
+    DistillShaping(2.0, reverse, alpha) for reverse in (False, True) for alpha in (1.0, 0.3)
+] + [DistillShaping()]
 TOKENS, VOCAB = 37, 50
 
 
@@ -14,18 +16,36 @@ def problem() -> tuple[torch.Tensor, ...]:
     """Hidden states and head of a student and of a wider teacher, targets, coefficients."""
     generator = torch.Generator().manual_seed(1)
     shapes = ((TOKENS, 16), (VOCAB, 16), (TOKENS, 24), (VOCAB, 24))
-    hidden, weight, taught, teacher = (torch.randn(*shape, generator=generator, requires_grad=n < 2) for n, shape in enumerate(shapes))
+    hidden, weight, taught, teacher = (
+        torch.randn(*shape, generator=generator, requires_grad=n < 2)
+        for n, shape in enumerate(shapes)
+    )
     targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    return hidden, weight, taught, teacher, targets, torch.rand(TOKENS, generator=generator) * (torch.arange(TOKENS) % 3 != 0)
+    return (
+        hidden,
+        weight,
+        taught,
+        teacher,
+        targets,
+        torch.rand(TOKENS, generator=generator) * (torch.arange(TOKENS) % 3 != 0),
+    )
 
 
-def plain(given: tuple[torch.Tensor, ...], shaping: DistillShaping, caps: tuple[float | None, float | None]) -> tuple[torch.Tensor, ...]:
+def plain(
+    given: tuple[torch.Tensor, ...],
+    shaping: DistillShaping,
+    caps: tuple[float | None, float | None],
+) -> tuple[torch.Tensor, ...]:
     """(sum of the loss, nll, kl) of whole logits."""
     hidden, weight, taught, teacher, targets, c = given
     both = zip((hidden @ weight.t(), taught @ teacher.t()), caps, strict=True)
     student, other = (x if cap is None else cap * torch.tanh(x / cap) for x, cap in both)
     p, q = (x.div(shaping.temperature).log_softmax(-1) for x in (student, other))
-    kl = F.kl_div(q, p, reduction="none", log_target=True) if shaping.reverse else F.kl_div(p, q, reduction="none", log_target=True)
+    kl = (
+        F.kl_div(q, p, reduction="none", log_target=True)
+        if shaping.reverse
+        else F.kl_div(p, q, reduction="none", log_target=True)
+    )
     nll = F.cross_entropy(student, targets, reduction="none")
     loss = shaping.alpha * shaping.temperature**2 * kl.sum(-1) + (1 - shaping.alpha) * nll
     return (loss * c).sum(), nll, kl.sum(-1)
@@ -33,15 +53,30 @@ def plain(given: tuple[torch.Tensor, ...], shaping: DistillShaping, caps: tuple[
 
 @pytest.mark.parametrize("caps", [(None, None), (3.0, 5.0)], ids=["plain", "capped"])
 @pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
-def test_loss_and_gradients_are_those_of_the_formula_in_fp64(shaping: DistillShaping, caps: tuple[float | None, float | None]) -> None:
+def test_loss_and_gradients_are_those_of_the_formula_in_fp64(
+    shaping: DistillShaping, caps: tuple[float | None, float | None]
+) -> None:
     given = problem()
-    wide = tuple(x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in given)
+    wide = tuple(
+        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for x in given
+    )
     right, nll, kl = plain(wide, shaping, caps)
     right.backward()
     hidden, weight, taught, teacher, targets, c = given
     for chunk in (20, 1000):  # of five tokens, and all at once
         hidden.grad = weight.grad = None
-        out = linear_distill(hidden, weight, taught, TeacherHead(teacher, caps[1]), targets, c, shaping, chunk, softcap=caps[0])
+        out = linear_distill(
+            hidden,
+            weight,
+            taught,
+            TeacherHead(teacher, caps[1]),
+            targets,
+            c,
+            shaping,
+            chunk,
+            softcap=caps[0],
+        )
         (out.total * 0.5).backward()
         torch.testing.assert_close(out.total.double(), right, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(out.nll.double(), nll, rtol=1e-5, atol=1e-5)
@@ -56,7 +91,15 @@ def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient() -> No
     hidden, weight, _, _, targets, c = problem()
     for reverse in (False, True):
         hidden.grad = None
-        out = linear_distill(hidden, weight, hidden.detach(), TeacherHead(weight.detach()), targets, c, DistillShaping(1.5, reverse, 1.0))
+        out = linear_distill(
+            hidden,
+            weight,
+            hidden.detach(),
+            TeacherHead(weight.detach()),
+            targets,
+            c,
+            DistillShaping(1.5, reverse, 1.0),
+        )
         out.total.backward()
         assert float(out.kl.abs().max()) < 1e-6
         assert hidden.grad is not None and float(hidden.grad.abs().max()) < 1e-5
@@ -68,7 +111,18 @@ def test_the_divergence_is_trls(reverse: bool) -> None:
     hidden, weight, taught, teacher, targets, _ = problem()
     labels = torch.where(torch.arange(TOKENS) % 4 == 0, -100, targets)
     logits, other = (hidden @ weight.t())[None], (taught @ teacher.t())[None]
-    right = trainer.generalized_jsd_loss(logits, other, labels[None], beta=float(reverse), temperature=1.7)
+    right = trainer.generalized_jsd_loss(
+        logits, other, labels[None], beta=float(reverse), temperature=1.7
+    )
     counted = (labels != -100).float()
-    out = linear_distill(hidden, weight, taught, TeacherHead(teacher), targets, counted, DistillShaping(1.7, reverse, 1.0), 20)
+    out = linear_distill(
+        hidden,
+        weight,
+        taught,
+        TeacherHead(teacher),
+        targets,
+        counted,
+        DistillShaping(1.7, reverse, 1.0),
+        20,
+    )
     torch.testing.assert_close(out.total / counted.sum(), 1.7**2 * right, rtol=1e-5, atol=1e-6)

@@ -11,15 +11,29 @@ from headway.model.transformer import Transformer
 from headway.parallel.assemble import convert_to_fp8
 from headway.runtime.device import choose_compute
 
-SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 48, "vocab_size": 50, "max_seq_len": 16}
+SHAPE = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "ffn_size": 48,
+    "vocab_size": 50,
+    "max_seq_len": 16,
+}
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_all_three_products_are_close_to_fp32(scaling: Scaling) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, w, b, g = (torch.randn(*shape, generator=generator) for shape in ((2, 16, 32), (48, 32), (48,), (2, 16, 48)))
+    x, w, b, g = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((2, 16, 32), (48, 32), (48,), (2, 16, 48))
+    )
     found, wanted = [], []
-    for results, call in ((found, lambda x, w, b: fp8_linear(x, w, b, scaling)), (wanted, nn.functional.linear)):
+    for results, call in (
+        (found, lambda x, w, b: fp8_linear(x, w, b, scaling)),
+        (wanted, nn.functional.linear),
+    ):
         leaves = [t.clone().requires_grad_() for t in (x, w, b)]
         y = call(*leaves)
         y.backward(g)

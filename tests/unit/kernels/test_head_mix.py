@@ -33,7 +33,9 @@ def inputs(gates: list[float], dtype: torch.dtype = torch.float32) -> list[torch
     return [x.requires_grad_() for x in [*qkv, torch.tensor([gates])]]
 
 
-def mixed(given: list[torch.Tensor], *, skip: bool = True, heads: slice = slice(None)) -> torch.Tensor:
+def mixed(
+    given: list[torch.Tensor], *, skip: bool = True, heads: slice = slice(None)
+) -> torch.Tensor:
     q, k, v, z = given
     mix = HeadMix.of(z, z.detach(), StreamingWindow(*REACH), skip=skip, heads=heads)
     seen = mask()
@@ -44,7 +46,10 @@ def naive(given: list[torch.Tensor]) -> torch.Tensor:
     """Both branches for all heads under dense masks, mixed in plain torch."""
     q, k, v, z = given
     weight = z[0].repeat_interleave(G)[:, None]
-    full, near = (reference(q, k, v, seen) for seen in (visible(mask(), None), visible_streaming(mask(), StreamingWindow(*REACH))))
+    full, near = (
+        reference(q, k, v, seen)
+        for seen in (visible(mask(), None), visible_streaming(mask(), StreamingWindow(*REACH)))
+    )
     return (weight * full.float() + (1 - weight) * near.float()).to(q.dtype)
 
 
@@ -55,7 +60,9 @@ def gradients(o: torch.Tensor, given: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("gates", GATES.values(), ids=GATES.keys())
-def test_skipping_branches_gives_values_and_gradients_of_the_naive_mix(gates: list[float], skip: bool) -> None:
+def test_skipping_branches_gives_values_and_gradients_of_the_naive_mix(
+    gates: list[float], skip: bool
+) -> None:
     ours, theirs = inputs(gates), inputs(gates)
     o, right = mixed(ours, skip=skip), naive(theirs)
     torch.testing.assert_close(o, right, rtol=1e-4, atol=1e-5)
@@ -65,11 +72,16 @@ def test_skipping_branches_gives_values_and_gradients_of_the_naive_mix(gates: li
         if name == "z" and skip:
             assert (got[~undecided] == 0).all()
             got, wanted = got[undecided], wanted[undecided]
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, msg=lambda said, name=name: f"{name}: {said}")
+        torch.testing.assert_close(
+            got, wanted, rtol=1e-4, atol=1e-4, msg=lambda said, name=name: f"{name}: {said}"
+        )
 
 
 def test_mixing_in_16_bits_stays_near_the_naive_mix() -> None:
-    ours, theirs = inputs(GATES["all three"], torch.bfloat16), inputs(GATES["all three"], torch.bfloat16)
+    ours, theirs = (
+        inputs(GATES["all three"], torch.bfloat16),
+        inputs(GATES["all three"], torch.bfloat16),
+    )
     o, right = mixed(ours), naive(theirs)
     torch.testing.assert_close(o.float(), right.float(), rtol=3e-2, atol=3e-2)
     for got, wanted in zip(gradients(o, ours), gradients(right, theirs), strict=True):
@@ -82,7 +94,11 @@ def test_each_head_runs_only_the_branch_it_needs(monkeypatch: pytest.MonkeyPatch
     from headway.kernels import head_mix
 
     real = head_mix.stream
-    monkeypatch.setattr(head_mix, "stream", lambda q, k, v, *a, **b: (seen.update(streaming=k.shape[2]), real(q, k, v, *a, **b))[1])
+    monkeypatch.setattr(
+        head_mix,
+        "stream",
+        lambda q, k, v, *a, **b: (seen.update(streaming=k.shape[2]), real(q, k, v, *a, **b))[1],
+    )
     q, k, v, z = inputs(GATES["all three"])
     mix = HeadMix.of(z, z.detach(), StreamingWindow(*REACH))
 
@@ -99,7 +115,13 @@ def test_a_rank_with_a_slice_of_heads_computes_that_slice_of_the_whole() -> None
     whole = mixed([q, k, v, z])
     for first in (0, 2):
         part = mixed(
-            [q[:, :, first * G : (first + 2) * G], k[:, :, first : first + 2], v[:, :, first : first + 2], z], heads=slice(first, first + 2)
+            [
+                q[:, :, first * G : (first + 2) * G],
+                k[:, :, first : first + 2],
+                v[:, :, first : first + 2],
+                z,
+            ],
+            heads=slice(first, first + 2),
         )
         torch.testing.assert_close(part, whole[:, :, first * G : (first + 2) * G])
 

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from headway.kernels.packed_layout import FORMS, PackedForm, PackedLayout, form_of, packed_name, plain_name
+from headway.kernels.packed_layout import (
+    FORMS,
+    PackedForm,
+    PackedLayout,
+    form_of,
+    packed_name,
+    plain_name,
+)
 from headway.kernels.packed_weight import dynamic, levels, pack, packed_linear, sections, unpack
 
 CPU = torch.device("cpu")
@@ -43,50 +50,83 @@ def test_nf4_has_the_bits_of_bitsandbytes(bitsandbytes: Any) -> None:
         offset = highest.mean()
         scale_codes, groups = portable(ops.quantize_blockwise.default, highest - offset, table, 256)
         ours = sections(packed, layout)
-        for mine, theirs in zip(ours[1:], (offset.view(1), scale_codes, codes.view(-1)), strict=True):
+        for mine, theirs in zip(
+            ours[1:], (offset.view(1), scale_codes, codes.view(-1)), strict=True
+        ):
             assert torch.equal(mine, theirs), weight.shape
         torch.testing.assert_close(ours[0], groups, rtol=0, atol=1e-37)
-        scales = ops.dequantize_blockwise.default(scale_codes, groups, table, 256, torch.float32) + offset
-        for dtype in () if weight.shape[1] % 2 else (torch.float32, torch.bfloat16):  # theirs compiles for odd sizes
-            theirs = ops.dequantize_4bit.default(codes, scales, 64, "nf4", list(weight.shape), dtype)
-            assert torch.equal(unpack(packed, layout, dtype), theirs.view(weight.shape)), weight.shape
+        scales = (
+            ops.dequantize_blockwise.default(scale_codes, groups, table, 256, torch.float32)
+            + offset
+        )
+        for dtype in (
+            () if weight.shape[1] % 2 else (torch.float32, torch.bfloat16)
+        ):  # theirs compiles for odd sizes
+            theirs = ops.dequantize_4bit.default(
+                codes, scales, 64, "nf4", list(weight.shape), dtype
+            )
+            assert torch.equal(unpack(packed, layout, dtype), theirs.view(weight.shape)), (
+                weight.shape
+            )
 
 
 @pytest.mark.slow
-def test_what_bitsandbytes_itself_returns_differs_in_few_scales_by_one_code(bitsandbytes: Any) -> None:
+def test_what_bitsandbytes_itself_returns_differs_in_few_scales_by_one_code(
+    bitsandbytes: Any,
+) -> None:
     weight = matrices()[-4]
-    codes, state = bitsandbytes.functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    codes, state = bitsandbytes.functional.quantize_4bit(
+        weight, blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
     layout = PackedLayout("nf4", *weight.shape)
     ours = sections(pack(weight, "nf4"), layout)
     assert torch.equal(ours[3], codes.view(-1)) and torch.equal(ours[1], state.offset.view(1))
     gap = (ours[2].int() - state.absmax.int()).abs()
     assert gap.max() <= 1 and (gap > 0).float().mean() < 0.01
     theirs = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for part, value in zip(sections(theirs, layout), (state.state2.absmax, state.offset, state.absmax, codes.view(-1)), strict=True):
+    for part, value in zip(
+        sections(theirs, layout),
+        (state.state2.absmax, state.offset, state.absmax, codes.view(-1)),
+        strict=True,
+    ):
         part.copy_(value)
-    assert torch.equal(unpack(theirs, layout, torch.float32), bitsandbytes.functional.dequantize_4bit(codes, state))
+    assert torch.equal(
+        unpack(theirs, layout, torch.float32), bitsandbytes.functional.dequantize_4bit(codes, state)
+    )
 
 
 @pytest.mark.slow
 def test_nf4_has_the_levels_and_codes_of_torchao() -> None:
-    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor", reason="this torchao has no nf4 here")
-    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))  # it needs 64 * 256 elements, and rounds scales differently
+    nf4 = pytest.importorskip(
+        "torchao.quantization.quantize_.workflows.nf4.nf4_tensor",
+        reason="this torchao has no nf4 here",
+    )
+    weight = torch.randn(
+        256, 256, generator=torch.Generator().manual_seed(1)
+    )  # it needs 64 * 256 elements, and rounds scales differently
     theirs = nf4.to_nf4(weight, 64, 256)
     ours = sections(pack(weight, "nf4"), PackedLayout("nf4", 256, 256))
-    torch.testing.assert_close(theirs.nf4, levels(CPU), rtol=0, atol=1e-4)  # its levels have four digits
+    torch.testing.assert_close(
+        theirs.nf4, levels(CPU), rtol=0, atol=1e-4
+    )  # its levels have four digits
     assert (theirs.quantized_data.view(-1) == ours[3]).float().mean() > 0.99
 
 
 @pytest.mark.slow
 def test_int8_has_the_bits_of_bitsandbytes(bitsandbytes: Any) -> None:
-    for weight in (one for one in matrices() if one.dtype == torch.bfloat16):  # theirs is for 16 bits
+    for weight in (
+        one for one in matrices() if one.dtype == torch.bfloat16
+    ):  # theirs is for 16 bits
         layout, packed = PackedLayout("int8", *weight.shape), pack(weight, "int8")
         scales, codes = sections(packed, layout)
         theirs, highest, _ = bitsandbytes.functional.int8_vectorwise_quant(weight.half())
         assert torch.equal(scales, weight.float().abs().amax(1))
         exact = weight.half().float() == weight.float()
         same = codes.view(weight.shape) == theirs
-        assert same[exact].float().mean() > 0.999 and (codes.view(weight.shape).int() - theirs.int()).abs().max() <= 1, highest.shape
+        assert (
+            same[exact].float().mean() > 0.999
+            and (codes.view(weight.shape).int() - theirs.int()).abs().max() <= 1
+        ), highest.shape
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -97,28 +137,48 @@ def test_rounding_is_to_the_nearest_of_the_levels(form: PackedForm) -> None:
         if form == "int8":
             assert (gap <= 0.5001 / 127 * weight.float().abs().amax(1, keepdim=True)).all()
         else:
-            blocks = torch.nn.functional.pad(weight.float().view(-1), (0, -weight.numel() % 64)).view(-1, 64).abs().amax(1)
+            blocks = (
+                torch.nn.functional.pad(weight.float().view(-1), (0, -weight.numel() % 64))
+                .view(-1, 64)
+                .abs()
+                .amax(1)
+            )
             limit = blocks.repeat_interleave(64)[: weight.numel()].view(weight.shape)
             widest = float(levels(CPU).diff().max()) / 2
-            spread = float((blocks - blocks.mean()).abs().max())  # what the second quantisation may be off by, at most a step of 0.0141
+            spread = float(
+                (blocks - blocks.mean()).abs().max()
+            )  # what the second quantisation may be off by, at most a step of 0.0141
             assert (gap <= widest * limit + 0.0142 / 2 * spread + 1e-6).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_and_gradient_are_those_of_the_dequantised_matrix(form: PackedForm, dtype: torch.dtype) -> None:
+def test_product_and_gradient_are_those_of_the_dequantised_matrix(
+    form: PackedForm, dtype: torch.dtype
+) -> None:
     layout = PackedLayout(form, 40, 100)
     packed = pack(torch.randn(40, 100, generator=torch.Generator().manual_seed(2)), form)
     whole, bias = unpack(packed, layout, dtype), torch.randn(40).to(dtype)
-    ours = torch.randn(2, 5, 100, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
+    ours = (
+        torch.randn(2, 5, 100, generator=torch.Generator().manual_seed(3))
+        .to(dtype)
+        .requires_grad_()
+    )
     theirs = ours.detach().clone().requires_grad_()
-    y, expected = packed_linear(ours, packed, layout, bias), torch.nn.functional.linear(theirs, whole, bias)
+    y, expected = (
+        packed_linear(ours, packed, layout, bias),
+        torch.nn.functional.linear(theirs, whole, bias),
+    )
     direction = torch.randn(2, 5, 40).to(dtype)
     (y * direction).sum().backward()
     (expected * direction).sum().backward()
     exact = dtype == torch.float32
-    torch.testing.assert_close(y, expected, rtol=1e-6 if exact else 1e-2, atol=1e-6 if exact else 6e-2)
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6 if exact else 1e-2, atol=1e-6 if exact else 6e-2)
+    torch.testing.assert_close(
+        y, expected, rtol=1e-6 if exact else 1e-2, atol=1e-6 if exact else 6e-2
+    )
+    torch.testing.assert_close(
+        ours.grad, theirs.grad, rtol=1e-6 if exact else 1e-2, atol=1e-6 if exact else 6e-2
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -150,4 +210,8 @@ def test_sizes_are_what_the_forms_promise() -> None:
     assert 8 * PackedLayout("nf4", 14336, 4096).nbytes / elements == pytest.approx(4.127, abs=1e-3)
     assert 8 * PackedLayout("int8", 14336, 4096).nbytes / elements == pytest.approx(8.008, abs=1e-3)
     assert packed_name("a.q_proj.weight", "nf4") == "a.q_proj.weight_nf4"
-    assert (plain_name("a.q_proj.weight_int8"), form_of("a.q_proj.weight_int8"), form_of("a.weight")) == ("a.q_proj.weight", "int8", None)
+    assert (
+        plain_name("a.q_proj.weight_int8"),
+        form_of("a.q_proj.weight_int8"),
+        form_of("a.weight"),
+    ) == ("a.q_proj.weight", "int8", None)

@@ -20,12 +20,23 @@ def mask(rows: list[list[int]] = ROWS) -> AttentionMask:
     return mask_of(make_batch(rows, seq_len=T, vocab=9))
 
 
-def inputs(heads: int = 6, kv_heads: int = 2, rows: int = len(ROWS), dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def inputs(
+    heads: int = 6, kv_heads: int = 2, rows: int = len(ROWS), dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(rows, T, h, 8, generator=generator).to(dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(rows, T, h, 8, generator=generator).to(dtype).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
 
 
-def run(backend: str, reach: StreamingWindow, dtype: torch.dtype = torch.float32, heads: int = 6, kv_heads: int = 2) -> list[torch.Tensor]:
+def run(
+    backend: str,
+    reach: StreamingWindow,
+    dtype: torch.dtype = torch.float32,
+    heads: int = 6,
+    kv_heads: int = 2,
+) -> list[torch.Tensor]:
     """Output and gradients."""
     given = inputs(heads, kv_heads, dtype=dtype)
     o = stream(given[0], given[1], given[2], mask(), reach, backend=backend)
@@ -44,17 +55,29 @@ def test_the_reference_sees_exactly_sinks_and_window_of_its_document() -> None:
 
 @pytest.mark.parametrize("reach", REACHES, ids=str)
 @pytest.mark.parametrize("backend", ["blocks", "pieces"])
-def test_every_backend_gives_output_and_gradients_of_the_reference(backend: str, reach: tuple[int, int]) -> None:
-    for got, right in zip(run(backend, StreamingWindow(*reach)), run("reference", StreamingWindow(*reach)), strict=True):
+def test_every_backend_gives_output_and_gradients_of_the_reference(
+    backend: str, reach: tuple[int, int]
+) -> None:
+    for got, right in zip(
+        run(backend, StreamingWindow(*reach)),
+        run("reference", StreamingWindow(*reach)),
+        strict=True,
+    ):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=2e-5)
 
 
 def test_pieces_equal_the_reference_in_16_bits_and_without_groups() -> None:
     for got, right in zip(
-        run("pieces", StreamingWindow(5, 3), torch.bfloat16), run("reference", StreamingWindow(5, 3), torch.bfloat16), strict=True
+        run("pieces", StreamingWindow(5, 3), torch.bfloat16),
+        run("reference", StreamingWindow(5, 3), torch.bfloat16),
+        strict=True,
     ):
         torch.testing.assert_close(got.float(), right.float(), rtol=3e-2, atol=3e-2)
-    for got, right in zip(run("pieces", StreamingWindow(5, 3), heads=2), run("reference", StreamingWindow(5, 3), heads=2), strict=True):
+    for got, right in zip(
+        run("pieces", StreamingWindow(5, 3), heads=2),
+        run("reference", StreamingWindow(5, 3), heads=2),
+        strict=True,
+    ):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=2e-5)
 
 
@@ -81,9 +104,13 @@ def test_a_document_sees_nothing_of_its_neighbours() -> None:
         assert not changed.any()
 
 
-def test_long_ranges_bring_their_own_sinks_and_work_grows_with_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_ranges_bring_their_own_sinks_and_work_grows_with_length_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("headway.kernels.streaming_pieces.SEGMENT", 10)
-    for got, right in zip(run("pieces", StreamingWindow(4, 3)), run("reference", StreamingWindow(4, 3)), strict=True):
+    for got, right in zip(
+        run("pieces", StreamingWindow(4, 3)), run("reference", StreamingWindow(4, 3)), strict=True
+    ):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=2e-5)
     plan = plan_pieces(mask([[96]]), 4, 3)
     assert [piece.right for piece in plan.pieces] == [0, -1]

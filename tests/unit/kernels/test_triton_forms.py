@@ -9,7 +9,16 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 import pytest
 
-NAMES = ("adamw", "decode_attention", "paged_attention", "cached_chunk", "softmax_gradient", "vocab_loss", "merge", "unpack")
+NAMES = (
+    "adamw",
+    "decode_attention",
+    "paged_attention",
+    "cached_chunk",
+    "softmax_gradient",
+    "vocab_loss",
+    "merge",
+    "unpack",
+)
 
 
 def missing() -> str:
@@ -27,13 +36,17 @@ def missing() -> str:
 def found() -> dict[str, str]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "support.triton_cases"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize("name", NAMES)
-def test_the_triton_form_equals_its_reference_in_the_interpreter(found: dict[str, str], name: str) -> None:
+def test_the_triton_form_equals_its_reference_in_the_interpreter(
+    found: dict[str, str], name: str
+) -> None:
     assert set(found) == set(NAMES)
     assert found[name] == ""

@@ -20,7 +20,9 @@ def made(vocab: int) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize(("vocab", "ranks"), [(32, 2), (37, 4), (7, 7)])
 @pytest.mark.parametrize("shaping", [Shaping(), Shaping(0.1, 1e-2)], ids=["plain", "shaped"])
-def test_the_loss_of_all_ranks_is_that_of_the_whole_head(vocab: int, ranks: int, shaping: Shaping) -> None:
+def test_the_loss_of_all_ranks_is_that_of_the_whole_head(
+    vocab: int, ranks: int, shaping: Shaping
+) -> None:
     hidden, weight, targets, coefficients = made(vocab)
     right = linear_nll(hidden, weight, targets, coefficients, shaping, CHUNK)
     right.total.backward()
@@ -28,12 +30,16 @@ def test_the_loss_of_all_ranks_is_that_of_the_whole_head(vocab: int, ranks: int,
     d_hidden = torch.zeros_like(hidden)
     for rank, part in enumerate(emulated.weights):
         own = hidden.detach().requires_grad_()
-        got = linear_nll(own, part, targets, coefficients, shaping, CHUNK, shard=emulated.shard(rank))
+        got = linear_nll(
+            own, part, targets, coefficients, shaping, CHUNK, shard=emulated.shard(rank)
+        )
         torch.testing.assert_close(tuple(got), tuple(right), rtol=1e-5, atol=1e-6)
         got.total.backward()
         d_hidden += own.grad
     torch.testing.assert_close(d_hidden, hidden.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.cat([part.grad for part in emulated.weights]), weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([part.grad for part in emulated.weights]), weight.grad, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_scores_of_all_ranks_are_those_of_the_whole_head() -> None:
@@ -53,4 +59,6 @@ def test_scores_of_all_ranks_are_those_of_the_whole_head() -> None:
         loss(*got).backward()
         d_hidden += own.grad
     torch.testing.assert_close(d_hidden, hidden.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.cat([part.grad for part in emulated.weights]), weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([part.grad for part in emulated.weights]), weight.grad, rtol=1e-4, atol=1e-5
+    )

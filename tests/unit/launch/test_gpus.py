@@ -49,7 +49,9 @@ def test_a_wish_becomes_visible_devices(wish: str, expected: str) -> None:
 
 def test_auto_names_what_it_skips_and_why() -> None:
     notes = choose_gpus("auto", {}, devices).notes
-    assert any("GPU 1 (NVIDIA A800 80GB PCIe) is skipped" in note and "49%" in note for note in notes)
+    assert any(
+        "GPU 1 (NVIDIA A800 80GB PCIe) is skipped" in note and "49%" in note for note in notes
+    )
     assert any("GPU 2 (NVIDIA A40) is skipped" in note and "55%" in note for note in notes)
 
 
@@ -74,11 +76,16 @@ def test_an_entry_that_does_not_exist_ends_the_visible_list_as_in_cuda() -> None
 
 @pytest.mark.parametrize("wish", ["7", "H100", "GPU-dddd", "GPU-aaaa", "A400", "NVIDIA A4"])
 def test_what_does_not_exist_is_refused_with_what_does(wish: str) -> None:
-    with pytest.raises(LaunchError, match=r"Visible GPUs: 0 NVIDIA A800 80GB PCIe GPU-aaaa0000, .*4 NVIDIA RTX A4000"):
+    with pytest.raises(
+        LaunchError,
+        match=r"Visible GPUs: 0 NVIDIA A800 80GB PCIe GPU-aaaa0000, .*4 NVIDIA RTX A4000",
+    ):
         choose_gpus(wish, {}, devices)
 
 
-@pytest.mark.parametrize(("wish", "words"), [("0,0", "named twice"), ("A800,0", "named twice"), ("0,,1", "empty")])
+@pytest.mark.parametrize(
+    ("wish", "words"), [("0,0", "named twice"), ("A800,0", "named twice"), ("0,,1", "empty")]
+)
 def test_a_contradictory_wish_is_refused(wish: str, words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         choose_gpus(wish, {}, devices)
@@ -110,7 +117,10 @@ def test_a_mix_of_types_warns_which_is_slowest() -> None:
 
 def test_none_hides_all_gpus_and_asks_nobody() -> None:
     choice = choose_gpus("none", {}, lambda: pytest.fail("asked"))
-    assert choice.gpus == () and choice.environment == {"CUDA_VISIBLE_DEVICES": "", "HEADWAY_GPUS": ""}
+    assert choice.gpus == () and choice.environment == {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HEADWAY_GPUS": "",
+    }
 
 
 def test_auto_without_gpus_says_so() -> None:
@@ -126,7 +136,9 @@ def test_a_mig_slice_is_not_chosen_by_number() -> None:
 
 
 @pytest.mark.skipif(cuda_of_torch() is not None, reason="the installed torch has CUDA")
-def test_train_on_gpus_is_refused_where_torch_has_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_on_gpus_is_refused_where_torch_has_no_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = tmp_path / "nvidia-smi"
     driver.write_text(f"#!/bin/sh\ncat <<'END'\n{BOX}END\n")
     driver.chmod(0o755)
@@ -135,5 +147,9 @@ def test_train_on_gpus_is_refused_where_torch_has_no_cuda(tmp_path: Path, monkey
     done = headway("train", f"run.dir={tmp_path}/runs", "steps=1", "--gpus", "A800")
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("error: gpus is 'A800'") and "built without CUDA" in line and "pip install" in line
+    assert (
+        line.startswith("error: gpus is 'A800'")
+        and "built without CUDA" in line
+        and "pip install" in line
+    )
     assert not (tmp_path / "runs").exists()

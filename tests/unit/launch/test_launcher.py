@@ -9,14 +9,23 @@ from headway.config.load import load
 from headway.errors import LaunchError
 from headway.launch.external import master_address
 from headway.launch.gpus import Gpu
-from headway.launch.launcher import LaunchOptions, LaunchSpec, external_launcher, plan_for_recipe, rank_environment
+from headway.launch.launcher import (
+    LaunchOptions,
+    LaunchSpec,
+    external_launcher,
+    plan_for_recipe,
+    rank_environment,
+)
 from headway.launch.nodes import NodeSpec, Rendezvous
 from headway.runtime.device import choose_compute
 from headway.runtime.machine import usable_cores
 from headway.runtime.process import Process, from_environment
 from headway.train.config import Recipe
 
-TWO = [Gpu(0, "GPU-aa", "NVIDIA H100 80GB HBM3", 80, 0, 0.0), Gpu(1, "GPU-bb", "NVIDIA H100 80GB HBM3", 80, 0, 0.0)]
+TWO = [
+    Gpu(0, "GPU-aa", "NVIDIA H100 80GB HBM3", 80, 0, 0.0),
+    Gpu(1, "GPU-bb", "NVIDIA H100 80GB HBM3", 80, 0, 0.0),
+]
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
 
@@ -27,8 +36,15 @@ def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.launch.launcher.cuda_of_torch", lambda: "12.8")
 
 
-def plan(*overrides: str, gpus: list[Gpu] = TWO, environment: dict[str, str] | None = None, **wishes: Any) -> LaunchSpec:
-    return plan_for_recipe(load(Recipe, None, overrides), LaunchOptions(**wishes), environment or {}, lambda: list(gpus))
+def plan(
+    *overrides: str, gpus: list[Gpu] = TWO, environment: dict[str, str] | None = None, **wishes: Any
+) -> LaunchSpec:
+    return plan_for_recipe(
+        load(Recipe, None, overrides),
+        LaunchOptions(**wishes),
+        environment or {},
+        lambda: list(gpus),
+    )
 
 
 def test_one_rank_is_this_process_itself() -> None:
@@ -44,22 +60,30 @@ def test_ranks_default_to_the_chosen_gpus() -> None:
 
 
 def test_the_flag_wins_over_the_recipe() -> None:
-    job = plan_for_recipe(load(Recipe, None, ["run.gpus=auto"]), LaunchOptions(gpus="1"), {}, lambda: TWO)
+    job = plan_for_recipe(
+        load(Recipe, None, ["run.gpus=auto"]), LaunchOptions(gpus="1"), {}, lambda: TWO
+    )
     assert job.choice is not None and job.choice.environment["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_without_gpus_auto_means_the_cpu_unless_the_recipe_wants_cuda() -> None:
     assert plan("run.gpus=auto", gpus=[]).num_ranks == 1
-    with pytest.raises(LaunchError, match=r"gpus is 'auto', which finds no GPU here, and device is 'cuda'"):
+    with pytest.raises(
+        LaunchError, match=r"gpus is 'auto', which finds no GPU here, and device is 'cuda'"
+    ):
         plan("run.gpus=auto", "device=cuda", gpus=[])
-    with pytest.raises(LaunchError, match=r"gpus is 'none', which hides all GPUs, and device is 'cuda'"):
+    with pytest.raises(
+        LaunchError, match=r"gpus is 'none', which hides all GPUs, and device is 'cuda'"
+    ):
         plan("run.gpus=none", "device=cuda")
     with pytest.raises(LaunchError, match=r"gpus is '0' and device is 'cpu'"):
         plan("run.gpus=0", "device=cpu")
 
 
 @pytest.mark.parametrize("wish", ["H100", "0", "GPU-aa", "auto"])
-def test_gpus_that_the_installed_torch_cannot_use_are_refused_with_the_torch_to_install(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_the_installed_torch_cannot_use_are_refused_with_the_torch_to_install(
+    wish: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headway.launch.launcher.cuda_of_torch", lambda: None)
     with pytest.raises(LaunchError) as refused:
         plan_for_recipe(load(Recipe), LaunchOptions(gpus=wish), {}, lambda: TWO)
@@ -70,7 +94,9 @@ def test_gpus_that_the_installed_torch_cannot_use_are_refused_with_the_torch_to_
     assert plan_for_recipe(load(Recipe), LaunchOptions(), {}, lambda: TWO).num_ranks == 1
 
 
-def test_chosen_gpus_that_torch_does_not_find_are_not_replaced_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_gpus_that_torch_does_not_find_are_not_replaced_by_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     choice = plan_for_recipe(load(Recipe), LaunchOptions(gpus="H100"), {}, lambda: TWO).choice
     assert choice is not None
     for name, value in choice.environment.items():
@@ -115,12 +141,23 @@ def test_ranks_learn_who_they_are_and_share_the_cores() -> None:
     assert shared["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
     assert "OMP_NUM_THREADS" not in rank_environment(job, meeting, {"OMP_NUM_THREADS": "7"})
     assert shared["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "GLOO_SOCKET_IFNAME" not in rank_environment(job, meeting, {"GLOO_SOCKET_IFNAME": "eth0"})
+    assert "GLOO_SOCKET_IFNAME" not in rank_environment(
+        job, meeting, {"GLOO_SOCKET_IFNAME": "eth0"}
+    )
 
 
 def test_under_srun_all_ranks_derive_the_same_meeting_point() -> None:
-    step = {**SRUN, "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_NODEID": "1"}
-    points = [master_address({**step, "SLURM_PROCID": rank}, lambda nodes: nodes.replace("[03-04]", "03")) for rank in "01"]
+    step = {
+        **SRUN,
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "gpu[03-04]",
+        "SLURM_NODEID": "1",
+    }
+    points = [
+        master_address({**step, "SLURM_PROCID": rank}, lambda nodes: nodes.replace("[03-04]", "03"))
+        for rank in "01"
+    ]
     assert points[0] == points[1] and points[0]["MASTER_ADDR"] == "gpu03"
     assert 20000 <= int(points[0]["MASTER_PORT"]) < 30000
     assert master_address({**step, "MASTER_ADDR": "x", "MASTER_PORT": "1"}) == {}
@@ -128,6 +165,10 @@ def test_under_srun_all_ranks_derive_the_same_meeting_point() -> None:
 
 
 def test_under_mpirun_the_meeting_point_must_be_given() -> None:
-    rank = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    rank = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    }
     with pytest.raises(LaunchError, match=r"MASTER_ADDR and MASTER_PORT not set, so rank 1 of 2"):
         master_address(rank)

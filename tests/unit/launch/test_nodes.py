@@ -82,7 +82,11 @@ def test_a_missing_node_0_is_named() -> None:
 
 def test_two_nodes_of_the_same_rank_are_refused() -> None:
     port = free_port()
-    answers = together(lambda: meet(3, 0, port, 1, 3), lambda: meet(3, 1, port, 1, 3), lambda: meet(3, 1, port, 1, 3))
+    answers = together(
+        lambda: meet(3, 0, port, 1, 3),
+        lambda: meet(3, 1, port, 1, 3),
+        lambda: meet(3, 1, port, 1, 3),
+    )
     assert sum("has that rank already" in str(answer) for answer in answers) == 1
 
 
@@ -96,7 +100,9 @@ def test_a_port_in_use_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(LaunchError, match=r"node 0 cannot listen there: Address already in use"):
+        with pytest.raises(
+            LaunchError, match=r"node 0 cannot listen there: Address already in use"
+        ):
             Rendezvous(NodeSpec(2, 0, "127.0.0.1", taken.getsockname()[1]), 1)
 
 

@@ -10,7 +10,15 @@ from headway.launch.external import step_node
 from headway.launch.slurm_commands import PastJob, QueueEntry, last_line, parse_past, parse_queue
 from headway.launch.slurm_job import Progress, decide, own_id
 from headway.launch.slurm_logs import follow_files, last_lines
-from headway.launch.slurm_record import JobStart, Outcome, begin, end, fruitless, read_starts, record_file
+from headway.launch.slurm_record import (
+    JobStart,
+    Outcome,
+    begin,
+    end,
+    fruitless,
+    read_starts,
+    record_file,
+)
 from headway.launch.slurm_state import combine, state_from_queue, state_from_record
 from headway.launch.targets.base import JobStatus
 
@@ -60,13 +68,27 @@ def test_queue_lines_become_states_with_reasons_in_words() -> None:
     waiting, running, odd = parse_queue(lines)
     assert running == QueueEntry("13_0", "RUNNING", "gpu[1-2]", "2026", "None")
     shown = state_from_queue(waiting, [])
-    assert shown.state == "queued" and shown.message == "waits for free nodes; expected to start 2026-11-17T01:00:00"
+    assert (
+        shown.state == "queued"
+        and shown.message == "waits for free nodes; expected to start 2026-11-17T01:00:00"
+    )
     assert "Odd|Site,Reason" in state_from_queue(odd, []).message
     assert state_from_queue(running, []).state == "running"
     assert state_from_queue(running, [], is_cancelled=True).state == "stopping"
-    again = JobStart(0.0, "gpu1", -1, 120, "requeued", 138, "stopped by the time limit after step 120; queued again")
+    again = JobStart(
+        0.0,
+        "gpu1",
+        -1,
+        120,
+        "requeued",
+        138,
+        "stopped by the time limit after step 120; queued again",
+    )
     shown = state_from_queue(replace(waiting, reason="BeginTime"), [again])
-    assert shown.message == f"{again.message}; starts in about two minutes, as SLURM has it after a requeue"
+    assert (
+        shown.message
+        == f"{again.message}; starts in about two minutes, as SLURM has it after a requeue"
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,15 +104,22 @@ def test_queue_lines_become_states_with_reasons_in_words() -> None:
         ("SOMETHING_NEW", None, "unknown", None),
     ],
 )
-def test_an_ended_job_is_what_it_recorded_or_what_slurm_says(state: str, outcome: Outcome | None, expected: str, code: int | None) -> None:
-    start = JobStart(0.0, "n1", 0, 5, outcome, None if outcome is None else 0 if outcome == "done" else 130)
+def test_an_ended_job_is_what_it_recorded_or_what_slurm_says(
+    state: str, outcome: Outcome | None, expected: str, code: int | None
+) -> None:
+    start = JobStart(
+        0.0, "n1", 0, 5, outcome, None if outcome is None else 0 if outcome == "done" else 130
+    )
     found = state_from_queue(QueueEntry("1", state, "n1", "", ""), [start])
     assert (found.state, found.exit_code) == (expected, code)
 
 
 def test_a_forgotten_job_is_found_in_its_record_then_in_the_accounting() -> None:
     known = parse_past("12|CANCELLED by 1000|0:15|gpu1\n\n13|FAILED|2:0|gpu[1-2]\n|broken\n")
-    assert known == [PastJob("12", "CANCELLED", 143, "gpu1"), PastJob("13", "FAILED", 2, "gpu[1-2]")]
+    assert known == [
+        PastJob("12", "CANCELLED", 143, "gpu1"),
+        PastJob("13", "FAILED", 2, "gpu[1-2]"),
+    ]
     done = JobStart(0.0, "gpu1", 0, 5, "done", 0, "done")
     assert state_from_record(known[1], [done], "13").state == "done"
     assert state_from_record(known[1], [replace(done, outcome="requeued")], "13").exit_code == 2
@@ -98,42 +127,75 @@ def test_a_forgotten_job_is_found_in_its_record_then_in_the_accounting() -> None
 
 
 def test_the_state_of_several_jobs_is_that_of_the_one_that_needs_attention_first() -> None:
-    parts = [("one", JobStatus("done", step=4)), ("two", JobStatus("running", hosts=("a",), step=9)), ("three", JobStatus("queued"))]
+    parts = [
+        ("one", JobStatus("done", step=4)),
+        ("two", JobStatus("running", hosts=("a",), step=9)),
+        ("three", JobStatus("queued")),
+    ]
     found = combine(parts)
     assert (found.state, found.hosts, found.step) == ("running", ("a",), 9)
     assert found.message == "3 jobs: 1 running, 1 queued, 1 done; two"
-    assert combine([("one", JobStatus("done", exit_code=0)), ("two", JobStatus("failed", exit_code=2, message="bad"))]).exit_code == 2
+    assert (
+        combine(
+            [
+                ("one", JobStatus("done", exit_code=0)),
+                ("two", JobStatus("failed", exit_code=2, message="bad")),
+            ]
+        ).exit_code
+        == 2
+    )
 
 
-def test_lines_of_all_nodes_come_with_the_node_in_front_and_follow_to_the_end(tmp_path: Path) -> None:
+def test_lines_of_all_nodes_come_with_the_node_in_front_and_follow_to_the_end(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "slurm-12.out").write_text("job line\n")
     (tmp_path / "slurm-12.gpu1.0.log").write_text("a\nb\n")
     (tmp_path / "slurm-12.gpu2.1.log").write_text("c")
     (tmp_path / "slurm-123.gpu9.0.log").write_text("of another job\n")
     positions: dict[Path, int] = {}
-    assert list(last_lines(tmp_path, ["12"], 1, positions)) == ["[job 12] job line", "[gpu1] b", "[gpu2] c"]
+    assert list(last_lines(tmp_path, ["12"], 1, positions)) == [
+        "[job 12] job line",
+        "[gpu1] b",
+        "[gpu2] c",
+    ]
     (tmp_path / "slurm-12.gpu3.2.log").write_text("began later\nhalf")
-    assert list(follow_files(tmp_path, ["12"], positions, lambda: True)) == ["[gpu3] began later", "[gpu3] half"]
+    assert list(follow_files(tmp_path, ["12"], positions, lambda: True)) == [
+        "[gpu3] began later",
+        "[gpu3] half",
+    ]
     (tmp_path / "slurm-9_1.vm.0.log").write_text("x\n")
     (tmp_path / "slurm-9_1.vm.1.log").write_text("y\n")
     assert list(last_lines(tmp_path, ["9_1", "9_2"], 1, {})) == ["[9_1 vm 0] x", "[9_1 vm 1] y"]
 
 
 def test_a_launcher_that_srun_starts_on_each_node_knows_its_node_and_where_to_meet() -> None:
-    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[03-04]"}
+    step = {
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "gpu[03-04]",
+    }
     step |= {"SLURM_JOB_ID": "7", "SLURM_NODEID": "1"}
     assert step_node(2, step, lambda nodes: nodes[:3] + "03") == (1, "gpu03:20217")
     assert step_node(2, {**step, "SLURM_STEP_ID": "3", "MASTER_ADDR": "h"}) == (1, "h:20220")
-    assert step_node(2, {**step, "SLURM_STEP_NUM_TASKS": "16"}) is None, "srun started the ranks themselves"
+    assert step_node(2, {**step, "SLURM_STEP_NUM_TASKS": "16"}) is None, (
+        "srun started the ranks themselves"
+    )
     assert step_node(4, step) is None and step_node(1, step) is None and step_node(2, {}) is None
 
 
 def test_an_element_of_an_array_is_called_as_its_user_calls_it() -> None:
-    assert own_id({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}) == "12_3"
+    assert (
+        own_id({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"})
+        == "12_3"
+    )
     assert own_id({"SLURM_JOB_ID": "15"}) == "15"
 
 
 def test_a_refusal_of_slurm_is_shown_by_its_cause() -> None:
     refused = "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition name\n"
-    assert last_line(refused) == "invalid partition specified: x; Batch job submission failed: Invalid partition name"
+    assert (
+        last_line(refused)
+        == "invalid partition specified: x; Batch job submission failed: Invalid partition name"
+    )
     assert last_line("") == "it gives no reason"

@@ -29,7 +29,9 @@ def words_of(text: str, begin: str) -> list[str]:
 
 
 def script(settings: SlurmConfig, **changes: object) -> str:
-    return write_script(ScriptParts(settings, "my/run", Path("/runs/run"), Path("/home/me"), **changes))  # pyright: ignore[reportArgumentType]
+    return write_script(
+        ScriptParts(settings, "my/run", Path("/runs/run"), Path("/home/me"), **changes)
+    )  # pyright: ignore[reportArgumentType]
 
 
 def test_the_header_asks_slurm_for_what_the_settings_say() -> None:
@@ -47,20 +49,31 @@ def test_a_script_is_valid_and_starts_one_launcher_per_node() -> None:
     words = words_of(text, "exec")
     srun = words[words.index("--") + 1 :]
     assert srun[:4] == ["srun", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1"]
-    assert srun[srun.index("-P") - 1 :] == shlex.split(f"{sys.executable} -P -m headway train --nnodes 4 --nproc 8 '$recipe'")
+    assert srun[srun.index("-P") - 1 :] == shlex.split(
+        f"{sys.executable} -P -m headway train --nnodes 4 --nproc 8 '$recipe'"
+    )
     lines = text.splitlines()
-    assert lines.index("module load cuda") < lines.index("set -u"), "module and conda read variables that are not set"
+    assert lines.index("module load cuda") < lines.index("set -u"), (
+        "module and conda read variables that are not set"
+    )
     assert lines.index("set -eo pipefail") < lines.index("module load cuda")
 
 
 def test_ranks_run_in_a_container_and_the_rest_outside() -> None:
-    given = {"container": "/images/hw.sif", "container_mounts": ("/data:/data",), "gpus_per_node": 8}
+    given = {
+        "container": "/images/hw.sif",
+        "container_mounts": ("/data:/data",),
+        "gpus_per_node": 8,
+    }
     words = words_of(script(SlurmConfig(**given)), "exec")  # pyright: ignore[reportArgumentType]
     at = words.index("apptainer")
     assert words[at : at + 11] == [
         "apptainer", "exec", "--nv", "--bind", "/home/me", "--bind", "/runs/run", "--bind", "/data:/data", "--pwd", "/home/me",
     ]  # fmt: skip
-    assert words[at + 11 : at + 14] == ["/images/hw.sif", "python3", "-P"] and words[1] == sys.executable
+    assert (
+        words[at + 11 : at + 14] == ["/images/hw.sif", "python3", "-P"]
+        and words[1] == sys.executable
+    )
     pyxis = words_of(script(SlurmConfig(**given, container_runtime="pyxis")), "exec")  # pyright: ignore[reportArgumentType]
     assert "--container-image=/images/hw.sif" in pyxis and "apptainer" not in pyxis
     assert "--container-mounts=/home/me:/home/me,/runs/run:/runs/run,/data:/data" in pyxis
@@ -69,7 +82,10 @@ def test_ranks_run_in_a_container_and_the_rest_outside() -> None:
 def test_an_element_of_an_array_has_its_own_recipe_and_run_folder() -> None:
     text = script(SlurmConfig(), num_elements=12, at_once=3)
     assert "#SBATCH --array=0-11%3" in text and "slurm-%A_%a.out" in text
-    assert 'recipe="/runs/run/launch/recipe-$SLURM_ARRAY_TASK_ID.yaml"' in text and '"/runs/run/$SLURM_ARRAY_TASK_ID"' in text
+    assert (
+        'recipe="/runs/run/launch/recipe-$SLURM_ARRAY_TASK_ID.yaml"' in text
+        and '"/runs/run/$SLURM_ARRAY_TASK_ID"' in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,8 +125,14 @@ def test_a_value_that_would_break_the_script_is_refused(override: str, said: str
 
 
 def test_override_sets_come_from_words_and_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "sweep.txt").write_text("# rates\noptim.lr=1e-3 seed=1\n\ndata.train='[a b]'  # one word\n")
-    assert read_elements(["seed=7", str(tmp_path / "sweep.txt")]) == (("seed=7",), ("optim.lr=1e-3", "seed=1"), ("data.train=[a b]",))
+    (tmp_path / "sweep.txt").write_text(
+        "# rates\noptim.lr=1e-3 seed=1\n\ndata.train='[a b]'  # one word\n"
+    )
+    assert read_elements(["seed=7", str(tmp_path / "sweep.txt")]) == (
+        ("seed=7",),
+        ("optim.lr=1e-3", "seed=1"),
+        ("data.train=[a b]",),
+    )
     for wrong, said in ((["seed"], "neither"), (["seed=1 fast"], "'fast'"), (["'seed=1"], "split")):
         with pytest.raises(ConfigError, match=said):
             read_elements(wrong)
@@ -139,7 +161,9 @@ def test_a_chain_has_a_recipe_for_each_stage_that_ends_with_it(tmp_path: Path) -
         assert [stage.name for stage in load(Recipe, tmp_path / "kept.yaml").stages] == names
 
 
-def test_what_does_not_fit_the_ranks_or_a_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_does_not_fit_the_ranks_or_a_folder_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
     for how, overrides, said in (
         (Submission(SlurmConfig(nodes=3)), (), "batch.rows"),
         (Submission(SlurmConfig(nodes=2)), ("parallel.tensor=3",), "parallel"),

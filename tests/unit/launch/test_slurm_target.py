@@ -38,7 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text("run: {dir: runs}\nsteps: 2\nmodel: {preset: laptop}\ndata: {seq_len: 64}\nbatch: {rows: 4}\n")
+    (tmp_path / "recipe.yaml").write_text(
+        "run: {dir: runs}\nsteps: 2\nmodel: {preset: laptop}\ndata: {seq_len: 64}\nbatch: {rows: 4}\n"
+    )
     return tmp_path
 
 
@@ -56,13 +58,25 @@ def job(folder: Path, **changes: object) -> Job:
 
 
 def test_a_job_is_queued_found_again_and_not_queued_twice(folder: Path) -> None:
-    handle = SlurmTarget().submit(job(folder, num_nodes=2, ranks_per_node=2, setup=("module load x",), environment={"TOKEN": "s3cret"}))
+    handle = SlurmTarget().submit(
+        job(
+            folder,
+            num_nodes=2,
+            ranks_per_node=2,
+            setup=("module load x",),
+            environment={"TOKEN": "s3cret"},
+        )
+    )
     run = folder / "runs" / "run"
     assert read_handle(run) == handle and handle.ids == {"job": "41"}
-    assert [shlex.split(line) for line in calls(folder, "sbatch")] == [["sbatch", "--parsable", str(run / "launch" / "job.sh")]]
+    assert [shlex.split(line) for line in calls(folder, "sbatch")] == [
+        ["sbatch", "--parsable", str(run / "launch" / "job.sh")]
+    ]
     text = (run / "launch" / "job.sh").read_text()
     assert "--nodes=2" in text and "--nproc 2" in text and "module load x" in text
-    assert not [path for path in run.rglob("*") if path.is_file() and "s3cret" in path.read_text()], "a value of --env was written"
+    assert not [
+        path for path in run.rglob("*") if path.is_file() and "s3cret" in path.read_text()
+    ], "a value of --env was written"
     show(folder, "41|RUNNING|gpu[03-04]|2026|None")
     status = open_target("slurm").status(handle)
     assert (status.state, status.hosts) == ("running", ("gpu03", "gpu04"))
@@ -83,7 +97,11 @@ def test_cancel_signals_a_running_job_first_and_kills_it_then(folder: Path) -> N
     target.cancel(handle)
     assert target.status(handle).state == "stopping"
     target.cancel(handle)
-    assert calls(folder, "scancel") == ["scancel 41", "scancel --batch --signal=INT 41", "scancel 41"]
+    assert calls(folder, "scancel") == [
+        "scancel 41",
+        "scancel --batch --signal=INT 41",
+        "scancel 41",
+    ]
 
 
 def test_a_chain_whose_second_job_is_refused_leaves_nothing_in_the_queue(folder: Path) -> None:
@@ -92,7 +110,11 @@ def test_a_chain_whose_second_job_is_refused_leaves_nothing_in_the_queue(folder:
     target = SlurmTarget(Submission(chain=True, after="17"))
     handle = target.submit(job(folder))
     first, second = calls(folder, "sbatch")
-    assert "--dependency=afterok:17" in first and "--dependency=afterok:41" in second and second.endswith("recipe-stage-2.yaml")
+    assert (
+        "--dependency=afterok:17" in first
+        and "--dependency=afterok:41" in second
+        and second.endswith("recipe-stage-2.yaml")
+    )
     assert [one["job"] for one in handle.options["jobs"]] == ["41", "42"]
     (folder / "once").unlink()
     (folder / "refuse").touch()
@@ -105,9 +127,15 @@ def test_each_element_of_an_array_has_a_handle(folder: Path) -> None:
     how = Submission(SlurmConfig(), (("seed=1",), ("seed=2",)))
     handle = SlurmTarget(how).submit(job(folder))
     one = read_handle(folder / "runs" / "run" / "1")
-    assert one.ids == {"job": "41_1"} and json.loads((one.run_dir / "launch.json").read_text())["kind"] == "slurm"
+    assert (
+        one.ids == {"job": "41_1"}
+        and json.loads((one.run_dir / "launch.json").read_text())["kind"] == "slurm"
+    )
     show(folder, "41_0|COMPLETED|gpu03|2026|None", "41_1|PENDING||N/A|Resources")
-    assert SlurmTarget().status(handle).message == "2 jobs: 1 queued, 1 done; seed=2: waits for free nodes"
+    assert (
+        SlurmTarget().status(handle).message
+        == "2 jobs: 1 queued, 1 done; seed=2: waits for free nodes"
+    )
     assert SlurmTarget().status(one).state == "queued"
 
 

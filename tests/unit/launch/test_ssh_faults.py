@@ -40,7 +40,12 @@ def test_every_host_that_fails_gets_one_line(ssh: Path) -> None:
         check_hosts(hosts, HERE, HostsNeed(str(ssh), "runs/x", ("127.0.0.1", 0)))
     lines = str(error.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["dead", "locked", "new", "old"]
-    wanted = ("Connection refused", "ssh-copy-id", "host key is not known", "headway is 0.0.1; here it is")
+    wanted = (
+        "Connection refused",
+        "ssh-copy-id",
+        "host key is not known",
+        "headway is 0.0.1; here it is",
+    )
     assert all(text in line for text, line in zip(wanted, lines, strict=True)), lines
     assert error.value.exit_code == 2
 
@@ -54,17 +59,25 @@ def test_a_host_that_never_answers_is_given_up(ssh: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_two_hosts_that_share_a_folder_pass(ssh: Path) -> None:
     (ssh / "data.bin").write_bytes(b"x")
-    need = HostsNeed(str(ssh), "runs/x", ("127.0.0.1", 0), ("data.bin", "*.bin"), (None, 3), uses_gpus=False)
+    need = HostsNeed(
+        str(ssh), "runs/x", ("127.0.0.1", 0), ("data.bin", "*.bin"), (None, 3), uses_gpus=False
+    )
     found = check_hosts(parse_hosts("a,b"), HERE, need)
     assert found.ranks == (1, 3)
-    assert {"versions", "shared folder", "atomic rename"} <= {check.name for check in found.checks if check.state == "ok"}
+    assert {"versions", "shared folder", "atomic rename"} <= {
+        check.name for check in found.checks if check.state == "ok"
+    }
     assert not (ssh / "runs").exists(), "the checks leave nothing"
 
 
 @pytest.mark.slow
 def test_paths_that_a_host_lacks_are_named(ssh: Path) -> None:
     with pytest.raises(LaunchError, match=r"^a: not there: none/x, no\*\. Copy"):
-        check_hosts(parse_hosts("a"), HERE, HostsNeed(str(ssh), "runs/x", ("127.0.0.1", 0), ("none/x", "no*")))
+        check_hosts(
+            parse_hosts("a"),
+            HERE,
+            HostsNeed(str(ssh), "runs/x", ("127.0.0.1", 0), ("none/x", "no*")),
+        )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +86,11 @@ def test_paths_that_a_host_lacks_are_named(ssh: Path) -> None:
         (127, ["sh: 1: exec: /p: not found"], "no Python at /p"),
         (1, ["/p: No module named headway.launch"], "has no headway, or an older one"),
         (2, ["unknown option -P"], "older than 3.11"),
-        (255, ["ssh: Could not resolve hostname x: Name or service not known"], "cannot connect: ssh: Could not resolve"),
+        (
+            255,
+            ["ssh: Could not resolve hostname x: Name or service not known"],
+            "cannot connect: ssh: Could not resolve",
+        ),
         (3, ["boom"], "exit code 3: boom"),
         (9, [], "exit code 9"),
     ],
@@ -87,17 +104,33 @@ def test_the_plan_refuses_what_is_missing(tmp_path: Path) -> None:
         plan_ssh(SshConfig())
     with pytest.raises(ConfigError, match="no such file"):
         plan_ssh(SshConfig(hosts=("a",), config=str(tmp_path / "none"), master="x"))
-    plan = plan_ssh(SshConfig(hosts=("a", "b"), python="/opt/p", workdir="w", master="[::1]:29500"), parse_hosts("c"))
-    assert (plan.hosts[0].name, plan.ssh.python, plan.workdir, plan.master) == ("c", "/opt/p", "w", ("::1", 29500))
+    plan = plan_ssh(
+        SshConfig(hosts=("a", "b"), python="/opt/p", workdir="w", master="[::1]:29500"),
+        parse_hosts("c"),
+    )
+    assert (plan.hosts[0].name, plan.ssh.python, plan.workdir, plan.master) == (
+        "c",
+        "/opt/p",
+        "w",
+        ("::1", 29500),
+    )
     with pytest.raises(LaunchError, match="without hosts"):
         SshTarget().submit(Job(Path("r.yaml"), tmp_path))
 
 
-def test_local_paths_of_a_recipe_must_be_on_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_paths_of_a_recipe_must_be_on_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("from headway import Callback\n\nclass Mine(Callback):\n    pass\n")
+    (tmp_path / "mine.py").write_text(
+        "from headway import Callback\n\nclass Mine(Callback):\n    pass\n"
+    )
     sources = "data: {train: ['./d/a@0.5', './d/b@0.5', org/set@0.5], valid: v}"
-    text = "{tokenizer: toks/t.json, init: {from: s3://b/x, masks: m.tsv}, callbacks: ['./mine.py:Mine'], " + sources + "}"
+    text = (
+        "{tokenizer: toks/t.json, init: {from: s3://b/x, masks: m.tsv}, callbacks: ['./mine.py:Mine'], "
+        + sources
+        + "}"
+    )
     (tmp_path / "r.yaml").write_text(text)
     recipe = Recipe.load(tmp_path / "r.yaml", ["steps=2"])
     found = needed_paths(Job(tmp_path / "r.yaml", Path("runs/r"), ("steps=2",)), recipe)
@@ -128,7 +161,9 @@ class Other:
 
 
 @pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RankAgent, Other]]:
+def agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[RankAgent, Other]]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rank_agent, "SAVE_SECONDS", 0.5)
 
@@ -141,7 +176,12 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
             "ranks": 4, "master": ["h", 5], "environment": {"WITH": "value"}, "job": "j", "restarts": 2, "hang_seconds": 60.0,
         }  # fmt: skip
         other = Other()
-        return RankAgent(start, other.sent.append, lambda seconds: other.messages.get(timeout=seconds), silent_seconds), other
+        return RankAgent(
+            start,
+            other.sent.append,
+            lambda seconds: other.messages.get(timeout=seconds),
+            silent_seconds,
+        ), other
 
     return make
 
@@ -159,7 +199,9 @@ def when_up(other: Other, message: dict[str, Any] | None) -> None:
     threading.Thread(target=work, daemon=True).start()
 
 
-def test_the_ranks_of_a_host_get_recipe_options_and_variables(agent: Callable[..., tuple[RankAgent, Other]], tmp_path: Path) -> None:
+def test_the_ranks_of_a_host_get_recipe_options_and_variables(
+    agent: Callable[..., tuple[RankAgent, Other]], tmp_path: Path
+) -> None:
     one, other = agent("short")
     assert one.run() == 7
     words = "train runs/x/launch-recipe.yaml a=b --resume auto --nproc 4 --nnodes 2 --node-rank 1 --master h:5"
@@ -169,18 +211,24 @@ def test_the_ranks_of_a_host_get_recipe_options_and_variables(agent: Callable[..
 
 
 @pytest.mark.parametrize(("mode", "code"), [("polite", 143), ("stubborn", 137)])
-def test_ranks_end_with_a_save_when_the_session_is_gone(mode: str, code: int, agent: Callable[..., tuple[RankAgent, Other]]) -> None:
+def test_ranks_end_with_a_save_when_the_session_is_gone(
+    mode: str, code: int, agent: Callable[..., tuple[RankAgent, Other]]
+) -> None:
     one, other = agent(mode)
     when_up(other, None)
     assert one.run() == code and "saved" in other.logs()
 
 
-def test_ranks_end_when_the_session_is_silent(agent: Callable[..., tuple[RankAgent, Other]]) -> None:
+def test_ranks_end_when_the_session_is_silent(
+    agent: Callable[..., tuple[RankAgent, Other]],
+) -> None:
     one, other = agent("polite", silent_seconds=1.0)
     assert one.run() in (143, 128 + signal.SIGTERM) and other.sent[-1]["ended"] == 143
 
 
-def test_signals_and_kills_of_the_launcher_reach_the_ranks(agent: Callable[..., tuple[RankAgent, Other]]) -> None:
+def test_signals_and_kills_of_the_launcher_reach_the_ranks(
+    agent: Callable[..., tuple[RankAgent, Other]],
+) -> None:
     one, other = agent("polite")
     when_up(other, {"do": "signal", "number": 2})
     assert one.run() == 130 and "saved" in other.logs()
@@ -189,13 +237,23 @@ def test_signals_and_kills_of_the_launcher_reach_the_ranks(agent: Callable[..., 
     assert two.run() == 137 and "saved" not in other.logs()
 
 
-def test_what_an_earlier_session_left_is_ended_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_earlier_session_left_is_ended_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dataclasses import asdict
 
     from headway.runtime.run_lock import Holder, this_process
 
     monkeypatch.setattr(rank_agent, "SAVE_SECONDS", 0.3)
-    words = [sys.executable, "-S", "-c", "import time; time.sleep(60)", "headway", "train", "runs/x/launch-recipe.yaml"]
+    words = [
+        sys.executable,
+        "-S",
+        "-c",
+        "import time; time.sleep(60)",
+        "headway",
+        "train",
+        "runs/x/launch-recipe.yaml",
+    ]
     with subprocess.Popen(words) as child:
         while not Path(f"/proc/{child.pid}/cmdline").read_bytes():  # for a moment after the start
             time.sleep(0.01)

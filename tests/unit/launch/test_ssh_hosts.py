@@ -7,10 +7,34 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError, LaunchError
-from headway.launch.ssh.connection import AGENT, OPTIONS, SshOptions, parse_message, remote_line, ssh_words
+from headway.launch.ssh.connection import (
+    AGENT,
+    OPTIONS,
+    SshOptions,
+    parse_message,
+    remote_line,
+    ssh_words,
+)
 from headway.launch.ssh.hosts import Host, parse_hosts, read_hostfile
 
-HOSTILE = ["a b", "$(touch x)", "`id`", "'", '"', ";rm -rf /", "-oProxyCommand=id", "é", "*", "\\", "a\tb", "~root", "#x", "!!", "&&", "%h"]
+HOSTILE = [
+    "a b",
+    "$(touch x)",
+    "`id`",
+    "'",
+    '"',
+    ";rm -rf /",
+    "-oProxyCommand=id",
+    "é",
+    "*",
+    "\\",
+    "a\tb",
+    "~root",
+    "#x",
+    "!!",
+    "&&",
+    "%h",
+]
 
 
 def test_hosts_of_the_command_line() -> None:
@@ -22,7 +46,12 @@ def test_hosts_of_the_command_line() -> None:
 
 
 def test_hosts_of_one_name_are_told_apart_by_user_and_port() -> None:
-    assert [one.label for one in parse_hosts("a:2201,a:2202,me@a,b")] == ["a:2201", "a:2202", "me@a", "b"]
+    assert [one.label for one in parse_hosts("a:2201,a:2202,me@a,b")] == [
+        "a:2201",
+        "a:2202",
+        "me@a",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a,", "a,a", "me@a:2222,me@a:2222", "a:0",
@@ -61,10 +90,20 @@ def test_every_bad_line_is_named_by_its_number(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         read_hostfile(tmp_path / "h")
     lines = str(error.value).splitlines()
-    assert [line.split("line ")[1].split(":")[0] for line in lines] == ["2", "3", "4", "5", "6", "7", "8"]
+    assert [line.split("line ")[1].split(":")[0] for line in lines] == [
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+        "7",
+        "8",
+    ]
 
 
-@pytest.mark.parametrize("content", [b"", b"# nothing\n", b"\xff\xfe\x00", b"a slots=2\na slots=2\n", b"a\na:2\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"# nothing\n", b"\xff\xfe\x00", b"a slots=2\na slots=2\n", b"a\na:2\n"]
+)
 def test_a_file_without_usable_hosts_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "h").write_bytes(content)
     with pytest.raises(ConfigError, match="--hostfile"):
@@ -79,7 +118,9 @@ def test_a_missing_host_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", HOSTILE)
 def test_words_reach_the_other_side_unchanged(word: str) -> None:
     line = remote_line(["printf", "%s", word])
-    assert subprocess.run(["sh", "-c", line], capture_output=True, check=True).stdout.decode() == word
+    assert (
+        subprocess.run(["sh", "-c", line], capture_output=True, check=True).stdout.decode() == word
+    )
 
 
 @pytest.mark.parametrize("word", ["a\nb", "a\0b"])
@@ -88,16 +129,36 @@ def test_words_that_no_shell_line_can_hold_are_refused(word: str) -> None:
         remote_line(["printf", word])
 
 
-def test_ssh_asks_no_questions_and_reads_no_host_as_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssh_asks_no_questions_and_reads_no_host_as_an_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("headway.launch.ssh.connection._ssh_program", lambda: "ssh")
-    words = ssh_words(Host("c", "me", 2222), SshOptions("/opt/my python", "/etc/mine"), ["/opt/my python", "-P", "-m", AGENT])
-    assert words[-3:-1] == ["--", "c"] and shlex.split(words[-1]) == ["exec", "/opt/my python", "-P", "-m", AGENT]
-    assert "BatchMode=yes" in words and words[-7:-3] == ["-p", "2222", "-l", "me"] and words[2:4] == ["-F", "/etc/mine"]
-    assert not any("StrictHostKeyChecking" in word for word in words), "what the user's configuration says about host keys holds"
+    words = ssh_words(
+        Host("c", "me", 2222),
+        SshOptions("/opt/my python", "/etc/mine"),
+        ["/opt/my python", "-P", "-m", AGENT],
+    )
+    assert words[-3:-1] == ["--", "c"] and shlex.split(words[-1]) == [
+        "exec",
+        "/opt/my python",
+        "-P",
+        "-m",
+        AGENT,
+    ]
+    assert (
+        "BatchMode=yes" in words
+        and words[-7:-3] == ["-p", "2222", "-l", "me"]
+        and words[2:4] == ["-F", "/etc/mine"]
+    )
+    assert not any("StrictHostKeyChecking" in word for word in words), (
+        "what the user's configuration says about host keys holds"
+    )
     assert OPTIONS["ControlPath"] == "none", "the connection must end with this process"
 
 
-@pytest.mark.parametrize("line", [b"hello", b"@headway {", b"@headway []", b"@headway " + b"[" * 10_000, b"\xff"])
+@pytest.mark.parametrize(
+    "line", [b"hello", b"@headway {", b"@headway []", b"@headway " + b"[" * 10_000, b"\xff"]
+)
 def test_a_line_that_is_no_message_is_a_log_line(line: bytes) -> None:
     assert parse_message(line) == {"log": line.decode(errors="replace")}
 

@@ -21,16 +21,18 @@ from headway.train.control import StopRequest, request_stop
 FAST = RestartPolicy(max_restarts=2, backoff_seconds=0.0, hang_seconds=1.0)
 
 
-def supervisor(program: str, run_dir: Path, policy: RestartPolicy = FAST) -> tuple[Supervisor, list[tuple[str, str]]]:
+def supervisor(
+    program: str, run_dir: Path, policy: RestartPolicy = FAST
+) -> tuple[Supervisor, list[tuple[str, str]]]:
     """A supervisor of a Python program, which knows its start as `turn`, and what the supervisor tells."""
     told: list[tuple[str, str]] = []
     (run_dir / "logs").mkdir(exist_ok=True)
-    head = (
-        f"import os, sys, time, signal\nsys.path[:0] = {sys.path!r}\nrun = {str(run_dir)!r}\nturn = int(os.environ['HEADWAY_RESTARTS'])\n"
-    )
+    head = f"import os, sys, time, signal\nsys.path[:0] = {sys.path!r}\nrun = {str(run_dir)!r}\nturn = int(os.environ['HEADWAY_RESTARTS'])\n"
     head += "open(run + '/turns', 'a').write(f'{turn} ')\n"
     command = [sys.executable, "-S", "-c", head + program]
-    return Supervisor(command, policy, run_dir, os.environ, lambda event, text, step: told.append((event, text))), told
+    return Supervisor(
+        command, policy, run_dir, os.environ, lambda event, text, step: told.append((event, text))
+    ), told
 
 
 def turns(run_dir: Path) -> int:
@@ -58,14 +60,18 @@ def test_it_gives_up_after_so_many_failures_in_a_row(tmp_path: Path) -> None:
 
 
 def test_a_run_that_gets_further_each_time_is_not_given_up(tmp_path: Path) -> None:
-    watching, _ = supervisor("os.makedirs(f'{run}/checkpoints/step-{turn:08}')\nsys.exit(1 if turn < 6 else 0)", tmp_path)
+    watching, _ = supervisor(
+        "os.makedirs(f'{run}/checkpoints/step-{turn:08}')\nsys.exit(1 if turn < 6 else 0)", tmp_path
+    )
     assert watching.run() == 0
     assert turns(tmp_path) == 7
 
 
 def test_progress_leaves_as_many_failures_as_a_first_start_has(tmp_path: Path) -> None:
     # the second start gets further and fails as the first of three that are allowed; two more, and it is given up
-    watching, told = supervisor("turn == 1 and os.makedirs(f'{run}/checkpoints/step-00000005')\nsys.exit(7)", tmp_path)
+    watching, told = supervisor(
+        "turn == 1 and os.makedirs(f'{run}/checkpoints/step-00000005')\nsys.exit(7)", tmp_path
+    )
     assert watching.run() == 7
     assert turns(tmp_path) == 4
     assert told == [("crash", "exit code 7; gave up after 3 failures in a row")]
@@ -78,7 +84,9 @@ def test_what_a_signal_killed_is_told_and_started_again(tmp_path: Path) -> None:
 
 
 def test_an_exit_code_left_in_a_file_counts_where_a_launcher_hides_it(tmp_path: Path) -> None:
-    watching, _ = supervisor("open(os.environ['HEADWAY_OUTCOME_FILE'], 'w').write('2')\nsys.exit(1)", tmp_path)
+    watching, _ = supervisor(
+        "open(os.environ['HEADWAY_OUTCOME_FILE'], 'w').write('2')\nsys.exit(1)", tmp_path
+    )
     assert watching.run() == 2
     assert turns(tmp_path) == 1
 
@@ -108,14 +116,24 @@ def test_a_hung_run_leaves_its_stacks_is_told_killed_and_started_again(tmp_path:
     assert turns(tmp_path) == 2
     assert "stuck_in_a_collective" in stacks_file(tmp_path, 0).read_text()
     (event, text), *rest = told
-    assert event == "hang" and "rank 0" in text and "all_reduce of 2 ranks" in text and "step 3" in text and not rest
+    assert (
+        event == "hang"
+        and "rank 0" in text
+        and "all_reduce of 2 ranks" in text
+        and "step 3" in text
+        and not rest
+    )
     report: Any = json.loads(next((tmp_path / "logs").glob("hang-*.json")).read_text())
     assert report["stacks"] == [str(stacks_file(tmp_path, 0))]
 
 
-def test_a_stopped_process_counts_as_hung_though_it_cannot_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_counts_as_hung_though_it_cannot_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headway.launch.hang.STACK_SECONDS", 0.3)
-    watching, told = supervisor(BEATING.replace("time.sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"), tmp_path)
+    watching, told = supervisor(
+        BEATING.replace("time.sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"), tmp_path
+    )
     assert watching.run() == 0
     assert turns(tmp_path) == 2 and told[0][0] == "hang"
 
@@ -136,10 +154,15 @@ def test_a_signal_is_passed_on_and_ends_it(tmp_path: Path) -> None:
 
 def test_a_request_to_stop_between_two_starts_is_heeded(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").touch()
-    watching, _ = supervisor("sys.exit(1)", tmp_path, RestartPolicy(max_restarts=5, backoff_seconds=60.0))
+    watching, _ = supervisor(
+        "sys.exit(1)", tmp_path, RestartPolicy(max_restarts=5, backoff_seconds=60.0)
+    )
 
     def send() -> None:
-        while not (tmp_path / "logs" / "supervisor.json").exists() or not (tmp_path / "turns").exists():
+        while (
+            not (tmp_path / "logs" / "supervisor.json").exists()
+            or not (tmp_path / "turns").exists()
+        ):
             time.sleep(0.02)
         request_stop(tmp_path, StopRequest())
 
@@ -163,7 +186,9 @@ def test_a_clock_that_jumps_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not patience.hung([beat(progress_at=clock, at=clock, step=step)])
 
 
-def test_silence_is_a_hang_after_the_seconds_that_were_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_a_hang_after_the_seconds_that_were_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
     patience = HangDetector(60)
@@ -173,7 +198,9 @@ def test_silence_is_a_hang_after_the_seconds_that_were_looked_at(monkeypatch: py
             hung_after = look
             break
         now[0] += 1
-    assert hung_after == 62, "first seen at the first look, silent for more than 60 looks of a second"
+    assert hung_after == 62, (
+        "first seen at the first look, silent for more than 60 looks of a second"
+    )
 
 
 def test_a_pause_of_the_whole_machine_counts_for_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +213,9 @@ def test_a_pause_of_the_whole_machine_counts_for_one_look(monkeypatch: pytest.Mo
     assert not patience.hung([silent])
 
 
-def test_silence_on_a_disk_that_cannot_be_written_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_on_a_disk_that_cannot_be_written_is_no_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
     patience = HangDetector(3)
@@ -195,7 +224,9 @@ def test_silence_on_a_disk_that_cannot_be_written_is_no_hang(monkeypatch: pytest
         assert not patience.hung([beat(progress_at=5.0, at=6.0)], counts=False)
 
 
-def test_what_an_earlier_start_left_is_not_this_ones_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_earlier_start_left_is_not_this_ones_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
     left = beat(progress_at=5.0, at=6.0)

@@ -12,7 +12,15 @@ import pytest
 from headway.errors import ConfigError, LaunchError
 from headway.launch.attach import attach
 from headway.launch.targets import driven
-from headway.launch.targets.base import Job, JobHandle, JobStatus, newest_step, open_target, read_handle, write_handle
+from headway.launch.targets.base import (
+    Job,
+    JobHandle,
+    JobStatus,
+    newest_step,
+    open_target,
+    read_handle,
+    write_handle,
+)
 from headway.launch.targets.driven import DrivenTarget, cancel_level, read_state, start_driver, tail
 from headway.launch.targets.local import LocalTarget
 
@@ -49,7 +57,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     handles: list[JobHandle] = []
 
     def begin(program: str) -> JobHandle:
-        handle = JobHandle("./mine.py", tmp_path / "run", ("r.yaml", "steps=3", "--resume", "auto"), options={"program": program})
+        handle = JobHandle(
+            "./mine.py",
+            tmp_path / "run",
+            ("r.yaml", "steps=3", "--resume", "auto"),
+            options={"program": program},
+        )
         start_driver(handle, os.environ)
         handles.append(handle)
         return handle
@@ -77,12 +90,23 @@ def wait_for_line(handle: JobHandle, line: str) -> None:
 
 
 def test_a_handle_comes_back_from_its_file(tmp_path: Path) -> None:
-    handle = JobHandle("ssh", tmp_path, ("r.yaml", "a=b"), {"job": "7"}, ("a", "b"), {"port": 1, "deep": {"x": [1]}}, 5.0)
+    handle = JobHandle(
+        "ssh",
+        tmp_path,
+        ("r.yaml", "a=b"),
+        {"job": "7"},
+        ("a", "b"),
+        {"port": 1, "deep": {"x": [1]}},
+        5.0,
+    )
     write_handle(handle)
     assert read_handle(tmp_path) == handle
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "local"}', '{"kind": 1, "arguments": 3, "ids": 1}', "\udcff"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"kind": "local"}', '{"kind": 1, "arguments": 3, "ids": 1}', "\udcff"],
+)
 def test_a_damaged_handle_is_refused_in_one_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError) as error:
@@ -107,7 +131,9 @@ def test_a_job_refuses_what_would_lose_its_record(tmp_path: Path) -> None:
 
 
 def test_a_job_is_followed_restarted_and_done(start: Callable[[str], JobHandle]) -> None:
-    handle = start("import os, sys\nturn = int(os.environ['HEADWAY_RESTARTS'])\nprint('turn', turn, flush=True)\nsys.exit(turn < 1)")
+    handle = start(
+        "import os, sys\nturn = int(os.environ['HEADWAY_RESTARTS'])\nprint('turn', turn, flush=True)\nsys.exit(turn < 1)"
+    )
     lines: list[str] = []
     status = attach(open_target(handle.kind), read_handle(handle.run_dir), lines.append)
     assert (status.state, status.attempt, status.exit_code) == ("done", 2, 0)
@@ -134,12 +160,19 @@ def test_the_first_cancel_saves_and_the_second_kills(start: Callable[[str], JobH
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_shell_that_follows_cancels(start: Callable[[str], JobHandle], tmp_path: Path) -> None:
+def test_ctrl_c_in_the_shell_that_follows_cancels(
+    start: Callable[[str], JobHandle], tmp_path: Path
+) -> None:
     handle = start(WAIT)
     wait_for_line(handle, "up")
     script = "import sys\nfrom pathlib import Path\nfrom headway.launch.attach import attach\nfrom headway.launch.targets.base import *\n"
     script += "h = read_handle(Path(sys.argv[1]))\nprint(attach(open_target(h.kind), h, lambda line: print(line, flush=True)))"
-    with subprocess.Popen([sys.executable, "-c", script, str(handle.run_dir)], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as shell:
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(handle.run_dir)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as shell:
         assert shell.stdout is not None and shell.stdout.readline() == "up\n"
         shell.send_signal(2)
         rest = shell.stdout.read()
@@ -156,7 +189,9 @@ def test_a_driver_that_is_gone_is_unknown_not_running(start: Callable[[str], Job
     assert "launch the run again" in status.message
 
 
-def test_a_mistake_in_the_recipe_fails_the_job_in_one_line(start: Callable[[str], JobHandle], tmp_path: Path) -> None:
+def test_a_mistake_in_the_recipe_fails_the_job_in_one_line(
+    start: Callable[[str], JobHandle], tmp_path: Path
+) -> None:
     (tmp_path / "r.yaml").write_text("nonsense: 1\n")
     status = wait_for(start("print('never')"), "failed")
     assert status.exit_code == 2 and "nonsense" in status.message
@@ -171,5 +206,9 @@ def test_a_damaged_state_file_is_unknown(tmp_path: Path) -> None:
 
 def test_tail_gives_the_last_lines(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("".join(f"{n}\n" for n in range(5)))
-    assert tail(tmp_path / "f", 2) == ["3", "4"] and tail(tmp_path / "f", 9) == list("01234") and tail(tmp_path / "f", 0) == []
+    assert (
+        tail(tmp_path / "f", 2) == ["3", "4"]
+        and tail(tmp_path / "f", 9) == list("01234")
+        and tail(tmp_path / "f", 0) == []
+    )
     assert tail(tmp_path / "none", 3) == []

@@ -12,7 +12,15 @@ from PIL import Image
 
 from headway.errors import ConfigError, DataError
 from headway.media.image_header import image_size
-from headway.media.items import AudioSpec, ImageSpec, MediaLimits, MediaRef, decode_audio, decode_image, decode_waveform
+from headway.media.items import (
+    AudioSpec,
+    ImageSpec,
+    MediaLimits,
+    MediaRef,
+    decode_audio,
+    decode_image,
+    decode_waveform,
+)
 from headway.media.png import read_plain_png, write_png
 from headway.media.sound import LogMel, mel_filters, read_wave, resample, trim_silence, write_wave
 
@@ -39,7 +47,9 @@ def picture(width: int = 40, height: int = 30, mode: str = "RGB") -> Image.Image
 
 
 def tone(seconds: float, rate: int, hz: float = 440.0) -> np.ndarray:
-    return (0.5 * np.sin(2 * np.pi * hz * np.arange(round(seconds * rate)) / rate)).astype(np.float32)
+    return (0.5 * np.sin(2 * np.pi * hz * np.arange(round(seconds * rate)) / rate)).astype(
+        np.float32
+    )
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -52,12 +62,16 @@ def test_every_kind_of_picture_has_the_shape_of_the_spec(kind: str) -> None:
 
 def test_a_lossy_webp_and_an_extended_one_tell_their_size() -> None:
     assert image_size(encoded(picture(), "WEBP", quality=50), "x") == ("WEBP", 40, 30)
-    assert image_size(encoded(picture(mode="RGBA"), "WEBP", quality=50, exif=Image.Exif()), "x") == ("WEBP", 40, 30)
+    assert image_size(
+        encoded(picture(mode="RGBA"), "WEBP", quality=50, exif=Image.Exif()), "x"
+    ) == ("WEBP", 40, 30)
 
 
 def test_resize_and_crop_equal_the_plain_steps() -> None:
     source = picture(125, 90)
-    whole = source.resize((32 * 125 // 90, 32), Image.Resampling.BICUBIC)  # as transformers' CLIP processor: resize all, then crop
+    whole = source.resize(
+        (32 * 125 // 90, 32), Image.Resampling.BICUBIC
+    )  # as transformers' CLIP processor: resize all, then crop
     reference = np.asarray(whole.crop((10, 4, 34, 28)), dtype=np.int64).transpose(2, 0, 1)
     found = decode_image(image(encoded(source, "PNG")), ImageSpec(24, 32)).astype(np.int64)
     assert abs(found - reference).max() <= 1
@@ -70,23 +84,36 @@ def test_thin_pictures_fit_without_large_memory(fit: str) -> None:
 
 
 def test_pad_keeps_the_whole_picture_and_centres_it() -> None:
-    found = decode_image(image(encoded(Image.new("RGB", (20, 10), (255, 255, 255)), "PNG")), ImageSpec(20, None, "pad"))
-    assert (found[:, :5] == 0).all() and (found[:, 5:15] == 255).all() and (found[:, 15:] == 0).all()
+    found = decode_image(
+        image(encoded(Image.new("RGB", (20, 10), (255, 255, 255)), "PNG")),
+        ImageSpec(20, None, "pad"),
+    )
+    assert (
+        (found[:, :5] == 0).all() and (found[:, 5:15] == 255).all() and (found[:, 15:] == 0).all()
+    )
 
 
 def test_a_padded_picture_has_the_colour_of_the_spec_around_it() -> None:
     found = decode_image(
-        image(encoded(Image.new("RGB", (40, 20), (200, 100, 50)), "PNG")), ImageSpec(16, fit="pad", pad_colour=(10, 20, 30))
+        image(encoded(Image.new("RGB", (40, 20), (200, 100, 50)), "PNG")),
+        ImageSpec(16, fit="pad", pad_colour=(10, 20, 30)),
     )
     # 16 x 8 pixels in the middle of 16 x 16
-    assert found[:, 0, 0].tolist() == found[:, 3, 15].tolist() == found[:, 12, 5].tolist() == [10, 20, 30]
+    assert (
+        found[:, 0, 0].tolist()
+        == found[:, 3, 15].tolist()
+        == found[:, 12, 5].tolist()
+        == [10, 20, 30]
+    )
     assert found[:, 8, 8].tolist() == found[:, 5, 0].tolist() == [200, 100, 50]
 
 
 def test_orientation_transparency_grey_and_sixteen_bits() -> None:
     turned = Image.Exif()
     turned[0x0112] = 6  # a quarter turn clockwise
-    source = Image.fromarray(np.concatenate([np.full((8, 4, 3), 255, np.uint8), np.zeros((8, 4, 3), np.uint8)], axis=1))
+    source = Image.fromarray(
+        np.concatenate([np.full((8, 4, 3), 255, np.uint8), np.zeros((8, 4, 3), np.uint8)], axis=1)
+    )
     found = decode_image(image(encoded(source, "JPEG", exif=turned, quality=100)), ImageSpec(8, 8))
     assert found[:, :3].min() > 200 and found[:, 5:].max() < 50
     clear = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
@@ -95,10 +122,16 @@ def test_orientation_transparency_grey_and_sixteen_bits() -> None:
     assert (decode_image(image(encoded(deep, "PNG")), ImageSpec(8, 8)) == 128).all()
     for mode in ("L", "P", "CMYK", "LA"):
         kind = "JPEG" if mode == "CMYK" else "PNG"
-        assert decode_image(image(encoded(picture(8, 8, mode), kind)), ImageSpec(8, 8)).shape == (3, 8, 8)
+        assert decode_image(image(encoded(picture(8, 8, mode), kind)), ImageSpec(8, 8)).shape == (
+            3,
+            8,
+            8,
+        )
 
 
-def test_our_png_equals_pillows_reading_and_needs_no_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_png_equals_pillows_reading_and_needs_no_pillow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pixels = RNG.integers(0, 256, (200, 150, 3), dtype=np.uint8)
     data = write_png(pixels)
     assert (np.asarray(Image.open(io.BytesIO(data))) == pixels).all()
@@ -106,7 +139,9 @@ def test_our_png_equals_pillows_reading_and_needs_no_pillow(monkeypatch: pytest.
     assert read_plain_png(encoded(picture(), "PNG"), "x") is None
     monkeypatch.setitem(sys.modules, "PIL", None)
     square = write_png(pixels[:150])
-    assert (decode_image(image(square), ImageSpec(150, None)) == pixels[:150].transpose(2, 0, 1)).all()
+    assert (
+        decode_image(image(square), ImageSpec(150, None)) == pixels[:150].transpose(2, 0, 1)
+    ).all()
     with pytest.raises(ConfigError, match=r'needs Pillow.*pip install "headway\[media\]"'):
         decode_image(image(data), ImageSpec(8, 8))
 
@@ -132,26 +167,48 @@ def test_a_cut_picture_is_one_line(kind: str) -> None:
 
 
 def test_only_regular_files_are_read(tmp_path) -> None:
-    for path, why in ((tmp_path, "not a file"), (tmp_path / "none.png", "No such file"), ("/dev/zero", "not a file"), ("a\0b", "null")):
+    for path, why in (
+        (tmp_path, "not a file"),
+        (tmp_path / "none.png", "No such file"),
+        ("/dev/zero", "not a file"),
+        ("a\0b", "null"),
+    ):
         with pytest.raises(DataError, match=why):
             decode_image(MediaRef("image", tmp_path / path))
 
 
 def test_the_hash_depends_on_content_and_modality_alone(tmp_path) -> None:
     (tmp_path / "a.png").write_bytes(b"same")
-    assert MediaRef("image", tmp_path / "a.png").content_hash() == MediaRef("image", data=b"same").content_hash()
-    assert MediaRef("audio", data=b"same").content_hash() != MediaRef("image", data=b"same").content_hash()
+    assert (
+        MediaRef("image", tmp_path / "a.png").content_hash()
+        == MediaRef("image", data=b"same").content_hash()
+    )
+    assert (
+        MediaRef("audio", data=b"same").content_hash()
+        != MediaRef("image", data=b"same").content_hash()
+    )
 
 
 def test_log_mel_equals_transformers() -> None:
     audio_utils = pytest.importorskip("transformers.audio_utils")
     spec = LogMel()
-    filters = audio_utils.mel_filter_bank(257, 64, 50.0, 8000.0, 16_000, norm="slaney", mel_scale="slaney")
+    filters = audio_utils.mel_filter_bank(
+        257, 64, 50.0, 8000.0, 16_000, norm="slaney", mel_scale="slaney"
+    )
     np.testing.assert_allclose(mel_filters(spec), filters, atol=1e-12)
     samples = (tone(1.0, 16_000) + 0.1 * RNG.standard_normal(16_000)).astype(np.float32)
     window = audio_utils.window_function(512, "hann")
     reference = audio_utils.spectrogram(
-        samples, window, 512, 160, 512, power=2.0, mel_filters=filters, log_mel="dB", min_value=1e-10, mel_floor=1e-10
+        samples,
+        window,
+        512,
+        160,
+        512,
+        power=2.0,
+        mel_filters=filters,
+        log_mel="dB",
+        min_value=1e-10,
+        mel_floor=1e-10,
     )
     np.testing.assert_allclose(spec(samples), reference, atol=1e-3)
     np.testing.assert_array_equal(spec(samples, 21), spec(samples)[:, 40:61])
@@ -168,7 +225,9 @@ def stereo(left: list[float], right: list[float], rate: int = 16_000) -> bytes:
 
 
 @pytest.mark.parametrize("has_soundfile", [True, False])
-def test_stereo_is_the_mean_of_both_channels(has_soundfile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stereo_is_the_mean_of_both_channels(
+    has_soundfile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headway.media.items.is_installed", lambda name: has_soundfile)
     data = stereo([0.5, -0.25, 0.0, 0.75], [-0.25, -0.25, 0.5, 0.25])
     assert decode_waveform(audio(data), 16_000).tolist() == [0.125, -0.25, 0.25, 0.5]
@@ -187,7 +246,9 @@ def test_every_kind_of_sound_has_the_shape_of_the_spec(kind: str) -> None:
     assert found[:, -1].max() == -100.0
 
 
-@pytest.mark.parametrize(("rate", "wanted"), [(44_100, 16_000), (8000, 16_000), (48_000, 16_000), (22_051, 16_000)])
+@pytest.mark.parametrize(
+    ("rate", "wanted"), [(44_100, 16_000), (8000, 16_000), (48_000, 16_000), (22_051, 16_000)]
+)
 def test_resampling_keeps_a_tone_and_drops_what_cannot_be_heard(rate: int, wanted: int) -> None:
     found = resample(tone(0.2, rate, 1000), rate, wanted)
     expected = tone(0.2, wanted, 1000)
@@ -198,7 +259,10 @@ def test_resampling_keeps_a_tone_and_drops_what_cannot_be_heard(rate: int, wante
         assert abs(resample(tone(0.2, rate, 9000), rate, wanted)[inner]).max() < 0.02
 
 
-@pytest.mark.parametrize(("count", "rate", "wanted", "expected"), [(10, 3000, 2000, 7), (9, 3000, 2000, 6), (1, 48_000, 16_000, 1)])
+@pytest.mark.parametrize(
+    ("count", "rate", "wanted", "expected"),
+    [(10, 3000, 2000, 7), (9, 3000, 2000, 6), (1, 48_000, 16_000, 1)],
+)
 def test_resampling_rounds_the_length_up(count: int, rate: int, wanted: int, expected: int) -> None:
     found = resample(np.ones(count, np.float32), rate, wanted)
     assert len(found) == expected  # 10 samples at two thirds of the rate are 6.67
@@ -212,7 +276,13 @@ def test_the_level_of_silence_is_a_power() -> None:
 
 
 def test_silence_is_trimmed_at_the_ends_only() -> None:
-    parts = [np.zeros(8000), tone(0.2, 16_000), np.zeros(4000), tone(0.2, 16_000), 1e-4 * tone(0.5, 16_000)]
+    parts = [
+        np.zeros(8000),
+        tone(0.2, 16_000),
+        np.zeros(4000),
+        tone(0.2, 16_000),
+        1e-4 * tone(0.5, 16_000),
+    ]
     found = trim_silence(np.concatenate(parts).astype(np.float32), -40, 512, 160)
     assert abs(len(found) - (3200 + 4000 + 3200)) < 1100
     silent = np.zeros(4000, np.float32)
@@ -226,9 +296,17 @@ def test_sounds_shorter_than_a_window_and_longer_than_the_crop() -> None:
 
 
 @pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32"])
-def test_the_standard_librarys_wave_equals_soundfile(subtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_standard_librarys_wave_equals_soundfile(
+    subtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = io.BytesIO()
-    soundfile.write(out, np.stack([tone(0.1, 16_000), tone(0.1, 16_000, 300)], axis=1), 16_000, format="WAV", subtype=subtype)
+    soundfile.write(
+        out,
+        np.stack([tone(0.1, 16_000), tone(0.1, 16_000, 300)], axis=1),
+        16_000,
+        format="WAV",
+        subtype=subtype,
+    )
     with_soundfile = decode_waveform(audio(out.getvalue()), 16_000)
     monkeypatch.setitem(sys.modules, "soundfile", None)
     np.testing.assert_array_equal(decode_waveform(audio(out.getvalue()), 16_000), with_soundfile)
@@ -250,10 +328,19 @@ def test_a_sound_that_is_cut_short_is_one_line(kind: str) -> None:
 def test_damaged_sounds_are_one_line() -> None:
     data = write_wave(tone(0.5, 16_000), 16_000)
     float_wav = io.BytesIO()
-    soundfile.write(float_wav, np.full(100, np.nan, np.float32), 16_000, format="WAV", subtype="FLOAT")
+    soundfile.write(
+        float_wav, np.full(100, np.nan, np.float32), 16_000, format="WAV", subtype="FLOAT"
+    )
     aiff = io.BytesIO()
     soundfile.write(aiff, tone(0.1, 16_000), 16_000, format="AIFF")
-    for damaged in (b"", b"RIFF", data[:20], float_wav.getvalue(), aiff.getvalue(), write_wave(np.zeros(0, np.float32), 16_000)):
+    for damaged in (
+        b"",
+        b"RIFF",
+        data[:20],
+        float_wav.getvalue(),
+        aiff.getvalue(),
+        write_wave(np.zeros(0, np.float32), 16_000),
+    ):
         with pytest.raises(DataError, match=r"^a\.wav: "):
             decode_audio(audio(damaged))
     assert read_wave(b"other", "x", lambda *_: None) is None

@@ -39,7 +39,9 @@ def test_a_sound_is_the_log_mel_of_purrsight(media: Path, name: str) -> None:
     expected = EXPECTED[name]
     assert list(mel.shape) == expected["shape"]
     assert float(mel.mean()) == pytest.approx(expected["mean"], abs=1e-3)
-    assert np.abs(mel.reshape(-1)[expected["places"]] - np.array(expected["values"])).max() < 0.02, "dB"
+    assert (
+        np.abs(mel.reshape(-1)[expected["places"]] - np.array(expected["values"])).max() < 0.02
+    ), "dB"
 
 
 @pytest.mark.parametrize("name", ["wide.png", "small.png", "clear.png"])
@@ -51,13 +53,17 @@ def test_a_picture_has_the_pixels_of_purrsight(media: Path, name: str) -> None:
 
 
 def test_a_short_sound_ends_with_zeros(media: Path) -> None:
-    mel = purrsight_mel(MediaRef("audio", media / "short.wav"), mel_filters(LogMel()).astype(np.float32))
+    mel = purrsight_mel(
+        MediaRef("audio", media / "short.wav"), mel_filters(LogMel()).astype(np.float32)
+    )
     assert (mel[:, -100:] == 0).all() and (mel[:, :50] != 0).all()
 
 
 def test_another_rate_keeps_a_slow_tone() -> None:
     time = np.arange(22_050) / 22_050
-    resampled = hann_resample(np.sin(2 * np.pi * 300 * time)[None].astype(np.float32), 22_050, 16_000)
+    resampled = hann_resample(
+        np.sin(2 * np.pi * 300 * time)[None].astype(np.float32), 22_050, 16_000
+    )
     wanted = np.sin(2 * np.pi * 300 * np.arange(resampled.shape[1]) / 16_000)
     assert resampled.shape == (1, 16_000)
     assert np.abs(resampled[0, 100:-100] - wanted[100:-100]).max() < 1e-3

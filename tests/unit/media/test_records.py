@@ -23,7 +23,9 @@ URI = "data:image/png;base64," + base64.b64encode(PNG).decode()
 
 
 def parsed(data: dict[str, Any], folder: Path = Path("/data")) -> MediaRecord:
-    return parse_media_record(Record(data, str(folder / "a.jsonl"), 3), MediaOptions(video_frames=0))
+    return parse_media_record(
+        Record(data, str(folder / "a.jsonl"), 3), MediaOptions(video_frames=0)
+    )
 
 
 def conversation(data: dict[str, Any]) -> MediaConversation:
@@ -36,40 +38,92 @@ def turns(user: Any, answer: Any = "A cat.") -> list[dict[str, Any]]:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "PurrSight": {"instruction": "What is it?", "response": "A cat.", "image": "a.png"},
-    "LLaVA": {"image": "a.png", "conversations": [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]},
+    "LLaVA": {
+        "image": "a.png",
+        "conversations": [
+            {"from": "human", "value": "<image>\nWhat is it?"},
+            {"from": "gpt", "value": "A cat."},
+        ],
+    },
     "LLaVA without a mark": {
         "image": "a.png",
-        "conversations": [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A cat."}],
+        "conversations": [
+            {"from": "human", "value": "What is it?"},
+            {"from": "gpt", "value": "A cat."},
+        ],
     },
     "LLaMA-Factory": {"messages": turns("<image>\nWhat is it?"), "images": ["a.png"]},
-    "OpenAI": {"messages": turns([{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "\nWhat is it?"}])},
-    "OpenAI, the address alone": {
-        "messages": turns([{"type": "image_url", "image_url": "a.png"}, {"type": "text", "text": "\nWhat is it?"}])
+    "OpenAI": {
+        "messages": turns(
+            [
+                {"type": "image_url", "image_url": {"url": "a.png"}},
+                {"type": "text", "text": "\nWhat is it?"},
+            ]
+        )
     },
-    "LLaMA-Factory parts": {"messages": turns([{"type": "image_url", "value": "a.png"}, {"type": "text", "value": "\nWhat is it?"}])},
-    "Qwen parts": {"messages": turns([{"type": "image", "image": "file:///data/a.png"}, {"type": "text", "text": "\nWhat is it?"}])},
-    "parts that point to a list": {"messages": turns([{"type": "image"}, {"type": "text", "text": "\nWhat is it?"}]), "images": ["a.png"]},
-    "an answer as parts": {"messages": turns("<image>\nWhat is it?", [{"type": "text", "text": "A cat."}]), "image": "a.png"},
+    "OpenAI, the address alone": {
+        "messages": turns(
+            [{"type": "image_url", "image_url": "a.png"}, {"type": "text", "text": "\nWhat is it?"}]
+        )
+    },
+    "LLaMA-Factory parts": {
+        "messages": turns(
+            [{"type": "image_url", "value": "a.png"}, {"type": "text", "value": "\nWhat is it?"}]
+        )
+    },
+    "Qwen parts": {
+        "messages": turns(
+            [
+                {"type": "image", "image": "file:///data/a.png"},
+                {"type": "text", "text": "\nWhat is it?"},
+            ]
+        )
+    },
+    "parts that point to a list": {
+        "messages": turns([{"type": "image"}, {"type": "text", "text": "\nWhat is it?"}]),
+        "images": ["a.png"],
+    },
+    "an answer as parts": {
+        "messages": turns("<image>\nWhat is it?", [{"type": "text", "text": "A cat."}]),
+        "image": "a.png",
+    },
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_gives_the_same_turns_and_media(name: str) -> None:
     found = conversation(SHAPES[name])
-    assert [(turn.role, turn.content) for turn in found.turns] == [("user", "<image>\nWhat is it?"), ("assistant", "A cat.")]
+    assert [(turn.role, turn.content) for turn in found.turns] == [
+        ("user", "<image>\nWhat is it?"),
+        ("assistant", "A cat."),
+    ]
     assert [(ref.modality, ref.path) for ref in found.media] == [("image", Path("/data/a.png"))]
     assert found.answer == "A cat."
 
 
 def test_media_follow_the_order_of_the_marks() -> None:
     messages = [*turns("<audio> and <image>"), *turns("<image><video>")]
-    found = conversation({"messages": messages, "images": ["1.png", "2.png"], "audios": ["1.wav"], "videos": ["1.mp4"]})
-    assert [ref.path.name for ref in found.media if ref.path] == ["1.wav", "1.png", "2.png", "1.mp4"]
+    found = conversation(
+        {
+            "messages": messages,
+            "images": ["1.png", "2.png"],
+            "audios": ["1.wav"],
+            "videos": ["1.mp4"],
+        }
+    )
+    assert [ref.path.name for ref in found.media if ref.path] == [
+        "1.wav",
+        "1.png",
+        "2.png",
+        "1.mp4",
+    ]
 
 
 def test_a_record_without_marks_has_them_before_the_first_question() -> None:
     system = {"role": "system", "content": "Be brief."}
-    found = conversation({"messages": [system, *turns("What?"), *turns("And?")], "image": "a.png", "audio": "a.wav"})
+    found = conversation(
+        {"messages": [system, *turns("What?"), *turns("And?")], "image": "a.png", "audio": "a.wav"}
+    )
     assert [turn.content for turn in found.turns][:2] == ["Be brief.", "<image>\n<audio>\nWhat?"]
 
 
@@ -78,8 +132,14 @@ def test_bytes_come_from_structs_data_uris_and_base64() -> None:
         "data": base64.b64encode(WAV).decode(), "format": "wav"}}, {"type": "text", "text": "What?"}])  # fmt: skip
     assert [ref.data for ref in conversation({"messages": messages}).media] == [PNG, WAV]
     found = parsed({"text": "a cat", "image": {"bytes": PNG, "path": "x/cat.png"}})
-    assert (found.caption, found.media[0].data, found.media[0].name) == ("a cat", PNG, "/data/a.jsonl:3: x/cat.png")
-    assert parsed({"text": "a", "image": {"bytes": None, "path": "cat.png"}}).media[0].path == Path("/data/cat.png")
+    assert (found.caption, found.media[0].data, found.media[0].name) == (
+        "a cat",
+        PNG,
+        "/data/a.jsonl:3: x/cat.png",
+    )
+    assert parsed({"text": "a", "image": {"bytes": None, "path": "cat.png"}}).media[0].path == Path(
+        "/data/cat.png"
+    )
 
 
 def test_captions_pairs_without_text_and_records_of_text_alone() -> None:
@@ -90,15 +150,28 @@ def test_captions_pairs_without_text_and_records_of_text_alone() -> None:
 
 
 BAD = {
-    "2 <image> marks in the texts, but 1 image files": {"messages": turns("<image><image>"), "images": ["a.png"]},
-    "0 <audio> marks in the texts, but 1 audio files": {"messages": turns("<image>x"), "image": "a.png", "audio": "a.wav"},
+    "2 <image> marks in the texts, but 1 image files": {
+        "messages": turns("<image><image>"),
+        "images": ["a.png"],
+    },
+    "0 <audio> marks in the texts, but 1 audio files": {
+        "messages": turns("<image>x"),
+        "image": "a.png",
+        "audio": "a.wav",
+    },
     "1 <image> marks in the texts, but 0 image files": {"messages": turns("<image>x")},
-    "a mark <image> stands in a turn of the assistant": {"messages": turns("What?", "<image>"), "image": "a.png"},
+    "a mark <image> stands in a turn of the assistant": {
+        "messages": turns("What?", "<image>"),
+        "image": "a.png",
+    },
     "nothing is fetched from the network": {"text": "x", "image": "https://example.com/a.png"},
     "is the address 's3://x/a.png'": {"text": "x", "image": "s3://x/a.png"},
     "not valid base64": {"text": "x", "image": "data:image/png;base64,@@@"},
     "both image and images": {"text": "x", "image": "a.png", "images": ["b.png"]},
-    "is given in content parts and as images": {"messages": turns([{"type": "image", "image": "a.png"}]), "images": ["b.png"]},
+    "is given in content parts and as images": {
+        "messages": turns([{"type": "image", "image": "a.png"}]),
+        "images": ["b.png"],
+    },
     "a part of type 'tool_result'": {"messages": turns([{"type": "tool_result"}])},
     "image is of type int": {"text": "x", "image": 7},
     "images[1] is empty": {"text": "x", "images": ["a.png", None]},
@@ -125,9 +198,17 @@ def write_lines(file: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def test_paths_begin_at_the_file_or_at_the_given_folder(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "a.jsonl", [{"text": "x", "image": "i/a.png"}, {"text": "y", "image": "/abs/a.png"}])
-    assert [one.media[0].path for one in read_records(file)] == [tmp_path / "i/a.png", Path("/abs/a.png")]
-    assert next(read_records(file, MediaOptions(Path("/other")))).media[0].path == Path("/other/i/a.png")
+    file = write_lines(
+        tmp_path / "a.jsonl",
+        [{"text": "x", "image": "i/a.png"}, {"text": "y", "image": "/abs/a.png"}],
+    )
+    assert [one.media[0].path for one in read_records(file)] == [
+        tmp_path / "i/a.png",
+        Path("/abs/a.png"),
+    ]
+    assert next(read_records(file, MediaOptions(Path("/other")))).media[0].path == Path(
+        "/other/i/a.png"
+    )
 
 
 def test_folders_with_metadata_captions_side_texts_and_classes(tmp_path: Path) -> None:
@@ -137,17 +218,30 @@ def test_folders_with_metadata_captions_side_texts_and_classes(tmp_path: Path) -
         inner.mkdir(parents=True)
         (inner / "a.png").write_bytes(PNG)
         (inner / "b.wav").write_bytes(WAV)
-    write_lines(folders["metadata"] / "metadata.jsonl", [{"file_name": "a.png", "text": "one"}, {"file_name": "b.wav", "text": "two"}])
-    (folders["captions"] / "captions.txt").write_text("image,caption\na.png,one, or so\nb.wav\ttwo\n")
+    write_lines(
+        folders["metadata"] / "metadata.jsonl",
+        [{"file_name": "a.png", "text": "one"}, {"file_name": "b.wav", "text": "two"}],
+    )
+    (folders["captions"] / "captions.txt").write_text(
+        "image,caption\na.png,one, or so\nb.wav\ttwo\n"
+    )
     (folders["beside"] / "a.txt").write_text("one\n")
     (folders["beside"] / "b.txt").write_text("two\n")
-    found = {name: [(one.caption, one.media[0].modality) for one in read_records(folder)] for name, folder in folders.items()}
+    found = {
+        name: [(one.caption, one.media[0].modality) for one in read_records(folder)]
+        for name, folder in folders.items()
+    }
     assert found["metadata"] == found["beside"] == [("one", "image"), ("two", "audio")]
     assert found["captions"] == [("one, or so", "image"), ("two", "audio")]
     assert found["classes"] == [("tabby cat", "image"), ("tabby cat", "audio")]
-    assert all(one.media[0].size() > 0 for folder in folders.values() for one in read_records(folder))
+    assert all(
+        one.media[0].size() > 0 for folder in folders.values() for one in read_records(folder)
+    )
     (folders["beside"] / "c.png").write_bytes(PNG)
-    with pytest.raises(DataError, match=r"c\.png: neither a conversation nor a caption.* In a folder, a caption is in a \.txt file"):
+    with pytest.raises(
+        DataError,
+        match=r"c\.png: neither a conversation nor a caption.* In a folder, a caption is in a \.txt file",
+    ):
         list(read_records(folders["beside"]))
 
 
@@ -183,7 +277,9 @@ def test_webdataset_tars_group_members_by_key(tmp_path: Path) -> None:
         ("x.png", {"type": tarfile.CHRTYPE}, "is a link or device"),
     ],
 )
-def test_hostile_members_of_a_tar_are_refused(tmp_path: Path, name: str, changed: dict[str, Any], why: str) -> None:
+def test_hostile_members_of_a_tar_are_refused(
+    tmp_path: Path, name: str, changed: dict[str, Any], why: str
+) -> None:
     with pytest.raises(DataError, match=why):
         list(read_records(tar(tmp_path / "a.tar", [(name, b"" if changed else PNG)], **changed)))
 
@@ -198,7 +294,13 @@ def test_a_cut_tar_and_an_empty_one_are_errors(tmp_path: Path) -> None:
 
 def test_parquet_rows_hold_bytes(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = [{"image": {"bytes": PNG, "path": "a.png"}, "text": "one"}, {"image": {"bytes": PNG + b"x", "path": None}, "text": "two"}]
+    rows = [
+        {"image": {"bytes": PNG, "path": "a.png"}, "text": "one"},
+        {"image": {"bytes": PNG + b"x", "path": None}, "text": "two"},
+    ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     found = list(read_records(tmp_path / "a.parquet"))
-    assert [(one.caption, one.media[0].data, one.record.line) for one in found] == [("one", PNG, 1), ("two", PNG + b"x", 2)]
+    assert [(one.caption, one.media[0].data, one.record.line) for one in found] == [
+        ("one", PNG, 1),
+        ("two", PNG + b"x", 2),
+    ]

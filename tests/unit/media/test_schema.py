@@ -12,8 +12,18 @@ from headway.media.schema import AnswerSchema, load_schema
 
 REPORT: dict[str, Any] = {
     "diagnostic": {
-        "physical_markers": {"ears": "forward", "tail": "upright", "posture": "relaxed", "vocalization": "purr"},
-        "classification": {"ethogram_group": "maintenance", "affective_state": "content", "arousal_level": "low", "risk_rating": 1},
+        "physical_markers": {
+            "ears": "forward",
+            "tail": "upright",
+            "posture": "relaxed",
+            "vocalization": "purr",
+        },
+        "classification": {
+            "ethogram_group": "maintenance",
+            "affective_state": "content",
+            "arousal_level": "low",
+            "risk_rating": 1,
+        },
     },
     "behavioral_summary": "The cat rests.",
     "human_actionable_insight": "让它休息。",
@@ -29,10 +39,18 @@ def changed(**values: Any) -> str:
 def test_purrsights_report_and_its_rule_about_risk() -> None:
     schema = load_schema("purrsight_v3")
     assert schema.problems(json.dumps(REPORT)) == []
-    for values in ({"ethogram_group": "agonistic"}, {"affective_state": "distressed"}, {"affective_state": "aggressive"}):
-        assert schema.problems(changed(**values)) == ["answer.diagnostic.classification.risk_rating is 1; it must be at least 4"]
+    for values in (
+        {"ethogram_group": "agonistic"},
+        {"affective_state": "distressed"},
+        {"affective_state": "aggressive"},
+    ):
+        assert schema.problems(changed(**values)) == [
+            "answer.diagnostic.classification.risk_rating is 1; it must be at least 4"
+        ]
         assert schema.is_valid(changed(**values, risk_rating=4))
-    assert not schema.is_valid(changed(risk_rating=6)) and not schema.is_valid(changed(risk_rating=2.5))
+    assert not schema.is_valid(changed(risk_rating=6)) and not schema.is_valid(
+        changed(risk_rating=2.5)
+    )
     assert not schema.is_valid(changed(risk_rating=True))
     assert "ears" in schema.problems(json.dumps(REPORT).replace("forward", "up"))[0]
     assert schema.problems("the cat is fine")[0].startswith("the answer is not JSON")
@@ -47,7 +65,11 @@ def test_purrsights_report_and_its_rule_about_risk() -> None:
         ({"enum": ["a", 1]}, "1", "true"),
         ({"const": {"a": [1]}}, '{"a": [1]}', '{"a": [2]}'),
         ({"required": ["a"]}, '{"a": 1}', "{}"),
-        ({"properties": {"a": {"type": "string"}}, "additionalProperties": False}, '{"a": ""}', '{"b": ""}'),
+        (
+            {"properties": {"a": {"type": "string"}}, "additionalProperties": False},
+            '{"a": ""}',
+            '{"b": ""}',
+        ),
         ({"items": {"type": "number"}, "minItems": 1, "maxItems": 2}, "[1, 2.5]", "[1, 2, 3]"),
         ({"items": {"type": "number"}}, "[]", '["x"]'),
         ({"minLength": 2, "maxLength": 3}, '"ab"', '"abcd"'),

@@ -35,7 +35,10 @@ def test_then_and_else_both_count() -> None:
     rules = {
         "type": "object",
         "required": ["kind"],
-        "properties": {"kind": {"enum": ["a", "b", "c"]}, "size": {"type": "integer", "minimum": 0}},
+        "properties": {
+            "kind": {"enum": ["a", "b", "c"]},
+            "size": {"type": "integer", "minimum": 0},
+        },
         "if": {"properties": {"kind": {"const": "a"}}},
         "then": {"properties": {"size": {"maximum": 3}}, "required": ["size"]},
         "else": {"properties": {"size": {"minimum": 7}}},
@@ -55,7 +58,9 @@ def test_then_and_else_both_count() -> None:
         ({"required": []}, "'kind' to be required"),
     ],
 )
-def test_conditions_that_are_not_about_lists_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+def test_conditions_that_are_not_about_lists_are_refused_by_name(
+    changes: dict[str, Any], named: str
+) -> None:
     rules = {
         "type": "object",
         "required": ["kind"],
@@ -72,9 +77,17 @@ def test_closed_objects_have_no_other_keys() -> None:
     closed = closed_schema(load_schema("purrsight_v3").rules)
     assert closed["additionalProperties"] is False
     assert classification(AnswerSchema(closed))["additionalProperties"] is False
-    assert closed_schema({"type": "object", "properties": {}, "additionalProperties": True})["additionalProperties"] is True
+    assert (
+        closed_schema({"type": "object", "properties": {}, "additionalProperties": True})[
+            "additionalProperties"
+        ]
+        is True
+    )
 
 
 def test_properties_that_are_called_like_rules_stay() -> None:
-    rules = {"type": "object", "properties": {"if": {"type": "string"}, "enum": {"type": "integer"}}}
+    rules = {
+        "type": "object",
+        "properties": {"if": {"type": "string"}, "enum": {"type": "integer"}},
+    }
     assert without_conditions(rules) == rules

@@ -30,17 +30,27 @@ def test_the_same_seed_gives_the_same_bytes_and_another_other_ones(tmp_path: Pat
 
 def test_held_out_combinations_are_never_shown_but_every_pair_of_values_is() -> None:
     train, held_out = scenes(SyntheticMedia(samples=3000, heldout=500))
-    assert not {(s.shape, s.colour, s.place, s.tone) for s in train} & {(s.shape, s.colour, s.place, s.tone) for s in held_out}
+    assert not {(s.shape, s.colour, s.place, s.tone) for s in train} & {
+        (s.shape, s.colour, s.place, s.tone) for s in held_out
+    }
     for names in combinations(("shape", "colour", "place", "tone"), 2):
-        pairs = [{tuple(getattr(s, name) for name in names) for s in many} for many in (train, held_out)]
+        pairs = [
+            {tuple(getattr(s, name) for name in names) for s in many} for many in (train, held_out)
+        ]
         assert pairs[1] <= pairs[0], f"a value rules out another one: {names}"
-    assert {answer for s in held_out for _, answer in s.questions} == {answer for every in ANSWERS.values() for answer in every}
+    assert {answer for s in held_out for _, answer in s.questions} == {
+        answer for every in ANSWERS.values() for answer in every
+    }
 
 
 def test_missing_modalities_are_neither_written_nor_asked_about(tmp_path: Path) -> None:
     files = write_media(tmp_path, SyntheticMedia(60, 10, image_size=32, missing=0.3))
     records = [json.loads(line) for line in files["captions"].read_text().splitlines()]
-    assert {tuple(sorted(r)) for r in records} == {("audio", "image", "text"), ("audio", "text"), ("image", "text")}
+    assert {tuple(sorted(r)) for r in records} == {
+        ("audio", "image", "text"),
+        ("audio", "text"),
+        ("image", "text"),
+    }
     for record in records:
         assert ("tone" in record["text"]) == ("audio" in record)
         assert any(colour in record["text"] for colour in COLOURS) == ("image" in record)
@@ -57,14 +67,24 @@ def test_colour_and_tone_can_be_read_from_the_decoded_arrays(tmp_path: Path) -> 
     pitches: dict[str, set[int]] = {tone: set() for tone in TONES}
     for scene in scenes(SMALL)[0]:
         if scene.has_image:
-            pixels = decode_image(MediaRef("image", tmp_path / scene.media["image"]), ImageSpec(32, None)).reshape(3, -1).astype(int)
+            pixels = (
+                decode_image(
+                    MediaRef("image", tmp_path / scene.media["image"]), ImageSpec(32, None)
+                )
+                .reshape(3, -1)
+                .astype(int)
+            )
             brightest = pixels[:, pixels.max(axis=0).argsort()[-20:]].mean(axis=1)
-            nearest = min(COLOURS, key=lambda name: float(np.abs(np.array(COLOURS[name]) - brightest).sum()))
+            nearest = min(
+                COLOURS, key=lambda name: float(np.abs(np.array(COLOURS[name]) - brightest).sum())
+            )
             assert nearest == scene.colour
         if scene.has_audio:
             mel = decode_audio(MediaRef("audio", tmp_path / scene.media["audio"]), AudioSpec(64))
             pitches[scene.tone].add(int(mel[:, 32].argmax()))
-    assert max(pitches["low"]) < min(pitches["middle"]) and max(pitches["middle"]) < min(pitches["high"])
+    assert max(pitches["low"]) < min(pitches["middle"]) and max(pitches["middle"]) < min(
+        pitches["high"]
+    )
 
 
 def test_wrong_sizes_are_refused() -> None:

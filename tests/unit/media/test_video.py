@@ -7,7 +7,14 @@ import pytest
 from support.film import film
 
 from headway.errors import DataError
-from headway.media.items import AudioSpec, ImageSpec, MediaLimits, MediaRef, decode_audio, decode_image
+from headway.media.items import (
+    AudioSpec,
+    ImageSpec,
+    MediaLimits,
+    MediaRef,
+    decode_audio,
+    decode_image,
+)
 from headway.media.records import MediaOptions, parse_media_record
 from headway.media.video import VideoSpec, decode_video
 from headway.prepare.media_records import parse_media
@@ -60,7 +67,13 @@ def test_long_large_damaged_and_other_files_are_one_line() -> None:
     with pytest.raises(DataError, match="at most 100 are decoded"):
         decode_video(video(FILM), SPEC, MediaLimits(image_pixels=100))
     playlist = b"#EXTM3U\n#EXTINF:10,\nfile:///etc/hostname\n"
-    for damaged in (b"", playlist, FILM[:40], FILM[: len(FILM) // 3], b"\x1a\x45\xdf\xa3" + bytes(100)):
+    for damaged in (
+        b"",
+        playlist,
+        FILM[:40],
+        FILM[: len(FILM) // 3],
+        b"\x1a\x45\xdf\xa3" + bytes(100),
+    ):
         with pytest.raises(DataError, match=r"^a\.mp4: "):
             decode_video(video(damaged), SPEC)
 
@@ -68,9 +81,15 @@ def test_long_large_damaged_and_other_files_are_one_line() -> None:
 def test_a_video_of_a_record_stands_for_pictures_and_its_sound(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(FILM)
     (tmp_path / "b.mp4").write_bytes(film(4, sound=False))
-    turns = [{"role": "user", "content": "<video>One? <video>Two?"}, {"role": "assistant", "content": "Yes."}]
+    turns = [
+        {"role": "user", "content": "<video>One? <video>Two?"},
+        {"role": "assistant", "content": "Yes."},
+    ]
     place = str(tmp_path / "a.jsonl")
-    found = parse_media_record(Record({"messages": turns, "videos": ["a.mp4", "b.mp4"]}, place, 1), MediaOptions(video_frames=2))
+    found = parse_media_record(
+        Record({"messages": turns, "videos": ["a.mp4", "b.mp4"]}, place, 1),
+        MediaOptions(video_frames=2),
+    )
     conversation = parse_media(found)
     assert conversation.turns[0].content == "<image><image><audio>One? <image><image>Two?"
     assert [(ref.modality, ref.part) for ref in conversation.media] == [
@@ -81,8 +100,15 @@ def test_a_video_of_a_record_stands_for_pictures_and_its_sound(tmp_path: Path) -
     np.testing.assert_array_equal(decode_audio(conversation.media[2], AudioSpec(64)), whole.audio)
     assert len({ref.content_hash() for ref in conversation.media}) == 5
     caption = parse_media_record(Record({"text": "x", "video": "a.mp4"}, place, 2))
-    assert [(ref.modality, ref.part) for ref in caption.media] == [("image", "frame 1/1"), ("audio", "sound")]
-    unmarked = parse_media(parse_media_record(Record({"instruction": "What?", "response": "x", "video": "b.mp4"}, place, 3)))
+    assert [(ref.modality, ref.part) for ref in caption.media] == [
+        ("image", "frame 1/1"),
+        ("audio", "sound"),
+    ]
+    unmarked = parse_media(
+        parse_media_record(
+            Record({"instruction": "What?", "response": "x", "video": "b.mp4"}, place, 3)
+        )
+    )
     assert unmarked.turns[0].content == "<image>\n" * 4 + "What?"
 
 
@@ -90,7 +116,10 @@ def test_videos_whose_marks_are_not_clear_are_errors(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(FILM)
     turns = [{"role": "user", "content": "<video>One?"}, {"role": "assistant", "content": "Yes."}]
     for record, why in (
-        ({"messages": turns, "videos": ["a.mp4", "a.mp4"]}, "1 <video> marks in the texts, but 2 video files"),
+        (
+            {"messages": turns, "videos": ["a.mp4", "a.mp4"]},
+            "1 <video> marks in the texts, but 2 video files",
+        ),
         ({"messages": turns, "video": "a.mp4", "image": "a.png"}, "beside other media"),
         ({"messages": turns, "video": "none.mp4"}, "No such file"),
     ):

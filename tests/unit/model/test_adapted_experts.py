@@ -22,7 +22,10 @@ from headway.plan.memory import estimate
 CPU = torch.device("cpu")
 SHAPE = {"num": 5, "per_token": 2, "ffn_size": 24}
 MIXTURE = CONFIG.with_(dropout=0.0, init_std=0.3, experts=SHAPE)
-BIASED = CONFIG.with_(dropout=0.0, experts={**SHAPE, "bias": True, "swiglu_limit": 1.0, "swiglu_alpha": 1.5, "shared_ffn_size": 8})
+BIASED = CONFIG.with_(
+    dropout=0.0,
+    experts={**SHAPE, "bias": True, "swiglu_limit": 1.0, "swiglu_alpha": 1.5, "shared_ffn_size": 8},
+)
 BOTH = ("all", "experts")
 
 
@@ -33,15 +36,23 @@ def config_of(**more: Any) -> AdapterConfig:
 def first_values(config: AdapterConfig, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Random weights and updates, as an engine stores them."""
     base = (
-        (one.name, torch.randn(one.shape, generator=torch.Generator().manual_seed(i)) * 0.3) for i, one in enumerate(param_specs(model))
+        (one.name, torch.randn(one.shape, generator=torch.Generator().manual_seed(i)) * 0.3)
+        for i, one in enumerate(param_specs(model))
     )
     layouts, modules = config.layouts(model), config.modules(model)
-    values = dict(with_updates(packed_values(base, layouts, CPU), config, modules, 3, {}, layouts=layouts))
+    values = dict(
+        with_updates(packed_values(base, layouts, CPU), config, modules, 3, {}, layouts=layouts)
+    )
     drawn = torch.Generator().manual_seed(9)
-    return {name: value if "lora_B" not in name else torch.randn(value.shape, generator=drawn) * 0.1 for name, value in values.items()}
+    return {
+        name: value if "lora_B" not in name else torch.randn(value.shape, generator=drawn) * 0.1
+        for name, value in values.items()
+    }
 
 
-def model_of(config: AdapterConfig | None, values: dict[str, torch.Tensor], shape: ModelConfig) -> Transformer:
+def model_of(
+    config: AdapterConfig | None, values: dict[str, torch.Tensor], shape: ModelConfig
+) -> Transformer:
     model = Transformer(shape).eval()
     if config is not None:
         adapt(model, config, config.modules(shape))
@@ -61,12 +72,20 @@ def loss_of(model: Transformer) -> torch.Tensor:
 def gradients(model: Transformer) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = loss_of(model)
     loss.backward()
-    return loss.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return loss.detach(), {
+        name: one.grad for name, one in model.named_parameters() if one.grad is not None
+    }
 
 
 @pytest.mark.parametrize("shape", [MIXTURE, BIASED], ids=["plain", "biased"])
-@pytest.mark.parametrize("targets", [("experts",), ("experts.down_proj",), ("*.0.mlp.experts.gate_proj", "q_proj")], ids=str)
-def test_updates_of_experts_are_those_of_their_effective_matrices(shape: ModelConfig, targets: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "targets",
+    [("experts",), ("experts.down_proj",), ("*.0.mlp.experts.gate_proj", "q_proj")],
+    ids=str,
+)
+def test_updates_of_experts_are_those_of_their_effective_matrices(
+    shape: ModelConfig, targets: tuple[str, ...]
+) -> None:
     """Gradients of A and B follow from the gradient of the whole matrix, W + s B A, by the chain rule."""
     config = config_of(targets=targets)
     values = first_values(config, shape)
@@ -76,11 +95,21 @@ def test_updates_of_experts_are_those_of_their_effective_matrices(shape: ModelCo
     torch.testing.assert_close(loss, right, rtol=1e-5, atol=1e-6)
     seen = 0
     for path in config.modules(shape):
-        a, b, by_whole = values[f"{path}.lora_A.weight"], values[f"{path}.lora_B.weight"], exact[f"{path}.weight"]
-        torch.testing.assert_close(ours[f"{path}.lora_A.weight"], config.scale * b.mT @ by_whole, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(ours[f"{path}.lora_B.weight"], config.scale * by_whole @ a.mT, rtol=1e-4, atol=1e-6)
+        a, b, by_whole = (
+            values[f"{path}.lora_A.weight"],
+            values[f"{path}.lora_B.weight"],
+            exact[f"{path}.weight"],
+        )
+        torch.testing.assert_close(
+            ours[f"{path}.lora_A.weight"], config.scale * b.mT @ by_whole, rtol=1e-4, atol=1e-6
+        )
+        torch.testing.assert_close(
+            ours[f"{path}.lora_B.weight"], config.scale * by_whole @ a.mT, rtol=1e-4, atol=1e-6
+        )
         seen += EXPERTS in path
-    assert seen == {"experts": 3 * shape.num_layers, "experts.down_proj": shape.num_layers}.get(targets[0], 1)
+    assert seen == {"experts": 3 * shape.num_layers, "experts.down_proj": shape.num_layers}.get(
+        targets[0], 1
+    )
     for name, gradient in ours.items():
         if "lora_" not in name:
             torch.testing.assert_close(gradient, exact[name], rtol=1e-4, atol=1e-6)
@@ -88,7 +117,9 @@ def test_updates_of_experts_are_those_of_their_effective_matrices(shape: ModelCo
 
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 @pytest.mark.parametrize("targets", [BOTH, ("q_proj",)], ids=str)
-def test_quantised_experts_compute_as_the_dequantised_ones(form: Any, targets: tuple[str, ...]) -> None:
+def test_quantised_experts_compute_as_the_dequantised_ones(
+    form: Any, targets: tuple[str, ...]
+) -> None:
     packed, plain = config_of(base=form, targets=targets), config_of(targets=targets)
     values = first_values(packed, MIXTURE)
     stored = [name for name in values if EXPERTS in name and form_of(name) == form]
@@ -114,7 +145,11 @@ def test_a_compiled_block_gives_the_same_numbers() -> None:
     model = model_of(config, values, MIXTURE)
     for block in model.blocks().values():
         for method in model.BLOCK_METHODS:
-            setattr(block, method, torch.compile(getattr(block, method), backend="aot_eager", fullgraph=True))
+            setattr(
+                block,
+                method,
+                torch.compile(getattr(block, method), backend="aot_eager", fullgraph=True),
+            )
     right, exact = gradients(model)
     torch.testing.assert_close(loss, right, rtol=1e-6, atol=1e-6)
     assert ours.keys() == exact.keys()
@@ -124,20 +159,33 @@ def test_a_compiled_block_gives_the_same_numbers() -> None:
 
 def test_plans_count_bytes_of_quantised_experts_and_active_updates() -> None:
     plain, packed = config_of(), config_of(base="nf4")
-    jobs = [PlanJob(MIXTURE, 32, 2, 1, shapes=one.all_shapes(MIXTURE), training=set(one.shapes(MIXTURE))) for one in (plain, packed)]
+    jobs = [
+        PlanJob(
+            MIXTURE, 32, 2, 1, shapes=one.all_shapes(MIXTURE), training=set(one.shapes(MIXTURE))
+        )
+        for one in (plain, packed)
+    ]
     count = jobs[1].memory_job()
-    assert count.packed == sum(spec.size for spec in param_specs(MIXTURE) if spec.name in packed.layouts(MIXTURE))
+    assert count.packed == sum(
+        spec.size for spec in param_specs(MIXTURE) if spec.name in packed.layouts(MIXTURE)
+    )
     assert count.packed_bytes == sum(one.nbytes for one in packed.layouts(MIXTURE).values())
     saved = 2 * count.packed - count.packed_bytes
     weights = [estimate(job.memory_job()).kinds["weights"] for job in jobs]
     assert weights[0] - weights[1] == pytest.approx(1.01 * saved, abs=4)
     largest = SHAPE["num"] * SHAPE["ffn_size"] * MIXTURE.hidden_size
-    assert estimate(jobs[1].memory_job()).kinds["buffers"] - estimate(jobs[0].memory_job()).kinds["buffers"] == pytest.approx(
-        2.02 * largest, abs=4
-    )
-    flops = [token_flops(MIXTURE, 32, shapes=one.all_shapes(MIXTURE), training=set(one.shapes(MIXTURE))) for one in (plain, packed)]
+    assert estimate(jobs[1].memory_job()).kinds["buffers"] - estimate(jobs[0].memory_job()).kinds[
+        "buffers"
+    ] == pytest.approx(2.02 * largest, abs=4)
+    flops = [
+        token_flops(MIXTURE, 32, shapes=one.all_shapes(MIXTURE), training=set(one.shapes(MIXTURE)))
+        for one in (plain, packed)
+    ]
     without = token_flops(
-        MIXTURE, 32, shapes=config_of(targets=("all",)).all_shapes(MIXTURE), training=set(config_of(targets=("all",)).shapes(MIXTURE))
+        MIXTURE,
+        32,
+        shapes=config_of(targets=("all",)).all_shapes(MIXTURE),
+        training=set(config_of(targets=("all",)).shapes(MIXTURE)),
     )
     assert flops[0] == flops[1] and flops[0].matrices > without.matrices
 
@@ -145,7 +193,10 @@ def test_plans_count_bytes_of_quantised_experts_and_active_updates() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"targets": ("gate_proj",)}, "only experts. Use experts .all three matrices. or experts.gate_proj"),
+        (
+            {"targets": ("gate_proj",)},
+            "only experts. Use experts .all three matrices. or experts.gate_proj",
+        ),
         ({"targets": ("experts.q_proj",)}, "matches no linear"),
         ({"kind": "dora"}, "adapter.kind is dora and adapter.targets holds experts"),
         ({"dropout": 0.1}, "adapter.dropout is 0.1 and adapter.targets holds experts"),
@@ -156,8 +207,12 @@ def test_what_experts_cannot_have_is_refused(change: dict[str, Any], said: str) 
         config_of(**change).modules(MIXTURE)
 
 
-def test_names_of_linears_mean_those_that_every_token_passes_and_peft_has_no_form_of_the_others() -> None:
+def test_names_of_linears_mean_those_that_every_token_passes_and_peft_has_no_form_of_the_others() -> (
+    None
+):
     assert not [path for path in AdapterConfig().modules(BIASED) if EXPERTS in path]
-    assert not [path for path in AdapterConfig(targets=("gate_proj",)).modules(BIASED) if EXPERTS in path]
+    assert not [
+        path for path in AdapterConfig(targets=("gate_proj",)).modules(BIASED) if EXPERTS in path
+    ]
     with pytest.raises(ConfigError, match="no form in PEFT"):
         adapter_settings(config_of(), MIXTURE, [], None)

@@ -22,7 +22,14 @@ from headway.model.transformer import Transformer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "peft"
 SMALL = ModelConfig(
-    hidden_size=16, num_layers=2, num_heads=2, ffn_size=24, vocab_size=32, max_seq_len=32, qkv_bias=True, tie_embeddings=False
+    hidden_size=16,
+    num_layers=2,
+    num_heads=2,
+    ffn_size=24,
+    vocab_size=32,
+    max_seq_len=32,
+    qkv_bias=True,
+    tie_embeddings=False,
 )
 
 
@@ -35,14 +42,18 @@ def adapted(base: Path, folder: Path) -> tuple[Transformer, set[str]]:
     adapt(model, config, modules)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, value in with_updates(found.adapter.base_weights(), config, modules, 0, found.adapter.updates()):
+        for name, value in with_updates(
+            found.adapter.base_weights(), config, modules, 0, found.adapter.updates()
+        ):
             parameters[name].copy_(value)
     return model.eval(), {*found.adapter.updates(), *found.adapter.full_weights()}
 
 
 def logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     rows, length = tokens.shape
-    return model.logits(model(tokens, torch.arange(length).expand(rows, -1), causal_mask(rows, length)))
+    return model.logits(
+        model(tokens, torch.arange(length).expand(rows, -1), causal_mask(rows, length))
+    )
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -52,19 +63,29 @@ def test_logits_and_gradients_equal_those_of_peft(kind: str) -> None:
     out = logits(model, seen["tokens"])
     assert (out - seen["logits"]).abs().max() <= 1e-5
     (out * seen["direction"]).sum().backward()
-    theirs = {name.removeprefix("gradient." + PREFIX): value for name, value in seen.items() if name.startswith("gradient.")}
+    theirs = {
+        name.removeprefix("gradient." + PREFIX): value
+        for name, value in seen.items()
+        if name.startswith("gradient.")
+    }
     assert set(theirs) == training
     for name, parameter in model.named_parameters():
         if name in theirs:
             assert parameter.grad is not None
-            assert (parameter.grad - theirs[name]).abs().max() <= 1e-5 * max(1.0, float(theirs[name].abs().max())), name
+            assert (parameter.grad - theirs[name]).abs().max() <= 1e-5 * max(
+                1.0, float(theirs[name].abs().max())
+            ), name
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "patterns"])
-def test_a_merged_peft_adapter_gives_the_same_logits_through_model(kind: str, tmp_path: Path) -> None:
+def test_a_merged_peft_adapter_gives_the_same_logits_through_model(
+    kind: str, tmp_path: Path
+) -> None:
     shutil.copytree(GOLDEN / kind, tmp_path / "adapter")
     settings = json.loads((GOLDEN / kind / "adapter_config.json").read_text())
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(GOLDEN / "base")}))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({**settings, "base_model_name_or_path": str(GOLDEN / "base")})
+    )
     seen = load_file(GOLDEN / kind / "seen.safetensors")
     with torch.no_grad():
         out = logits(load_model(tmp_path / "adapter").model, seen["tokens"])
@@ -78,12 +99,18 @@ def test_what_is_written_is_what_peft_wrote(kind: str, tmp_path: Path) -> None:
     settings["base_model_name_or_path"] = str(GOLDEN / "base")
     (tmp_path / "theirs" / "adapter_config.json").write_text(json.dumps(settings))
     export_adapter(tmp_path / "theirs", tmp_path / "ours")
-    ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
+    ours, theirs = (
+        load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs")
+    )
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     written = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
     for key, value in written.items():
-        same = sorted(value) == sorted(settings[key]) if isinstance(value, list) else value == settings[key]
+        same = (
+            sorted(value) == sorted(settings[key])
+            if isinstance(value, list)
+            else value == settings[key]
+        )
         assert same or key == "task_type", f"{key}: {value} is not {settings[key]}"
 
 
@@ -112,7 +139,8 @@ def test_merged_equals_unmerged(kind: Any, targets: tuple[str, ...]) -> None:
     initialize(plain, 1)
     tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(1))
     given = {
-        name: torch.randn(shape, generator=torch.Generator().manual_seed(7)).abs() * 0.3 for name, shape in config.shapes(SMALL).items()
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(7)).abs() * 0.3
+        for name, shape in config.shapes(SMALL).items()
     }
     model = Transformer(SMALL).eval()
     adapt(model, config, modules)
@@ -149,10 +177,14 @@ def test_dropout_acts_on_the_update_alone_and_only_in_training() -> None:
     y = linear(x)
     torch.manual_seed(5)
     dropped = torch.nn.functional.dropout(x, 0.5, True)
-    expected = torch.nn.functional.linear(x, linear.weight, linear.bias) + linear.lora_B(linear.lora_A(dropped))
+    expected = torch.nn.functional.linear(x, linear.weight, linear.bias) + linear.lora_B(
+        linear.lora_A(dropped)
+    )
     assert torch.allclose(y, expected)
     linear.eval()
-    assert torch.allclose(linear(x), torch.nn.functional.linear(x, linear.effective, linear.bias), atol=1e-6)
+    assert torch.allclose(
+        linear(x), torch.nn.functional.linear(x, linear.effective, linear.bias), atol=1e-6
+    )
 
 
 def test_an_adapted_linear_is_one_graph_for_the_compiler() -> None:
@@ -166,8 +198,13 @@ def test_an_adapted_linear_is_one_graph_for_the_compiler() -> None:
 def test_targets_are_names_paths_and_patterns() -> None:
     assert len(AdapterConfig().modules(SMALL)) == 14
     assert "lm_head" in linears(SMALL)
-    assert AdapterConfig(targets=("model.layers.1.mlp.up_proj", "lm_head")).modules(SMALL) == ["model.layers.1.mlp.up_proj", "lm_head"]
-    with pytest.raises(ConfigError, match=r"'q_porj', which matches no linear.*Did you mean 'q_proj'"):
+    assert AdapterConfig(targets=("model.layers.1.mlp.up_proj", "lm_head")).modules(SMALL) == [
+        "model.layers.1.mlp.up_proj",
+        "lm_head",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"'q_porj', which matches no linear.*Did you mean 'q_proj'"
+    ):
         AdapterConfig(targets=("q_porj",)).modules(SMALL)
     with pytest.raises(ConfigError, match="tie_embeddings"):
         AdapterConfig(targets=("lm_head",)).modules(SMALL.with_(tie_embeddings=True))
@@ -208,7 +245,10 @@ def test_an_adapter_with_ranks_of_its_own_is_merged_and_not_continued(tmp_path: 
         ({"rank_pattern": {"(a+)+$": 3}}, "holds the expression"),
         ({"alpha_pattern": {"v_proj": "many"}}, "a number above 0 is expected"),
         ({"alpha_pattern": [1]}, "a mapping from linears to numbers"),
-        ({"use_qalora": True, "layer_replication": [[0, 1]]}, r"use_qalora is True.*layer_replication is|layer_replication is.*use_qalora"),
+        (
+            {"use_qalora": True, "layer_replication": [[0, 1]]},
+            r"use_qalora is True.*layer_replication is|layer_replication is.*use_qalora",
+        ),
     ):
         path.write_text(json.dumps({**settings, **change}))
         with pytest.raises((ConfigError, CheckpointError), match=message):

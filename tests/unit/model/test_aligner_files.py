@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from headway.errors import HeadwayError
-from headway.model.loading.aligner_file import AlignerHeads, purrsight_tensors, read_aligner, write_aligner
+from headway.model.loading.aligner_file import (
+    AlignerHeads,
+    purrsight_tensors,
+    read_aligner,
+    write_aligner,
+)
 
 WIDTHS = {"text": 384, "image": 960, "audio": 2048}
 
@@ -18,18 +23,30 @@ def purrsight() -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, width in WIDTHS.items():
         head = f"projection_heads.{name}_head"
-        found |= {f"{head}.ln.weight": torch.rand(width, generator=draw), f"{head}.ln.bias": torch.rand(width, generator=draw)}
+        found |= {
+            f"{head}.ln.weight": torch.rand(width, generator=draw),
+            f"{head}.ln.bias": torch.rand(width, generator=draw),
+        }
         found[f"{head}.fc.weight"] = torch.rand(512, width, generator=draw)
-        found[f"postprocessors.{name}_scaling.logit_scale"] = torch.tensor({"text": 1.0}.get(name, 2.66))
+        found[f"postprocessors.{name}_scaling.logit_scale"] = torch.tensor(
+            {"text": 1.0}.get(name, 2.66)
+        )
     return found
 
 
 @pytest.mark.parametrize("form", ["bare", "state_dict"])
 def test_an_aligner_of_purrsight_is_read_and_written_exactly(tmp_path: Path, form: str) -> None:
     given = purrsight()
-    torch.save(given if form == "bare" else {"state_dict": given, "epoch": 3, "global_step": 7}, tmp_path / "aligner.pt")
+    torch.save(
+        given if form == "bare" else {"state_dict": given, "epoch": 3, "global_step": 7},
+        tmp_path / "aligner.pt",
+    )
     heads = read_aligner(tmp_path / "aligner.pt")
-    assert (heads.modalities, heads.dim, sum(value.numel() for value in heads.tensors.values())) == (
+    assert (
+        heads.modalities,
+        heads.dim,
+        sum(value.numel() for value in heads.tensors.values()),
+    ) == (
         ("text", "image", "audio"),
         512,
         1_743_488,
@@ -41,7 +58,9 @@ def test_an_aligner_of_purrsight_is_read_and_written_exactly(tmp_path: Path, for
         again = read_aligner(tmp_path / name)
         assert all(torch.equal(again.tensors[key], value) for key, value in heads.tensors.items())
     stored = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert len(stored) == 12 and all(torch.equal(stored[name], value) for name, value in given.items())
+    assert len(stored) == 12 and all(
+        torch.equal(stored[name], value) for name, value in given.items()
+    )
 
 
 def spoil(how: str) -> dict[str, Any]:
@@ -65,7 +84,15 @@ def spoil(how: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "how",
-    ["lacks", "logit_scale of image", "holds 'encoder.weight'", "a projection of shape", "different widths", "not finite", "no modality"],
+    [
+        "lacks",
+        "logit_scale of image",
+        "holds 'encoder.weight'",
+        "a projection of shape",
+        "different widths",
+        "not finite",
+        "no modality",
+    ],
 )
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, how: str) -> None:
     torch.save(spoil(how), tmp_path / "aligner.pt")
@@ -90,13 +117,18 @@ def test_a_file_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_heads_of_other_encoders_are_refused(tmp_path: Path) -> None:
     torch.save(purrsight(), tmp_path / "aligner.pt")
     heads = read_aligner(tmp_path)
-    with pytest.raises(HeadwayError, match="takes features of width 960; the image encoder gives 1280"):
+    with pytest.raises(
+        HeadwayError, match="takes features of width 960; the image encoder gives 1280"
+    ):
         heads.require({"image": 1280}, 512, "aligner.pt")
     with pytest.raises(HeadwayError, match="projects to 512 dimensions; 256 are expected"):
         heads.require({"image": 960}, 256, "aligner.pt")
     with pytest.raises(HeadwayError, match="no such file"):
         read_aligner(tmp_path / "nothing.pt")
-    two = AlignerHeads({name: value for name, value in heads.tensors.items() if ".audio." not in name}, {"text": 1.0, "image": 2.0})
+    two = AlignerHeads(
+        {name: value for name, value in heads.tensors.items() if ".audio." not in name},
+        {"text": 1.0, "image": 2.0},
+    )
     write_aligner(two, tmp_path / "two.safetensors")
     assert read_aligner(tmp_path / "two.safetensors").modalities == ("text", "image")
     assert len(purrsight_tensors(two)) == 8

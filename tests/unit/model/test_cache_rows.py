@@ -12,11 +12,30 @@ from headway.model.init import initialize
 from headway.model.kv_cache import KVCache
 from headway.model.transformer import Transformer
 
-CONFIG = ModelConfig(hidden_size=32, num_layers=3, num_heads=8, num_kv_heads=4, ffn_size=48, vocab_size=96, max_seq_len=256, init_std=0.3)
+CONFIG = ModelConfig(
+    hidden_size=32,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    ffn_size=48,
+    vocab_size=96,
+    max_seq_len=256,
+    init_std=0.3,
+)
 FULL = HeadMasks(((True,) * 4,) * 3, 9, 3)
 MIXED = HeadMasks(((True, False, False, True), (False,) * 4, (False, True, True, True)), 9, 3)
 STREAMING = HeadMasks(((False,) * 4,) * 3, 8, 0)
-SHAPES = [(17, 14, 0), (5, 30, 0), (1, 3, 1), (40, 6, 2), (2, 25, 3), (23, 9, 8), (3, 1, 9), (11, 20, 9), (1, 1, 30)]
+SHAPES = [
+    (17, 14, 0),
+    (5, 30, 0),
+    (1, 3, 1),
+    (40, 6, 2),
+    (2, 25, 3),
+    (23, 9, 8),
+    (3, 1, 9),
+    (11, 20, 9),
+    (1, 1, 30),
+]
 """(prompt, new tokens, step of arrival): nine sequences in three rows."""
 
 
@@ -38,12 +57,16 @@ def build(config: ModelConfig = CONFIG) -> Transformer:
     ],
     ids=["full", "mixed", "streaming", "windowed", "windowed and mixed"],
 )
-def test_sequences_that_come_and_go_are_those_computed_alone(config: ModelConfig, masks: HeadMasks | None, chunk: int) -> None:
+def test_sequences_that_come_and_go_are_those_computed_alone(
+    config: ModelConfig, masks: HeadMasks | None, chunk: int
+) -> None:
     model, sequences = build(config), make_sequences(SHAPES, 96)
     cache = KVCache(config, 3, 46, device="cpu", dtype=torch.float32, masks=masks)
     with torch.inference_mode():
         rows = serve(model, cache, sequences, chunk=chunk)
-        gap = largest_gap(sequences, lambda ids: model.logits(masked_forward(model, ids[None], masks or FULL)[0]))
+        gap = largest_gap(
+            sequences, lambda ids: model.logits(masked_forward(model, ids[None], masks or FULL)[0])
+        )
     assert gap < 1e-4
     assert set(rows) == {0, 1, 2} and len(rows) == 9, "rows are given again"
 
@@ -53,7 +76,12 @@ def test_a_row_that_ended_in_nan_leaves_nothing_behind() -> None:
     cache = KVCache(CONFIG, 3, 46, device="cpu", dtype=torch.float32, masks=MIXED)
     with torch.inference_mode():
         serve(model, cache, sequences, chunk=4, poison=True)
-        assert largest_gap(sequences, lambda ids: model.logits(masked_forward(model, ids[None], MIXED)[0])) < 1e-4
+        assert (
+            largest_gap(
+                sequences, lambda ids: model.logits(masked_forward(model, ids[None], MIXED)[0])
+            )
+            < 1e-4
+        )
     assert all(not buffer.any() for layer in cache.layers for buffer in (layer.keys, layer.values))
 
 
@@ -64,7 +92,11 @@ def test_prompts_are_read_into_chosen_rows_alone(rows: list[int]) -> None:
     cache = KVCache(CONFIG, 4, 40, device="cpu", dtype=torch.float32, masks=MIXED)
     batch = cache.select(rows, lengths)
     last = last_hidden(model, ids[:, :21], lengths, batch, 6)
-    assert cache.host_lengths == [lengths[rows.index(row)] if row in rows else 0 for row in range(4)] == cache.lengths.tolist()
+    assert (
+        cache.host_lengths
+        == [lengths[rows.index(row)] if row in rows else 0 for row in range(4)]
+        == cache.lengths.tolist()
+    )
     for at in range(2):  # single tokens in these rows alone
         for index, length in enumerate(lengths):
             alone = masked_forward(model, ids[index : index + 1, : length + at], MIXED)[0, -1]

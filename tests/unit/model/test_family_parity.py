@@ -60,8 +60,15 @@ def table() -> Iterator[dict[str, dict[str, str]]]:
     rows: dict[str, dict[str, str]] = {}
     yield rows
     columns = ("logits", "gradients", "greedy", "export")
-    lines = [["family", *columns], *([case, *(row.get(column, "-") for column in columns)] for case, row in rows.items())]
-    sys.stdout.write("\n\n" + "\n".join(f"{line[0]:16}" + "".join(f"{one:>12}" for one in line[1:]) for line in lines) + "\n")
+    lines = [
+        ["family", *columns],
+        *([case, *(row.get(column, "-") for column in columns)] for case, row in rows.items()),
+    ]
+    sys.stdout.write(
+        "\n\n"
+        + "\n".join(f"{line[0]:16}" + "".join(f"{one:>12}" for one in line[1:]) for line in lines)
+        + "\n"
+    )
 
 
 def load(folder: Path) -> Transformer:
@@ -79,7 +86,12 @@ def positions(rows: int, length: int) -> torch.Tensor:
     return torch.arange(length).expand(rows, length)
 
 
-def our_logits(model: Transformer, tokens: torch.Tensor, position: torch.Tensor | None = None, mask: AttentionMask | None = None):
+def our_logits(
+    model: Transformer,
+    tokens: torch.Tensor,
+    position: torch.Tensor | None = None,
+    mask: AttentionMask | None = None,
+):
     place = positions(*tokens.shape) if position is None else position
     return model.logits(model(tokens, place, mask or causal_mask(len(tokens), tokens.shape[1])))
 
@@ -93,7 +105,9 @@ def test_every_family_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_gradients_are_those_of_transformers(case: str, pairs: dict[str, Pair], table: dict[str, dict[str, str]]) -> None:
+def test_logits_and_gradients_are_those_of_transformers(
+    case: str, pairs: dict[str, Pair], table: dict[str, dict[str, str]]
+) -> None:
     pair, tokens = pairs[case], ids(2, T)
     pair.theirs.zero_grad()
     expected = pair.theirs(tokens, use_cache=False).logits
@@ -121,10 +135,15 @@ def gradient_gaps(pair: Pair) -> Iterator[float]:
         if spec.name.endswith(ROUTER_BIAS):
             continue  # never trained by a gradient
         (piece,) = pieces_of(family, spec, config, theirs)
-        whole, own = theirs[piece.name if piece.name in theirs else spec.name].grad, ours[spec.name].grad  # some names differ on disk
+        whole, own = (
+            theirs[piece.name if piece.name in theirs else spec.name].grad,
+            ours[spec.name].grad,
+        )  # some names differ on disk
         assert whole is not None and own is not None, spec.name
         some = slice(piece.start, piece.stop, piece.step)
-        part = whole if piece.dim is None else whole[(*(slice(None) for _ in range(piece.dim)), some)]
+        part = (
+            whole if piece.dim is None else whole[(*(slice(None) for _ in range(piece.dim)), some)]
+        )
         part = part.transpose(-1, -2) if piece.transposed else part
         yield ((part - own).abs().max() / part.abs().max().clamp(min=1e-3)).item()
 
@@ -135,8 +154,12 @@ def test_greedy_text_is_that_of_transformers_and_of_the_forward(
 ) -> None:
     pair, prompt = pairs[case], ids(2, PROMPT, 1)
     length = PROMPT + NEW
-    expected = pair.theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
-    cache = KVCache(pair.ours.config, 2, length, device="cpu", dtype=torch.float32, prompt_lengths=[PROMPT] * 2)
+    expected = pair.theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False
+    )
+    cache = KVCache(
+        pair.ours.config, 2, length, device="cpu", dtype=torch.float32, prompt_lengths=[PROMPT] * 2
+    )
     with torch.inference_mode():
         logits = pair.ours.logits(pair.ours.prefill(prompt, positions(2, PROMPT), cache)[:, -1])
         step, found = pair.ours.decoder(cache), prompt
@@ -161,11 +184,17 @@ def test_an_export_has_the_same_bytes_and_loads_in_transformers(
     pair, tokens = pairs[case], ids(2, T, 2)
     config = pair.ours.config
     export_huggingface(config, read_weights(pair.folder, config), tmp_path / "out", tokenizer=None)
-    assert explicit(read_config(tmp_path / "out")) == explicit(config), "what was written is read back"
-    before, after = (load_file(folder / "model.safetensors") for folder in (pair.folder, tmp_path / "out"))
+    assert explicit(read_config(tmp_path / "out")) == explicit(config), (
+        "what was written is read back"
+    )
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (pair.folder, tmp_path / "out")
+    )
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager"
+    ).eval()
     assert type(again) is type(pair.theirs)
     with torch.no_grad():
         same = torch.equal(again(tokens).logits, pair.theirs(tokens).logits)
@@ -174,15 +203,30 @@ def test_an_export_has_the_same_bytes_and_loads_in_transformers(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_packed_documents_compute_what_they_compute_alone(case: str, pairs: dict[str, Pair]) -> None:
+def test_packed_documents_compute_what_they_compute_alone(
+    case: str, pairs: dict[str, Pair]
+) -> None:
     """One of them longer than the length at which longrope changes its frequencies."""
     model, lengths = pairs[case].ours, [5, 18, 3]
     tokens = ids(1, sum(lengths), 3)
     position = torch.cat([torch.arange(length) for length in lengths])[None]
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].int()
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[
+        None
+    ].int()
     bounds = torch.tensor([[0, 5, 23, 26]], dtype=torch.int32)
     zero = torch.zeros_like(tokens)
-    mask = mask_of(Batch(tokens, zero, zero.float(), position.int(), document, zero[:, 0].int(), bounds, single_document=False))
+    mask = mask_of(
+        Batch(
+            tokens,
+            zero,
+            zero.float(),
+            position.int(),
+            document,
+            zero[:, 0].int(),
+            bounds,
+            single_document=False,
+        )
+    )
     with torch.inference_mode():
         packed = our_logits(model, tokens, position, mask)
         alone = [our_logits(model, part) for part in tokens.split(lengths, dim=1)]
@@ -190,15 +234,28 @@ def test_packed_documents_compute_what_they_compute_alone(case: str, pairs: dict
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_decoding_with_head_masks_is_the_forward_under_them(case: str, pairs: dict[str, Pair]) -> None:
+def test_decoding_with_head_masks_is_the_forward_under_them(
+    case: str, pairs: dict[str, Pair]
+) -> None:
     model, tokens, prompt = pairs[case].ours, ids(2, 15, 4), 11
     config = model.config
     if config.latent_attention is not None:
         return  # no KV heads: test_latent_attention.py has the refusal
-    masks = HeadMasks(tuple(tuple((layer + head) % 2 == 0 for head in range(config.kv_heads)) for layer in range(config.num_layers)), 4, 2)
-    cache = KVCache(config, 2, 15, device="cpu", dtype=torch.float32, masks=masks, prompt_lengths=[prompt] * 2)
+    masks = HeadMasks(
+        tuple(
+            tuple((layer + head) % 2 == 0 for head in range(config.kv_heads))
+            for layer in range(config.num_layers)
+        ),
+        4,
+        2,
+    )
+    cache = KVCache(
+        config, 2, 15, device="cpu", dtype=torch.float32, masks=masks, prompt_lengths=[prompt] * 2
+    )
     with torch.inference_mode():
-        found = [model.logits(model.prefill(tokens[:, :prompt], positions(2, prompt), cache)[:, -1])]
+        found = [
+            model.logits(model.prefill(tokens[:, :prompt], positions(2, prompt), cache)[:, -1])
+        ]
         step = model.decoder(cache)
         for at in range(prompt, 15):
             found.append(step(tokens[:, at], cache.next_position()))

@@ -18,7 +18,14 @@ from headway.parallel.engine import EngineSpec
 
 ROWS, SEQ = 2, 32
 SMALL = ModelConfig(
-    hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=96, max_seq_len=SEQ, tie_embeddings=False
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=48,
+    vocab_size=96,
+    max_seq_len=SEQ,
+    tie_embeddings=False,
 )
 QUERIES, KEYS, FFN, VOCAB = 32 * 32, 16 * 32, 48 * 32, 96 * 32
 BLOCK = 2 * QUERIES + 2 * KEYS + 3 * FFN
@@ -32,7 +39,9 @@ def test_the_1b_shape_has_the_flops_both_ways_of_counting_give() -> None:
     assert flops.causal == pytest.approx(9.03e9, rel=1e-3)
 
 
-def test_where_everything_trains_every_weight_counts_six_and_the_head_once_whether_tied_or_not() -> None:
+def test_where_everything_trains_every_weight_counts_six_and_the_head_once_whether_tied_or_not() -> (
+    None
+):
     norms = sum(spec.size for spec in param_specs(SMALL) if len(spec.shape) == 1)
     found = token_flops(SMALL, SEQ)
     assert found.matrices == 6 * (num_parameters(SMALL) - norms - VOCAB)
@@ -61,8 +70,12 @@ def test_a_loras_base_counts_four_and_its_own_matrices_six() -> None:
     adapter = AdapterConfig(rank=rank, targets=("q_proj",)).shapes(SMALL)
     shapes = {spec.name: spec.shape for spec in param_specs(SMALL)} | adapter
     found = token_flops(SMALL, SEQ, shapes=shapes, training=list(adapter))
-    unreached = QUERIES + 2 * KEYS + rank * 32  # q, k, v and A of the first block: nothing before them trains
-    assert found.matrices == 4 * (3 * BLOCK + VOCAB) + 6 * 3 * (rank * 32 + 32 * rank) - 2 * unreached
+    unreached = (
+        QUERIES + 2 * KEYS + rank * 32
+    )  # q, k, v and A of the first block: nothing before them trains
+    assert (
+        found.matrices == 4 * (3 * BLOCK + VOCAB) + 6 * 3 * (rank * 32 + 32 * rank) - 2 * unreached
+    )
     assert found.attention == 3 * 3 * CORE
 
 
@@ -83,25 +96,40 @@ def test_windowed_layers_count_the_keys_in_their_window() -> None:
     assert windowed.causal_attention == 3 * 3 * ONE_KEY * 7
     assert windowed.matrices == token_flops(SMALL, SEQ).matrices
     mixed = token_flops(SMALL.with_(sliding_window=8, window_layers=(0, 2)), SEQ)
-    assert mixed.attention == 3 * ONE_KEY * (8 + 32 + 8) and mixed.causal_attention == 3 * ONE_KEY * (7 + 16 + 7)
-    assert mixed.full == mixed.matrices + mixed.attention and mixed.causal == mixed.matrices + mixed.causal_attention
+    assert mixed.attention == 3 * ONE_KEY * (
+        8 + 32 + 8
+    ) and mixed.causal_attention == 3 * ONE_KEY * (7 + 16 + 7)
+    assert (
+        mixed.full == mixed.matrices + mixed.attention
+        and mixed.causal == mixed.matrices + mixed.causal_attention
+    )
     assert token_flops(SMALL.with_(sliding_window=SEQ), SEQ) == token_flops(SMALL, SEQ)
-    assert token_flops(SMALL.with_(sliding_window=SEQ), 2 * SEQ).causal_attention == 3 * 3 * ONE_KEY * 24
+    assert (
+        token_flops(SMALL.with_(sliding_window=SEQ), 2 * SEQ).causal_attention
+        == 3 * 3 * ONE_KEY * 24
+    )
 
 
 def test_frozen_layers_with_windows_pass_forward_alone() -> None:
     mixed = SMALL.with_(sliding_window=8, window_layers=(0, 2))
     last = [spec.name for spec in param_specs(SMALL) if ".layers.2." in spec.name]
     found = token_flops(mixed, SEQ, training=last)
-    assert found.causal_attention == ONE_KEY * (7 + 16 + 3 * 7) and found.attention == ONE_KEY * (8 + 32 + 3 * 8)
+    assert found.causal_attention == ONE_KEY * (7 + 16 + 3 * 7) and found.attention == ONE_KEY * (
+        8 + 32 + 3 * 8
+    )
 
 
-@pytest.mark.parametrize(("length", "window"), [(32, 8), (32, 31), (32, 1), (7, 3), (5, 9), (6, None)])
+@pytest.mark.parametrize(
+    ("length", "window"), [(32, 8), (32, 31), (32, 1), (7, 3), (5, 9), (6, None)]
+)
 def test_visible_tokens_are_those_a_loop_counts(length: int, window: int | None) -> None:
     width = length if window is None else window
     # a token's own key counts at half, as the half of a square does
     seen = sum(min(position, width) + min(position + 1, width) for position in range(length)) / 2
-    assert visible_tokens(length, window) == (min(width, length), pytest.approx(seen / length, rel=1e-12))
+    assert visible_tokens(length, window) == (
+        min(width, length),
+        pytest.approx(seen / length, rel=1e-12),
+    )
 
 
 def test_streaming_heads_count_their_window_and_sinks() -> None:
@@ -112,7 +140,9 @@ def test_streaming_heads_count_their_window_and_sinks() -> None:
     assert (streamed.attention, streamed.causal_attention) == (9 * ONE_KEY * 8, 9 * ONE_KEY * 7)
     # a quarter of the heads is undecided and does both
     both = found.with_heads(0.75, 0.5)
-    assert both.attention == 9 * ONE_KEY * (0.75 * 32 + 0.5 * 8) and both.causal_attention == 9 * ONE_KEY * (0.75 * 16 + 0.5 * 7)
+    assert both.attention == 9 * ONE_KEY * (
+        0.75 * 32 + 0.5 * 8
+    ) and both.causal_attention == 9 * ONE_KEY * (0.75 * 16 + 0.5 * 7)
     assert both.causal == both.matrices + both.causal_attention
 
 
@@ -121,7 +151,9 @@ def test_gemma3_at_32k_counts_four_full_layers_and_22_windows() -> None:
     each = 12 * 4 * 256  # forward and backward, heads, head width
     assert found.attention == each * (4 * 32768 + 22 * 512)
     assert found.causal_attention == each * (4 * 16384 + 22 * (512 - 512 * 512 / 65536))
-    assert found.causal == pytest.approx(6.94e9, rel=0.01)  # 11.2e9 if every layer saw its whole row
+    assert found.causal == pytest.approx(
+        6.94e9, rel=0.01
+    )  # 11.2e9 if every layer saw its whole row
 
 
 @pytest.mark.parametrize(
@@ -140,7 +172,9 @@ def test_gemma3_at_32k_counts_four_full_layers_and_22_windows() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_it_is_what_the_engine_multiplies(how: dict[str, Any], tied: bool) -> None:
     config = SMALL.with_(tie_embeddings=tied)
-    engine = assemble(EngineSpec(config, NextToken(), AdamW(), chunk_tokens=1 << 16, attention="reference", **how))
+    engine = assemble(
+        EngineSpec(config, NextToken(), AdamW(), chunk_tokens=1 << 16, attention="reference", **how)
+    )
     step = make_step(make_batch([[SEQ]] * ROWS, seq_len=SEQ, vocab=96), 1)
     with FlopCounterMode(display=False) as counter:
         engine.forward_backward(step, StepInfo(0, 1))

@@ -40,8 +40,12 @@ CONFIG: dict[str, Any] = {
 def packed(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks and scales of a random tensor [..., outputs, inputs]."""
     generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, 16), dtype=torch.uint8, generator=generator)
-    return blocks, torch.randint(117, 129, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
+    blocks = torch.randint(
+        0, 256, (*shape[:-1], shape[-1] // 32, 16), dtype=torch.uint8, generator=generator
+    )
+    return blocks, torch.randint(
+        117, 129, blocks.shape[:-1], dtype=torch.uint8, generator=generator
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +64,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if piece.transposed:
             continue
         shape = (spec.shape[0], piece.stop) if piece.dim is not None else spec.shape
-        files["a.safetensors"][piece.name] = (torch.randn(shape, generator=generator) * 0.2).bfloat16()
+        files["a.safetensors"][piece.name] = (
+            torch.randn(shape, generator=generator) * 0.2
+        ).bfloat16()
     for layer in range(2):
         for name, shape in (("gate_up_proj", (3, 64, 64)), ("down_proj", (3, 64, 32))):
             blocks, scales = packed(shape, layer)
             path = f"model.layers.{layer}.mlp.experts.{name}"
-            files["a.safetensors"][f"{path}_blocks"], files["b.safetensors"][f"{path}_scales"] = blocks, scales
+            files["a.safetensors"][f"{path}_blocks"], files["b.safetensors"][f"{path}_scales"] = (
+                blocks,
+                scales,
+            )
     for file, held in files.items():
         save_file(held, made / file)
     index = {name: file for file, held in files.items() for name in held}
@@ -97,7 +106,9 @@ def test_a_published_folder_loads_expert_by_expert_into_our_layout(folder: Path)
     assert found[experts + "up_proj.bias"].shape == (3, 32)
 
 
-def test_a_published_folder_computes_what_transformers_computes_of_it(folder: Path, tmp_path: Path) -> None:
+def test_a_published_folder_computes_what_transformers_computes_of_it(
+    folder: Path, tmp_path: Path
+) -> None:
     """Through our export, in bf16 under the stock names."""
     transformers = pytest.importorskip("transformers")
     from headway.export.huggingface import export_model
@@ -107,7 +118,9 @@ def test_a_published_folder_computes_what_transformers_computes_of_it(folder: Pa
     export_model(folder, tmp_path / "out", dtype="bfloat16")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization_config" not in written
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager", dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", dtype=torch.float32
+    ).eval()
     config = read_config(folder)
     ours = Transformer(config)
     ours.load_state_dict(dict(read_weights(folder, config)), strict=True)
@@ -120,15 +133,36 @@ def test_a_published_folder_computes_what_transformers_computes_of_it(folder: Pa
 
 def test_keys_of_the_first_files_are_read(folder: Path) -> None:
     config = read_config(folder)
-    assert config.attention_sinks and config.qkv_bias and config.output_bias and config.window_layers == (0,)
-    assert config.rope_scaling is not None and config.rope_scaling.kind == "yarn" and not config.rope_scaling.truncate
+    assert (
+        config.attention_sinks
+        and config.qkv_bias
+        and config.output_bias
+        and config.window_layers == (0,)
+    )
+    assert (
+        config.rope_scaling is not None
+        and config.rope_scaling.kind == "yarn"
+        and not config.rope_scaling.truncate
+    )
     experts = config.experts
-    assert experts is not None and (experts.swiglu_limit, experts.swiglu_alpha, experts.per_token) == (7.0, 1.702, 2)
+    assert experts is not None and (
+        experts.swiglu_limit,
+        experts.swiglu_alpha,
+        experts.per_token,
+    ) == (7.0, 1.702, 2)
     assert experts.aux_loss == 0.0, "output_router_logits is false: no balancing loss of weight 0.9"
     assert gpt_oss.read({**plain(), "output_router_logits": True}).experts.aux_loss == 0.9  # pyright: ignore[reportOptionalMemberAccess]
-    bare = {key: value for key, value in plain().items() if key not in ("rope_scaling", "rope_theta", "layer_types")}
+    bare = {
+        key: value
+        for key, value in plain().items()
+        if key not in ("rope_scaling", "rope_theta", "layer_types")
+    }
     silent = gpt_oss.read(bare)
-    assert silent.rope_theta == 150_000 and silent.rope_scaling is not None and silent.rope_scaling.factor == 32
+    assert (
+        silent.rope_theta == 150_000
+        and silent.rope_scaling is not None
+        and silent.rope_scaling.factor == 32
+    )
     assert silent.window_layers == (0,), "every other layer, the first one too"
 
 
@@ -139,7 +173,9 @@ def plain() -> dict[str, Any]:
 def test_what_cannot_be_read_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="experts_per_token is 4 and num_experts_per_tok is 2"):
         gpt_oss.read({**plain(), "experts_per_token": 4})
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "awq"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "quantization_config": {"quant_method": "awq"}})
+    )
     with pytest.raises(ConfigError, match="AWQ"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -147,8 +183,14 @@ def test_what_cannot_be_read_is_refused_by_name(folder: Path, tmp_path: Path) ->
 
     tensors = {**load_file(folder / "a.safetensors"), **load_file(folder / "b.safetensors")}
     name = "model.layers.0.mlp.experts.down_proj_"
-    save_file({**tensors, f"{name}scales": tensors[f"{name}scales"][:, :-1].contiguous()}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"down_proj_blocks is U8 \[3, 64, 1, 16\] and .*down_proj_scales U8 \[3, 63, 1\]"):
+    save_file(
+        {**tensors, f"{name}scales": tensors[f"{name}scales"][:, :-1].contiguous()},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"down_proj_blocks is U8 \[3, 64, 1, 16\] and .*down_proj_scales U8 \[3, 63, 1\]",
+    ):
         check_weights(tmp_path, read_config(tmp_path))
     config = read_config(folder)
     with pytest.raises(ConfigError, match="attention_sinks is False"):
@@ -160,16 +202,26 @@ def test_what_cannot_be_read_is_refused_by_name(folder: Path, tmp_path: Path) ->
 def test_a_family_name_is_enough_for_its_form_and_presets_have_the_published_sizes() -> None:
     config = ModelConfig.model_validate({"family": "gpt_oss", "experts": {"num": 4}})
     assert config.attention_sinks and config.experts is not None
-    assert config.experts.num == 4 and config.experts.bias and config.experts.router_bias and config.experts.swiglu_limit == 7.0
+    assert (
+        config.experts.num == 4
+        and config.experts.bias
+        and config.experts.router_bias
+        and config.experts.swiglu_limit == 7.0
+    )
     small, large = ModelConfig(preset="gpt-oss-20b"), ModelConfig(preset="gpt-oss-120b")
     assert num_parameters(small) == 20_914_757_184 and num_parameters(large) == 116_829_156_672
     embedding = 201088 * 2880
-    assert round((active_parameters(small) - embedding) / 1e9, 1) == 3.6 and round((active_parameters(large) - embedding) / 1e9, 1) == 5.1
+    assert (
+        round((active_parameters(small) - embedding) / 1e9, 1) == 3.6
+        and round((active_parameters(large) - embedding) / 1e9, 1) == 5.1
+    )
 
 
 def test_a_chat_template_with_channels_loads_with_the_folder(tmp_path: Path) -> None:
     """A small one of its kind: roles and channels between special tokens."""
-    byte_tokenizer("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>").save(tmp_path)
+    byte_tokenizer("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>").save(
+        tmp_path
+    )
     (tmp_path / "chat_template.jinja").write_text(
         "{%- for message in messages -%}<|start|>{{ message.role }}{%- if message.role == 'assistant' -%}<|channel|>final{%- endif -%}"
         "<|message|>{{ message.content }}{{ '<|return|>' if loop.last and message.role == 'assistant' else '<|end|>' }}{%- endfor -%}"
@@ -178,9 +230,16 @@ def test_a_chat_template_with_channels_loads_with_the_folder(tmp_path: Path) -> 
     tokenizer = load_tokenizer(tmp_path)
     ids, mask = render([Turn("user", "Hi"), Turn("assistant", "Yes")], "tokenizer", tokenizer)
     text = tokenizer.decode(ids.tolist())
-    assert text == "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>"
-    assert tokenizer.decode(ids[mask].tolist()) == "<|channel|>final<|message|>Yes<|return|>", "an answer begins with its channel"
-    assert tokenizer.decode(render_prompt([Turn("user", "Hi")], "tokenizer", tokenizer)).endswith("<|start|>assistant")
+    assert (
+        text
+        == "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>"
+    )
+    assert tokenizer.decode(ids[mask].tolist()) == "<|channel|>final<|message|>Yes<|return|>", (
+        "an answer begins with its channel"
+    )
+    assert tokenizer.decode(render_prompt([Turn("user", "Hi")], "tokenizer", tokenizer)).endswith(
+        "<|start|>assistant"
+    )
 
 
 def test_a_published_folder_is_found_as_a_model(folder: Path) -> None:

@@ -24,7 +24,15 @@ from headway.model.init import initial_value
 from headway.model.layout import GATES, param_specs
 from headway.model.transformer import Transformer
 
-CONFIG = ModelConfig(hidden_size=32, num_layers=3, num_heads=8, num_kv_heads=4, ffn_size=16, vocab_size=32, head_gates=HeadGatesConfig())
+CONFIG = ModelConfig(
+    hidden_size=32,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    ffn_size=16,
+    vocab_size=32,
+    head_gates=HeadGatesConfig(),
+)
 TABLE = {
     4.5: (0.985, 0.002, 0.948),
     4.0: (0.976, 0.004, 0.917),
@@ -39,12 +47,16 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("log_alpha", "row"), TABLE.items())
-def test_closed_forms_and_samples_have_the_published_statistics(log_alpha: float, row: tuple[float, float, float]) -> None:
+def test_closed_forms_and_samples_have_the_published_statistics(
+    log_alpha: float, row: tuple[float, float, float]
+) -> None:
     alpha = torch.full((), log_alpha, dtype=torch.float64)
     for closed, right in zip((expected_z, probability_zero, probability_one), row, strict=True):
         assert float(closed(alpha)) == pytest.approx(right, abs=1.1e-3)
     z, _ = sample(torch.full((200_000,), log_alpha), seed=int(log_alpha * 10) + 200)
-    for seen, right in zip((z.mean(), (z == 0).float().mean(), (z == 1).float().mean()), row, strict=True):
+    for seen, right in zip(
+        (z.mean(), (z == 0).float().mean(), (z == 1).float().mean()), row, strict=True
+    ):
         assert float(seen) == pytest.approx(right, abs=4e-3)
 
 

@@ -30,13 +30,18 @@ def test_the_table_has_no_header_and_python_numbers(tmp_path: Path) -> None:
 
 def test_heads_of_a_layer() -> None:
     masks = HeadMasks(FULL)
-    assert (masks.full_heads(0), masks.streaming_heads(0), masks.full_heads(1)) == ((0, 2), (1,), (2,))
+    assert (masks.full_heads(0), masks.streaming_heads(0), masks.full_heads(1)) == (
+        (0, 2),
+        (1,),
+        (2,),
+    )
     assert masks.num_full == 3
     assert masks.sparsity == 0.5
 
 
 @pytest.mark.parametrize(
-    ("total", "sparsity", "kept"), [(256, 0.7, 76), (10, 0.9, 1), (10, 0.7, 3), (8, 0.0, 8), (8, 1.0, 0), (30, 0.1, 27)]
+    ("total", "sparsity", "kept"),
+    [(256, 0.7, 76), (10, 0.9, 1), (10, 0.7, 3), (8, 0.0, 8), (8, 1.0, 0), (30, 0.1, 27)],
 )
 def test_the_number_of_full_heads_is_exact(total: int, sparsity: float, kept: int) -> None:
     assert num_full_heads(total, sparsity) == kept
@@ -44,7 +49,10 @@ def test_the_number_of_full_heads_is_exact(total: int, sparsity: float, kept: in
 
 def test_heads_are_ranked_over_the_whole_model_and_ties_go_to_the_first() -> None:
     scores = ((-9.0, -8.0, 1.0, -9.0), (-9.0, 2.0, 3.0, -8.0))
-    assert select_at_sparsity(scores, 0.5).full == ((False, True, True, False), (False, True, True, False))
+    assert select_at_sparsity(scores, 0.5).full == (
+        (False, True, True, False),
+        (False, True, True, False),
+    )
     assert select_at_sparsity(scores, 0.25).num_full == 6
     assert select_at_sparsity(((0.0, 0.0), (0.0, 0.0)), 0.25).full == ((True, True), (True, False))
 
@@ -55,13 +63,17 @@ def test_equal_per_layer_gives_every_layer_the_same_count() -> None:
     equal = select_at_sparsity(scores, 0.5, equal_per_layer=True)
     assert [sum(row) for row in equal.full] == [2, 2, 2]
     assert equal.full[1] == (True, True, False, False)
-    assert [sum(row) for row in select_at_sparsity(((1.0, 2.0),) * 2, 0.25, equal_per_layer=True).full] == [2, 2]  # 1.5 each rounds up
+    assert [
+        sum(row) for row in select_at_sparsity(((1.0, 2.0),) * 2, 0.25, equal_per_layer=True).full
+    ] == [2, 2]  # 1.5 each rounds up
 
 
 def duo_folder(at: Path) -> Path:
     values = [[0.93, 0.04, 0.51], [0.2, 0.1, 1.0]]
     at.mkdir()
-    (at / "full_attention_heads.tsv").write_text("\n".join("\t".join(f"{v:.18e}" for v in row) for row in values) + "\n")
+    (at / "full_attention_heads.tsv").write_text(
+        "\n".join("\t".join(f"{v:.18e}" for v in row) for row in values) + "\n"
+    )
     (at / "config.json").write_text(json.dumps({"sink_size": 64, "recent_size": 256, "lr": 0.02}))
     return at
 
@@ -81,7 +93,9 @@ def test_soft_values_are_cut_at_the_sparsity_asked_for(tmp_path: Path) -> None:
 def test_hard_values_cannot_be_cut_elsewhere(tmp_path: Path) -> None:
     write_masks(HeadMasks(FULL), tmp_path / "masks.tsv")
     assert read_masks(tmp_path / "masks.tsv", 0.5).full == FULL
-    with pytest.raises(ConfigError, match=r"only 0 and 1 at sparsity 0\.5000.*export again with --sparsity 0\.2"):
+    with pytest.raises(
+        ConfigError, match=r"only 0 and 1 at sparsity 0\.5000.*export again with --sparsity 0\.2"
+    ):
         read_masks(tmp_path / "masks.tsv", 0.2)
 
 

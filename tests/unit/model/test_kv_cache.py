@@ -15,7 +15,16 @@ from headway.model.kv_cache import KVCache
 from headway.model.kv_layer import CachedHeads, group_heads
 from headway.model.transformer import Transformer
 
-CONFIG = ModelConfig(hidden_size=32, num_layers=3, num_heads=8, num_kv_heads=4, ffn_size=48, vocab_size=96, max_seq_len=256, init_std=0.3)
+CONFIG = ModelConfig(
+    hidden_size=32,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    ffn_size=48,
+    vocab_size=96,
+    max_seq_len=256,
+    init_std=0.3,
+)
 T = 61
 SPLITS = {
     "all full": ((1, 1, 1, 1),) * 3,
@@ -32,7 +41,9 @@ def build(config: ModelConfig = CONFIG) -> Transformer:
 
 
 def masks(split: str, window: int = 9, sinks: int = 3) -> HeadMasks:
-    return HeadMasks(tuple(tuple(bool(full) for full in row) for row in SPLITS[split]), window, sinks)
+    return HeadMasks(
+        tuple(tuple(bool(full) for full in row) for row in SPLITS[split]), window, sinks
+    )
 
 
 def ids(rows: int, length: int = T) -> torch.Tensor:
@@ -46,7 +57,9 @@ def new_cache(model: Transformer, rows: int, slots: int, **more) -> KVCache:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("window", "sinks"), [(9, 3), (8, 0), (1, 1), (64, 16)])
 @pytest.mark.parametrize("chunk", [7, 16, 40])
-def test_chunked_prefill_and_decode_equal_the_masked_forward(split: str, window: int, sinks: int, chunk: int) -> None:
+def test_chunked_prefill_and_decode_equal_the_masked_forward(
+    split: str, window: int, sinks: int, chunk: int
+) -> None:
     model, given = build(), masks(split, window, sinks)
     tokens = ids(2)
     expected = masked_forward(model, tokens, given)
@@ -69,12 +82,18 @@ def test_the_way_of_cuda_through_a_chunk_equals_the_plain_one(
     monkeypatch.setattr("headway.model.kv_cache.attend_streaming", attend_streaming_reference)
     monkeypatch.setattr("headway.model.kv_cache.store", store_reference)
     cuda = caches[1]
-    monkeypatch.setattr(cuda, "attend", lambda layer, *given: cuda._attend_cuda(cuda.layers[layer], *given))
+    monkeypatch.setattr(
+        cuda, "attend", lambda layer, *given: cuda._attend_cuda(cuda.layers[layer], *given)
+    )
     found = list(chunks(model, tokens, cuda, chunk))
     for row, length in enumerate(lengths):
-        assert (torch.cat(found, 1)[row, :length] - torch.cat(expected, 1)[row, :length]).abs().max() < 1e-5
+        assert (
+            torch.cat(found, 1)[row, :length] - torch.cat(expected, 1)[row, :length]
+        ).abs().max() < 1e-5
     for one, other in zip(cuda.layers, caches[0].layers, strict=True):
-        assert torch.allclose(one.keys, other.keys, atol=1e-5) and torch.allclose(one.values, other.values, atol=1e-5)
+        assert torch.allclose(one.keys, other.keys, atol=1e-5) and torch.allclose(
+            one.values, other.values, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 64])
@@ -95,7 +114,9 @@ def test_rows_of_different_length_share_a_sparse_cache(split: str, chunk: int) -
 
 
 @pytest.mark.parametrize("own", [5, 12, 200])
-@pytest.mark.parametrize("prompt", [40, 8])  # after 8 tokens, single steps leave the sinks of a window of 12 behind
+@pytest.mark.parametrize(
+    "prompt", [40, 8]
+)  # after 8 tokens, single steps leave the sinks of a window of 12 behind
 def test_the_models_own_window_and_masks_hold_together(own: int, prompt: int) -> None:
     model, given = build(CONFIG.with_(sliding_window=own, window_layers=(0, 2))), masks("mixed")
     tokens = ids(2)
@@ -118,7 +139,10 @@ def test_several_tokens_after_uneven_rows_equal_one_at_a_time() -> None:
         if together:
             results.append(model(tokens.gather(1, at), at, None, cache))
         else:
-            steps = [model(tokens.gather(1, at[:, i : i + 1]), at[:, i : i + 1], None, cache) for i in range(6)]
+            steps = [
+                model(tokens.gather(1, at[:, i : i + 1]), at[:, i : i + 1], None, cache)
+                for i in range(6)
+            ]
             results.append(torch.cat(steps, 1))
     assert (results[0] - results[1]).abs().max() < 1e-5
 
@@ -134,7 +158,9 @@ def test_streaming_heads_hold_sinks_and_window_and_nothing_more() -> None:
     assert dense_bytes == 2 * 4 * rows * width * total * slots
     share = given.sparsity
     assert cache.num_bytes / dense_bytes == pytest.approx((1 - share) + share * 12 / slots)
-    windowed = KVCache(CONFIG.with_(sliding_window=16), rows, slots, device="cpu", dtype=torch.float32)
+    windowed = KVCache(
+        CONFIG.with_(sliding_window=16), rows, slots, device="cpu", dtype=torch.float32
+    )
     assert windowed.num_bytes * slots == dense_bytes * 16
 
 
@@ -144,7 +170,9 @@ def test_a_streaming_prefill_never_allocates_the_past(monkeypatch: pytest.Monkey
     longest = 0
     plain = module.dense
 
-    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
+    def watched(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rule: ScoreRule
+    ) -> torch.Tensor:
         nonlocal longest
         longest = max(longest, k.shape[1])
         return plain(q, k, v, seen, rule)
@@ -159,9 +187,16 @@ def test_a_streaming_prefill_never_allocates_the_past(monkeypatch: pytest.Monkey
 
 
 def test_heads_with_room_for_everything_are_full_heads() -> None:
-    assert group_heads(CONFIG, 0, 12, masks("mixed")) == [CachedHeads((0, 1, 2, 3), 0, 12, None, True)]
-    assert group_heads(CONFIG, 0, 13, masks("mixed")) == [CachedHeads((0, 3), 0, 13, None, True), CachedHeads((1, 2), 3, 9, None, False)]
-    assert [group.capacity for group in group_heads(CONFIG, 0, 5000, HeadMasks(masks("mixed").full))] == [5000, 1152]
+    assert group_heads(CONFIG, 0, 12, masks("mixed")) == [
+        CachedHeads((0, 1, 2, 3), 0, 12, None, True)
+    ]
+    assert group_heads(CONFIG, 0, 13, masks("mixed")) == [
+        CachedHeads((0, 3), 0, 13, None, True),
+        CachedHeads((1, 2), 3, 9, None, False),
+    ]
+    assert [
+        group.capacity for group in group_heads(CONFIG, 0, 5000, HeadMasks(masks("mixed").full))
+    ] == [5000, 1152]
 
 
 def test_masks_of_another_model_are_refused() -> None:

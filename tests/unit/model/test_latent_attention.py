@@ -31,8 +31,22 @@ from headway.model.router import Router
 from headway.model.transformer import Transformer
 
 LATENT = {"kv_rank": 16, "q_rank": 12, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 8}
-BASE: dict[str, Any] = {"family": "deepseek_v3", "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "latent_attention": LATENT}
-EXPERTS = {"num": 8, "per_token": 2, "ffn_size": 8, "shared_ffn_size": 16, "router": "sigmoid", "first_dense": 1, "bias_rate": 0.0}
+BASE: dict[str, Any] = {
+    "family": "deepseek_v3",
+    "hidden_size": 32,
+    "num_heads": 4,
+    "vocab_size": 64,
+    "latent_attention": LATENT,
+}
+EXPERTS = {
+    "num": 8,
+    "per_token": 2,
+    "ffn_size": 8,
+    "shared_ffn_size": 16,
+    "router": "sigmoid",
+    "first_dense": 1,
+    "bias_rate": 0.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -42,9 +56,15 @@ EXPERTS = {"num": 8, "per_token": 2, "ffn_size": 8, "shared_ffn_size": 16, "rout
         ({"head_dim": 8}, "head_dim is 8; with latent_attention it is 12"),
         ({"qk_norm": True}, "latent_attention is given with qk_norm=True"),
         ({"head_gates": {}}, "head_gates is given with latent_attention"),
-        ({"latent_attention": {**LATENT, "value_head_dim": 13}}, "must not exceed nope_head_dim + rope_head_dim=12"),
+        (
+            {"latent_attention": {**LATENT, "value_head_dim": 13}},
+            "must not exceed nope_head_dim + rope_head_dim=12",
+        ),
         ({"latent_attention": {**LATENT, "rope_head_dim": 3}}, "multiple of 2"),
-        ({"latent_attention": None, "rope_scaling": {"kind": "yarn", "mscale_all_dim": 1.0}}, "which is for latent_attention"),
+        (
+            {"latent_attention": None, "rope_scaling": {"kind": "yarn", "mscale_all_dim": 1.0}},
+            "which is for latent_attention",
+        ),
         ({"experts": {**EXPERTS, "num_groups": 3}}, "num_groups is 3; it must divide num=8"),
         ({"experts": {**EXPERTS, "num_groups": 8, "groups_per_token": 1}}, "groups_per_token is 1"),
         ({"experts": {**EXPERTS, "num_groups": 8, "groups_per_token": 2}}, "use top1"),
@@ -63,8 +83,15 @@ def test_head_masks_are_refused_by_name() -> None:
 
 
 def test_a_router_takes_the_best_experts_of_the_best_groups() -> None:
-    config = ModelConfig.model_validate({**BASE, "experts": {**EXPERTS, "num_groups": 4, "groups_per_token": 2, "routed_scale": 3.0}})
-    scores = torch.tensor([0.9, 0.0, 0.5, 0.45, 0.6, 0.1, 0.4, 0.42])  # the groups' sums: 0.9, 0.95, 0.7, 0.82
+    config = ModelConfig.model_validate(
+        {
+            **BASE,
+            "experts": {**EXPERTS, "num_groups": 4, "groups_per_token": 2, "routed_scale": 3.0},
+        }
+    )
+    scores = torch.tensor(
+        [0.9, 0.0, 0.5, 0.45, 0.6, 0.1, 0.4, 0.42]
+    )  # the groups' sums: 0.9, 0.95, 0.7, 0.82
     chosen, weights = Router(config).choose(scores)
     assert chosen.tolist() == [0, 2]
     assert weights.tolist() == pytest.approx([3 * 0.9 / 1.4, 3 * 0.5 / 1.4])
@@ -78,7 +105,9 @@ def test_a_router_takes_the_best_experts_of_the_best_groups() -> None:
 
 def test_published_shapes_count_what_their_makers_say() -> None:
     """DeepSeek V3: 671B parameters, 37B active; V2 Lite: 15.7B and 2.4B. The active ones of V2 Lite are counted without the embedding."""
-    big, lite = (ModelConfig.model_validate({"preset": name}) for name in ("deepseek-v3", "deepseek-v2-lite"))
+    big, lite = (
+        ModelConfig.model_validate({"preset": name}) for name in ("deepseek-v3", "deepseek-v2-lite")
+    )
     assert num_parameters(big) == pytest.approx(671e9, rel=0.001)
     assert active_parameters(big) == pytest.approx(37.6e9, rel=0.01)
     assert num_parameters(lite) == pytest.approx(15.7e9, rel=0.01)
@@ -88,7 +117,9 @@ def test_published_shapes_count_what_their_makers_say() -> None:
 def test_arithmetic_counts_queries_and_values_by_their_own_widths() -> None:
     config = ModelConfig.model_validate({**BASE, "num_layers": 2})
     near, far = (token_flops(config, length) for length in (10, 20))
-    assert far.attention - near.attention == 6 * 2 * 4 * (12 + 8) * 10  # layers, heads, channels of q and v, tokens
+    assert (
+        far.attention - near.attention == 6 * 2 * 4 * (12 + 8) * 10
+    )  # layers, heads, channels of q and v, tokens
     assert near.matrices == far.matrices
 
 
@@ -131,7 +162,9 @@ def test_what_their_config_cannot_express_is_named(changes: dict[str, Any], says
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": "x"}}, "mscale is 'x'"),
     ],
 )
-def test_a_config_json_that_headway_does_not_compute_is_refused(changes: dict[str, Any], says: str) -> None:
+def test_a_config_json_that_headway_does_not_compute_is_refused(
+    changes: dict[str, Any], says: str
+) -> None:
     config = ModelConfig.model_validate({**BASE, "experts": EXPERTS})
     given = {**json.loads(json.dumps(published(config)[1])), **changes}
     with pytest.raises(ConfigError) as error:
@@ -163,14 +196,29 @@ def test_a_small_twin_for_checks_has_latent_attention_too() -> None:
 
 def test_layers_that_predict_more_tokens_are_left_out() -> None:
     config = ModelConfig.model_validate({**BASE, "num_layers": 2, "experts": EXPERTS})
-    stored = ["model.layers.1.mlp.gate.weight", "model.layers.2.eh_proj.weight", "model.layers.2.self_attn.o_proj.weight"]
+    stored = [
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.2.eh_proj.weight",
+        "model.layers.2.self_attn.o_proj.weight",
+    ]
     skip: Any = vars(family_of("deepseek_v3"))["left_out"]
     assert skip(stored, config) == set(stored[1:])
-    assert skip([stored[0], "model.layers.2.self_attn.o_proj.weight"], config) == set(), "a layer too many is an error, not an extra"
+    assert skip([stored[0], "model.layers.2.self_attn.o_proj.weight"], config) == set(), (
+        "a layer too many is an error, not an extra"
+    )
 
 
 def build(**changes: Any) -> Transformer:
-    config = ModelConfig.model_validate({**BASE, "num_layers": 2, "max_seq_len": 64, "init_std": 0.3, "rope_interleaved": True, **changes})
+    config = ModelConfig.model_validate(
+        {
+            **BASE,
+            "num_layers": 2,
+            "max_seq_len": 64,
+            "init_std": 0.3,
+            "rope_interleaved": True,
+            **changes,
+        }
+    )
     model = Transformer(config).requires_grad_(False)
     initialize(model, 3)
     return model
@@ -186,17 +234,29 @@ def test_both_forms_over_a_cache_are_the_forward(q_rank: int | None) -> None:
     model.fuse_projections()
     with torch.inference_mode():
         whole = model.prefill(tokens, position)
-        pieces = [model.prefill(tokens[:, :9], position[:, :9], cache), model.prefill(tokens[:, 9:15], position[:, 9:15], cache)]
-        pieces += [model.cached_forward()(tokens[:, at : at + 1], position[:, at : at + 1], cache) for at in (15,)]
+        pieces = [
+            model.prefill(tokens[:, :9], position[:, :9], cache),
+            model.prefill(tokens[:, 9:15], position[:, 9:15], cache),
+        ]
+        pieces += [
+            model.cached_forward()(tokens[:, at : at + 1], position[:, at : at + 1], cache)
+            for at in (15,)
+        ]
         cache.advance(1)
-        pieces += [model.prefill(tokens[:, at : at + 1], position[:, at : at + 1], cache) for at in range(16, 20)]
+        pieces += [
+            model.prefill(tokens[:, at : at + 1], position[:, at : at + 1], cache)
+            for at in range(16, 20)
+        ]
     assert (torch.cat(pieces, 1) - whole).abs().max() < 2e-5
 
 
 def test_a_token_takes_the_bytes_of_its_latent_and_shared_key() -> None:
     config = build().config
     channels = 16 + 4
-    assert KVCache(config, 3, 10, device="cpu", dtype=torch.float32).num_bytes == 2 * 3 * 10 * channels * 4
+    assert (
+        KVCache(config, 3, 10, device="cpu", dtype=torch.float32).num_bytes
+        == 2 * 3 * 10 * channels * 4
+    )
     shape = CacheShape(config, None, 64, 8, torch.bfloat16)
     assert (shape.page_bytes, shape.ring_bytes) == (2 * 8 * channels * 2, 0)
     paged = PagedCache(shape, slots=2, pages=5, kept_rings=0, device=torch.device("cpu"))
@@ -205,7 +265,9 @@ def test_a_token_takes_the_bytes_of_its_latent_and_shared_key() -> None:
     assert CacheShape(v3, None, 4096, 1, torch.bfloat16).page_bytes == 61 * 576 * 2
 
 
-def test_kernels_of_single_steps_see_a_wide_head_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_single_steps_see_a_wide_head_several_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By their references, which read the plans that the kernels read."""
     model = build(num_heads=6, latent_attention={**LATENT, "kv_rank": 300})
     config = model.config
@@ -216,7 +278,13 @@ def test_kernels_of_single_steps_see_a_wide_head_several_times(monkeypatch: pyte
     monkeypatch.setattr(paged_layer, "paged_attention", paged_reference)
     assert kv_layer.copies_of_head(6, 1, config.cached_size) == 3
     cache = KVCache(config, 2, 8, device="cpu", dtype=torch.float32, prompt_lengths=[3, 3])
-    paged = PagedCache(CacheShape(config, None, 8, 4, torch.float32), slots=2, pages=4, kept_rings=0, device=torch.device("cpu"))
+    paged = PagedCache(
+        CacheShape(config, None, 8, 4, torch.float32),
+        slots=2,
+        pages=4,
+        kept_rings=0,
+        device=torch.device("cpu"),
+    )
     paged.set_pages([(0, 0, 2), (1, 0, 1)])
     batch = paged.decode_batch(2)
     batch.slots.copy_(torch.arange(2))
@@ -225,7 +293,9 @@ def test_kernels_of_single_steps_see_a_wide_head_several_times(monkeypatch: pyte
         q = torch.randn(2, 1, 6, config.cached_size, generator=generator)
         k = torch.randn(2, 1, 1, config.cached_size, generator=generator)
         position = torch.full((2,), at)
-        cache.layers[1].step(q, k, k, position, at + 1, None)  # the plain path fills the other layer
+        cache.layers[1].step(
+            q, k, k, position, at + 1, None
+        )  # the plain path fills the other layer
         right = cache.layers[1].step(q, k, k, position, at + 1, None)
         found = cache.layers[0]._step_cuda(q, k, k, position, None, cache.layers[0].rule)
         in_pages = paged.layers[0]._step_cuda(q, k, k, position, batch, None)
@@ -235,15 +305,29 @@ def test_kernels_of_single_steps_see_a_wide_head_several_times(monkeypatch: pyte
 
 def test_an_adapter_per_request_may_not_change_what_requests_share(tmp_path: Path) -> None:
     model = build()
-    settings = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": ["kv_b_proj"], "base_model_name_or_path": "x"}
+    settings = {
+        "peft_type": "LORA",
+        "r": 16,
+        "lora_alpha": 32,
+        "target_modules": ["kv_b_proj"],
+        "base_model_name_or_path": "x",
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     shapes = AdapterConfig(targets=("kv_b_proj",)).shapes(model.config)
-    save_file({f"base_model.model.{name}": torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match="changes kv_b_proj, which makes keys and values from the shared cache of latents"):
+    save_file(
+        {f"base_model.model.{name}": torch.zeros(shape) for name, shape in shapes.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    with pytest.raises(
+        ConfigError,
+        match="changes kv_b_proj, which makes keys and values from the shared cache of latents",
+    ):
         load_adapters(model, model.config, {"own": tmp_path})
 
 
-def write_blocks(folder: Path, model: Transformer, block: int, *, further: bool = True) -> dict[str, torch.Tensor]:
+def write_blocks(
+    folder: Path, model: Transformer, block: int, *, further: bool = True
+) -> dict[str, torch.Tensor]:
     """A folder as V3 is published: 8-bit matrices with scales in another file, and a layer that predicts more tokens. What it says."""
     exact: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -252,25 +336,49 @@ def write_blocks(folder: Path, model: Transformer, block: int, *, further: bool 
     for spec in param_specs(config):
         value = dict(model.named_parameters())[spec.name].detach()
         pieces = pieces_of(family_of(config.family), spec, config)
-        for piece, part in zip(pieces, value.unbind(0) if len(pieces) > 1 else [value], strict=True):
-            if part.dim() < 2 or "norm" in piece.name or piece.name.startswith(("model.embed", "lm_head")) or ".gate.weight" in piece.name:
+        for piece, part in zip(
+            pieces, value.unbind(0) if len(pieces) > 1 else [value], strict=True
+        ):
+            if (
+                part.dim() < 2
+                or "norm" in piece.name
+                or piece.name.startswith(("model.embed", "lm_head"))
+                or ".gate.weight" in piece.name
+            ):
                 tensors[piece.name] = part.bfloat16().contiguous()
                 exact[piece.name] = tensors[piece.name].float()
                 continue
-            scale = torch.rand(-(-part.shape[0] // block), -(-part.shape[1] // block), generator=torch.Generator().manual_seed(7)) + 0.5
-            wide = scale.repeat_interleave(block, 0)[: part.shape[0]].repeat_interleave(block, 1)[:, : part.shape[1]]
+            scale = (
+                torch.rand(
+                    -(-part.shape[0] // block),
+                    -(-part.shape[1] // block),
+                    generator=torch.Generator().manual_seed(7),
+                )
+                + 0.5
+            )
+            wide = scale.repeat_interleave(block, 0)[: part.shape[0]].repeat_interleave(block, 1)[
+                :, : part.shape[1]
+            ]
             tensors[piece.name] = (part / wide).to(torch.float8_e4m3fn)
             scales[f"{piece.name}_scale_inv"] = scale
             exact[piece.name] = (tensors[piece.name].float() * wide).bfloat16().float()
     if further:
         at = f"model.layers.{config.num_layers}."
-        tensors |= {f"{at}eh_proj.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn), f"{at}enorm.weight": torch.zeros(2)}
+        tensors |= {
+            f"{at}eh_proj.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn),
+            f"{at}enorm.weight": torch.zeros(2),
+        }
         scales[f"{at}eh_proj.weight_scale_inv"] = torch.ones(1, 1)
     save_file(tensors, folder / "a.safetensors")
     save_file(scales, folder / "b.safetensors")
     files = dict.fromkeys(tensors, "a.safetensors") | dict.fromkeys(scales, "b.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
+    method = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [block, block],
+        "activation_scheme": "dynamic",
+    }
     written = {**published(config)[1], "num_nextn_predict_layers": 1, "quantization_config": method}
     (folder / "config.json").write_text(json.dumps(written))
     return exact
@@ -298,7 +406,9 @@ def test_published_8_bit_weights_are_read_as_floats(tmp_path: Path) -> None:
         ({"weight_block_size": [4, 4]}, r"_scale_inv has shape .*; blocks of \[4, 4\] make it"),
     ],
 )
-def test_other_8_bit_weights_are_refused_in_one_line(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_other_8_bit_weights_are_refused_in_one_line(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     write_blocks(tmp_path, build(experts=EXPERTS), 5)
     given = json.loads((tmp_path / "config.json").read_text())
     given["quantization_config"] |= changes

@@ -12,7 +12,9 @@ from headway.model.layout import num_parameters, param_specs
 from headway.model.presets import PRESETS
 from headway.model.transformer import Transformer
 
-SMALL = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=96)
+SMALL = ModelConfig(
+    hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=96
+)
 VARIANTS = [
     SMALL,
     SMALL.with_(tie_embeddings=False, qkv_bias=True, head_dim=16),
@@ -25,7 +27,9 @@ VARIANTS = [
 def test_specs_name_the_parameters_of_the_module_in_its_order(config: ModelConfig) -> None:
     with torch.device("meta"):
         model = Transformer(config)
-    assert [(s.name, s.shape) for s in param_specs(config)] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    assert [(s.name, s.shape) for s in param_specs(config)] == [
+        (n, tuple(p.shape)) for n, p in model.named_parameters()
+    ]
     assert num_parameters(config) == sum(p.numel() for p in model.parameters())
 
 
@@ -36,9 +40,14 @@ def test_a_split_dim_exists_and_divides_into_whole_units(config: ModelConfig) ->
             assert spec.shape[spec.split_dim] % spec.unit == 0
 
 
-@pytest.mark.parametrize(("preset", "billions"), [("llama-1b", 1.24), ("llama-3b", 3.21), ("llama-8b", 8.03), ("qwen2.5-3b", 3.09)])
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [("llama-1b", 1.24), ("llama-3b", 3.21), ("llama-8b", 8.03), ("qwen2.5-3b", 3.09)],
+)
 def test_presets_have_the_size_of_their_name(preset: str, billions: float) -> None:
-    assert num_parameters(ModelConfig.model_validate({"preset": preset})) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert num_parameters(ModelConfig.model_validate({"preset": preset})) / 1e9 == pytest.approx(
+        billions, abs=0.01
+    )
     assert preset in PRESETS
 
 
@@ -57,7 +66,9 @@ def test_a_parameters_initial_value_depends_on_seed_and_name_alone() -> None:
     own = dict(b.named_parameters())
     for name, value in a.named_parameters():
         assert torch.equal(value, own[name])
-    first, other = (initial_value("model.embed_tokens.weight", (96, 32), SMALL, seed) for seed in (1, 2))
+    first, other = (
+        initial_value("model.embed_tokens.weight", (96, 32), SMALL, seed) for seed in (1, 2)
+    )
     assert not torch.equal(first, other)
 
 

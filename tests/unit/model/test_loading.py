@@ -17,8 +17,17 @@ from headway.model.config import ModelConfig
 from headway.model.families import z2all
 from headway.model.layout import param_specs
 
-SHAPE: dict[str, Any] = {"hidden_size": 16, "num_layers": 3, "num_heads": 4, "ffn_size": 24, "vocab_size": 40, "max_seq_len": 64}
-INTERNLM = ModelConfig(family="internlm", qkv_bias=True, output_bias=True, tie_embeddings=False, **SHAPE)
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_layers": 3,
+    "num_heads": 4,
+    "ffn_size": 24,
+    "vocab_size": 40,
+    "max_seq_len": 64,
+}
+INTERNLM = ModelConfig(
+    family="internlm", qkv_bias=True, output_bias=True, tie_embeddings=False, **SHAPE
+)
 
 
 def values(config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -27,9 +36,12 @@ def values(config: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "by_hidden", "evo"), [(1, 1, True, False), (2, 1, True, False), (2, 2, False, True), (4, 2, True, True)]
+    ("tp", "pp", "by_hidden", "evo"),
+    [(1, 1, True, False), (2, 1, True, False), (2, 2, False, True), (4, 2, True, True)],
 )
-def test_shards_of_internlm_are_merged_over_tensor_and_pipeline_ranks(tmp_path: Path, tp: int, pp: int, by_hidden: bool, evo: bool) -> None:
+def test_shards_of_internlm_are_merged_over_tensor_and_pipeline_ranks(
+    tmp_path: Path, tp: int, pp: int, by_hidden: bool, evo: bool
+) -> None:
     ours = values(INTERNLM)
     write_weights(ours, tmp_path / "ckpt", tp, pp, by_hidden=by_hidden, evo=evo)
     found = find_model(tmp_path / "ckpt")
@@ -45,12 +57,19 @@ def test_of_foreign_classes_only_internlms_own_config_is_read_and_as_a_dict(tmp_
     folder = tmp_path / "ckpt"
     write_weights(values(INTERNLM), folder, 1, 1)
     with upstream_classes() as upstream:
-        torch.save(upstream.Config({"num_attention_heads": 4, "mode": upstream.ParallelMode.DATA}), folder / "model_config.pt")
-    with pytest.raises(CheckpointError, match=r"model_config\.pt: refused.*process_group_initializer\.ParallelMode"):
+        torch.save(
+            upstream.Config({"num_attention_heads": 4, "mode": upstream.ParallelMode.DATA}),
+            folder / "model_config.pt",
+        )
+    with pytest.raises(
+        CheckpointError, match=r"model_config\.pt: refused.*process_group_initializer\.ParallelMode"
+    ):
         find_model(folder)
     with upstream_classes() as upstream:
         torch.save({"blocks.0.norm1.weight": upstream.Config(a=1)}, folder / "model_tp0_pp0.pt")
-    with pytest.raises(CheckpointError, match=r"model_tp0_pp0\.pt: refused.*parallel_context\.Config"):
+    with pytest.raises(
+        CheckpointError, match=r"model_tp0_pp0\.pt: refused.*parallel_context\.Config"
+    ):
         find_model(folder)
 
 
@@ -85,16 +104,25 @@ def theirs(name: str) -> str:
     return name
 
 
-@pytest.mark.parametrize(("place", "prefix"), [("ckpt/best1_model.pt", ""), ("last1_model.pt", "module.")])
-def test_a_run_of_zero2all_is_read_under_its_own_names(tmp_path: Path, place: str, prefix: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "prefix"), [("ckpt/best1_model.pt", ""), ("last1_model.pt", "module.")]
+)
+def test_a_run_of_zero2all_is_read_under_its_own_names(
+    tmp_path: Path, place: str, prefix: str
+) -> None:
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "config.json").write_text(Z2ALL_CONFIG)
     config = z2all.read(json.loads(Z2ALL_CONFIG))
     ours = values(config)
     masks = {f"model.layers.{i}.self_attn.causal_mask": torch.zeros(1, 1, 64, 64) for i in range(2)}
-    torch.save({prefix + theirs(name): value for name, value in {**ours, **masks}.items()}, tmp_path / place)
+    torch.save(
+        {prefix + theirs(name): value for name, value in {**ours, **masks}.items()},
+        tmp_path / place,
+    )
     read = dict(find_model(tmp_path).weights())
-    assert read.keys() == ours.keys() and all(torch.equal(read[name], value) for name, value in ours.items())
+    assert read.keys() == ours.keys() and all(
+        torch.equal(read[name], value) for name, value in ours.items()
+    )
 
 
 def test_a_run_of_zero2all_with_its_tokenizer_files_generates(
@@ -107,14 +135,31 @@ def test_a_run_of_zero2all_with_its_tokenizer_files_generates(
     backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.save(str(tmp_path / "my_tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "MyHFTokenizer", "added_tokens_decoder": {}}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "MyHFTokenizer", "added_tokens_decoder": {}}'
+    )
     (tmp_path / "special_tokens_map.json").write_text("{}")
     described = json.loads(Z2ALL_CONFIG) | {"vocab_size": 320}
     (tmp_path / "config.json").write_text(json.dumps(described))
     (tmp_path / "ckpt").mkdir()
     weights = {theirs(name): value for name, value in values(z2all.read(described)).items()}
     torch.save(weights, tmp_path / "ckpt" / "last1_model.pt")
-    assert main(["generate", "--model", str(tmp_path), "--prompt", "hello", "--max-new-tokens", "3", "--device", "cpu"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                str(tmp_path),
+                "--prompt",
+                "hello",
+                "--max-new-tokens",
+                "3",
+                "--device",
+                "cpu",
+            ]
+        )
+        == 0
+    )
     assert capfd.readouterr().out.startswith("hello")
 
 
@@ -130,14 +175,19 @@ def test_pytorch_model_bin_is_read_whole_or_sharded(tmp_path: Path, sharded: boo
     ours = values(find_shape(LLAMA_CONFIG))
     if sharded:
         names = sorted(ours)
-        files = {name: f"pytorch_model-{1 + (i >= 5):05}-of-00002.bin" for i, name in enumerate(names)}
+        files = {
+            name: f"pytorch_model-{1 + (i >= 5):05}-of-00002.bin" for i, name in enumerate(names)
+        }
         for file in set(files.values()):
             torch.save({name: ours[name] for name in names if files[name] == file}, tmp_path / file)
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
     else:
         torch.save(ours, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     read = dict(find_model(tmp_path).weights())
-    assert all(torch.equal(read[name], value) for name, value in ours.items()) and read.keys() == ours.keys()
+    assert (
+        all(torch.equal(read[name], value) for name, value in ours.items())
+        and read.keys() == ours.keys()
+    )
 
 
 def find_shape(text: str) -> ModelConfig:
@@ -153,7 +203,9 @@ class Payload:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "last1_model.pt", "model_tp0_pp0.pt"])
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_file_that_holds_code_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, plain: bool) -> None:
+def test_a_file_that_holds_code_is_refused_and_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, plain: bool
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(LLAMA_CONFIG)
     if name.startswith("model_tp"):

@@ -59,14 +59,38 @@ def test_perplexity_and_generation_use_a_models_own_masks_and_say_so(
     ):
         full = result(capsys, *verb, "--model", str(plain))
         default = result(capsys, *verb, "--model", str(gated))
-        assert default[key] == result(capsys, *verb, "--model", str(plain), "--masks", str(tmp_path / "same.tsv"))[key] != full[key]
+        assert (
+            default[key]
+            == result(capsys, *verb, "--model", str(plain), "--masks", str(tmp_path / "same.tsv"))[
+                key
+            ]
+            != full[key]
+        )
         assert default["masks"] == SHOWN
         assert default[key] == result(capsys, *verb, "--model", str(gated), "--masks", "own")[key]
         without = result(capsys, *verb, "--model", str(gated), "--masks", "none")
         assert (without[key], without["masks"], full["masks"]) == (full[key], None, None)
-    assert main(["generate", "--model", str(gated), "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                str(gated),
+                "--prompt",
+                "a",
+                "--max-new-tokens",
+                "1",
+                "--device",
+                "cpu",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().err
-    assert "masks own (1 of 4 heads full, window 6, sinks 2)" in said and "Use --masks none to ignore them" in said
+    assert (
+        "masks own (1 of 4 heads full, window 6, sinks 2)" in said
+        and "Use --masks none to ignore them" in said
+    )
 
 
 def test_models_side_by_side_are_each_read_under_their_own_masks(
@@ -75,10 +99,16 @@ def test_models_side_by_side_are_each_read_under_their_own_masks(
     verb = ["eval", "compare", str(plain), str(gated), "--data", str(text)]
     found = result(capsys, *verb, "--out", str(tmp_path / "report"))["models"]
     assert [one["masks"] for one in found] == [None, SHOWN]
-    alone = [result(capsys, "eval", "ppl", "--model", str(one), "--data", str(text))["loss"] for one in (plain, gated)]
+    alone = [
+        result(capsys, "eval", "ppl", "--model", str(one), "--data", str(text))["loss"]
+        for one in (plain, gated)
+    ]
     losses = [one["datasets"]["text.txt"]["loss"] for one in found]
     assert losses == alone and losses[0] != losses[1]
-    assert "| none | own (1 of 4 heads full, window 6, sinks 2) | none |" in (tmp_path / "report" / "report.md").read_text()
+    assert (
+        "| none | own (1 of 4 heads full, window 6, sinks 2) | none |"
+        in (tmp_path / "report" / "report.md").read_text()
+    )
     without = result(capsys, *verb, "--masks", "none")["models"]
     assert [one["datasets"]["text.txt"]["loss"] for one in without] == [losses[0]] * 2
 
@@ -86,31 +116,59 @@ def test_models_side_by_side_are_each_read_under_their_own_masks(
 def test_long_questions_are_asked_in_full_and_under_the_models_own_masks(
     gated: Path, plain: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verb = ["eval", "long", "--tasks", "key_value", "--lengths", "128", "--samples", "1", "--depths", "0"]
+    verb = [
+        "eval",
+        "long",
+        "--tasks",
+        "key_value",
+        "--lengths",
+        "128",
+        "--samples",
+        "1",
+        "--depths",
+        "0",
+    ]
     found = result(capsys, *verb, "--model", str(gated))["variants"]
-    assert [(one["name"], one["masks_from"], one["sparsity"]) for one in found] == [("full", None, 0.0), ("own", "own", 0.75)]
-    assert [one["name"] for one in result(capsys, *verb, "--model", str(gated), "--masks", "none")["variants"]] == ["full"]
-    assert [one["name"] for one in result(capsys, *verb, "--model", str(plain))["variants"]] == ["full"]
+    assert [(one["name"], one["masks_from"], one["sparsity"]) for one in found] == [
+        ("full", None, 0.0),
+        ("own", "own", 0.75),
+    ]
+    assert [
+        one["name"]
+        for one in result(capsys, *verb, "--model", str(gated), "--masks", "none")["variants"]
+    ] == ["full"]
+    assert [one["name"] for one in result(capsys, *verb, "--model", str(plain))["variants"]] == [
+        "full"
+    ]
 
 
 def test_tasks_of_the_harness_are_answered_under_the_chosen_masks(gated: Path) -> None:
     loaded = load_model(gated)
     pairs = [(TEXT, " and"), (TEXT, " cat")]
-    own, none = (HarnessModel(loaded.with_mask_choice(MaskChoice(masks))).loglikelihood(pairs) for masks in (None, "none"))
+    own, none = (
+        HarnessModel(loaded.with_mask_choice(MaskChoice(masks))).loglikelihood(pairs)
+        for masks in (None, "none")
+    )
     assert own == HarnessModel(loaded.with_masks(OWN)).loglikelihood(pairs)
     assert none == HarnessModel(loaded).loglikelihood(pairs) != own
 
 
-def test_a_table_in_the_folder_is_the_models_own_where_it_has_no_gates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_in_the_folder_is_the_models_own_where_it_has_no_gates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = write_model(tmp_path, CONFIG)
     write_masks(OWN, folder / "masks.tsv")
     assert load_model(folder).with_mask_choice(MaskChoice()).masks == OWN
     # With gates these decide, and a table that differs is reported.
     write_gates(folder, HeadGatesConfig(window=6, sinks=2), -GATES)
-    assert load_model(folder).with_mask_choice(MaskChoice()).masks == HeadMasks(((False, True), (True, True)), 6, 2)
+    assert load_model(folder).with_mask_choice(MaskChoice()).masks == HeadMasks(
+        ((False, True), (True, True)), 6, 2
+    )
     assert "differs" not in caplog.text
     write_masks(OWN, folder / "masks.tsv")
-    assert load_model(folder).with_mask_choice(MaskChoice()).masks == HeadMasks(((False, True), (True, True)), 6, 2)
+    assert load_model(folder).with_mask_choice(MaskChoice()).masks == HeadMasks(
+        ((False, True), (True, True)), 6, 2
+    )
     assert "masks.tsv: differs from the gates of the model, which are used" in caplog.text
 
 
@@ -119,11 +177,19 @@ def test_window_and_sinks_of_own_masks_can_be_changed(gated: Path) -> None:
     assert (chosen.masks, chosen.masks_from) == (OWN.with_reach(9, 0), "own")
 
 
-def test_what_contradicts_itself_is_one_line(plain: Path, gated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_contradicts_itself_is_one_line(
+    plain: Path, gated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments, said in (
         (["--model", str(plain), "--masks", "own"], "--masks is own"),
-        (["--model", str(gated), "--masks", "none", "--stream-window", "8"], "--stream-window is given with --masks none"),
-        (["--model", str(plain), "--equal-per-layer"], "--equal-per-layer is given without --masks"),
+        (
+            ["--model", str(gated), "--masks", "none", "--stream-window", "8"],
+            "--stream-window is given with --masks none",
+        ),
+        (
+            ["--model", str(plain), "--equal-per-layer"],
+            "--equal-per-layer is given without --masks",
+        ),
     ):
         assert main(["generate", "--prompt", "a", "--device", "cpu", *arguments]) == 2
         error = capsys.readouterr().err.strip().splitlines()

@@ -44,14 +44,23 @@ def one_by_one(of: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
     chosen = (scores + bias).topk(of.config.per_token).indices
     weights = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
     weights = weights / weights.sum(-1, keepdim=True) if of.config.normalize else weights
-    gate, up, down = (getattr(of.experts, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
+    gate, up, down = (
+        getattr(of.experts, name).weight for name in ("gate_proj", "up_proj", "down_proj")
+    )
     inner = F.silu(torch.einsum("btd,efd->btef", x, gate)) * torch.einsum("btd,efd->btef", x, up)
     out = torch.einsum("btef,edf,bte->btd", inner, down, weights)
     return out if of.shared_experts is None else out + of.shared_experts(x)
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"normalize": False}, {"router": "sigmoid", "bias_rate": 0.1}, {"shared_ffn_size": 8, "per_token": 1}, {"per_token": 5}]
+    "changes",
+    [
+        {},
+        {"normalize": False},
+        {"router": "sigmoid", "bias_rate": 0.1},
+        {"shared_ffn_size": 8, "per_token": 1},
+        {"per_token": 5},
+    ],
 )
 def test_a_mixture_equals_experts_computed_one_by_one(changes: dict[str, Any]) -> None:
     of = mixture(**changes)
@@ -60,7 +69,11 @@ def test_a_mixture_equals_experts_computed_one_by_one(changes: dict[str, Any]) -
     torch.testing.assert_close(got, right, atol=2e-5, rtol=1e-4)
     upstream = torch.randn_like(got)
     wanted = [x, *(parameter for parameter in of.parameters() if parameter.requires_grad)]
-    for a, b in zip(torch.autograd.grad(got, wanted, upstream), torch.autograd.grad(right, wanted, upstream), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(got, wanted, upstream),
+        torch.autograd.grad(right, wanted, upstream),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
 
 
@@ -82,8 +95,12 @@ def test_dispatch_sorts_slots_by_expert_and_keeps_their_order() -> None:
     assert torch.equal(plan.order[plan.places], torch.arange(6))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.drill)])
-def test_compiled_halves_equal_eager_ones_and_never_compile_again_for_other_tokens(backend: str) -> None:
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.drill)]
+)
+def test_compiled_halves_equal_eager_ones_and_never_compile_again_for_other_tokens(
+    backend: str,
+) -> None:
     of = mixture(z_loss=0.1)
     compiled = torch.compile(of.route, fullgraph=True, dynamic=False, backend=backend)
     counted = torch.ones(2, 7)
@@ -97,22 +114,38 @@ def test_compiled_halves_equal_eager_ones_and_never_compile_again_for_other_toke
         assert routing is not None and plain is not None
         torch.testing.assert_close(routing.load, plain.load)
         wanted = [x, *of.parameters()]
-        for a, b in zip(torch.autograd.grad(got.sum(), wanted), torch.autograd.grad(right.sum(), wanted), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(got.sum(), wanted),
+            torch.autograd.grad(right.sum(), wanted),
+            strict=True,
+        ):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("scope", ["row", "step"])
 @pytest.mark.parametrize("layers", ["each", "pooled"])
 def test_microbatches_do_not_change_the_losses_of_a_step(scope: str, layers: str) -> None:
-    config = MIXTURE.with_(experts={**EXPERTS, "aux_loss": 0.3, "z_loss": 0.1, "aux_scope": scope, "aux_layers": layers})
+    config = MIXTURE.with_(
+        experts={
+            **EXPERTS,
+            "aux_loss": 0.3,
+            "z_loss": 0.1,
+            "aux_scope": scope,
+            "aux_layers": layers,
+        }
+    )
     found = []
     for micro in (1, 4, 8):
         engine = make_engine(RankGroup(), Setup(micro=micro, config=config, freeze=()))
         result = engine.forward_backward(share_of_step(0, micro, 0, 1), StepInfo(0, 2))
         norm = engine.update(hypers(engine.spec.optim, engine.groups, 0, 2)).norm
         load, (aux, weight) = result.metrics[LOAD][0], result.metrics["aux_loss"]
-        found.append([float(result.loss), float(norm), float(aux / weight), *load.flatten().tolist()])
-    assert found[1] == pytest.approx(found[0], rel=1e-5) and found[2] == pytest.approx(found[0], rel=1e-5)
+        found.append(
+            [float(result.loss), float(norm), float(aux / weight), *load.flatten().tolist()]
+        )
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and found[2] == pytest.approx(
+        found[0], rel=1e-5
+    )
 
 
 def test_padding_counts_nowhere() -> None:
@@ -120,7 +153,11 @@ def test_padding_counts_nowhere() -> None:
     batch = replace(batch, tokens=batch.tokens * torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0], [1] * 8]))
     assert counted_tokens(batch).tolist() == [[1, 1, 1, 1, 1, 0, 0, 0], [1] * 8]
     # zeros with a loss are tokens: id 0 may be a word
-    zeros = replace(batch, tokens=torch.zeros_like(batch.tokens), loss_weight=torch.tensor([[0.0] * 7 + [1.0], [0.0] * 8]))
+    zeros = replace(
+        batch,
+        tokens=torch.zeros_like(batch.tokens),
+        loss_weight=torch.tensor([[0.0] * 7 + [1.0], [0.0] * 8]),
+    )
     assert counted_tokens(zeros).tolist() == [[1] * 8, [1, 1, 1, 1, 1, 0, 0, 0]]
 
 
@@ -134,14 +171,20 @@ def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
     of.balance(torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0]), torch.tensor(1.0))
     assert bias.tolist() == [0.5, 0.0, -0.5, -0.5, 0.5]
     bias.zero_()
-    of.balance(torch.tensor([2.0, 2.0, 2.0, 2.0, 3.0]), torch.tensor(1.0))  # a whole step also near the mean of 2.2
+    of.balance(
+        torch.tensor([2.0, 2.0, 2.0, 2.0, 3.0]), torch.tensor(1.0)
+    )  # a whole step also near the mean of 2.2
     assert bias.tolist() == [0.5, 0.5, 0.5, 0.5, -0.5]
 
 
 def test_a_skipped_step_of_an_engine_leaves_the_bias_where_it_was() -> None:
     config = MIXTURE.with_(experts={**EXPERTS, "bias_rate": 0.5})
     engine = make_engine(RankGroup(), Setup(micro=2, config=config, freeze=()))
-    biases = [value for name, value in engine.model.named_parameters() if name.endswith("e_score_correction_bias")]
+    biases = [
+        value
+        for name, value in engine.model.named_parameters()
+        if name.endswith("e_score_correction_bias")
+    ]
     assert len(biases) == config.num_layers
     for bias in biases:
         bias.zero_()
@@ -156,7 +199,15 @@ def test_a_skipped_step_of_an_engine_leaves_the_bias_where_it_was() -> None:
 
 
 def test_experts_outside_of_the_best_groups_are_never_chosen() -> None:
-    groups = {"num": 6, "per_token": 2, "num_groups": 3, "groups_per_token": 1, "router": "sigmoid", "bias_rate": 0.0, "normalize": False}
+    groups = {
+        "num": 6,
+        "per_token": 2,
+        "num_groups": 3,
+        "groups_per_token": 1,
+        "router": "sigmoid",
+        "bias_rate": 0.0,
+        "normalize": False,
+    }
     router = mixture(**groups).gate
     bias = router.e_score_correction_bias
     assert bias is not None
@@ -167,8 +218,12 @@ def test_experts_outside_of_the_best_groups_are_never_chosen() -> None:
         router.config = router.config.model_copy(update={"group_score": kind})
         chosen, weights = router.choose(scores)
         assert chosen.tolist() == [expected]
-        assert weights.tolist() == [pytest.approx([float(scores[0, expert]) for expert in expected])]
-    two = router.config.model_copy(update={"groups_per_token": 2, "group_score": "top1", "per_token": 3})
+        assert weights.tolist() == [
+            pytest.approx([float(scores[0, expert]) for expert in expected])
+        ]
+    two = router.config.model_copy(
+        update={"groups_per_token": 2, "group_score": "top1", "per_token": 3}
+    )
     router.config = two
     assert router.choose(scores)[0].tolist() == [[0, 2, 3]]
 
@@ -183,15 +238,30 @@ def test_load_is_reported_relative_to_the_mean() -> None:
 
 
 def test_arithmetic_counts_active_parameters_and_memory_all() -> None:
-    config = MIXTURE.with_(experts={**EXPERTS, "first_dense": 1, "shared_ffn_size": 16, "bias_rate": 0.0}, tie_embeddings=False)
+    config = MIXTURE.with_(
+        experts={**EXPERTS, "first_dense": 1, "shared_ffn_size": 16, "bias_rate": 0.0},
+        tie_embeddings=False,
+    )
     with torch.device("meta"):
         model = Transformer(config)
-    assert {spec.name: spec.shape for spec in param_specs(config)} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert {spec.name: spec.shape for spec in param_specs(config)} == {
+        n: tuple(p.shape) for n, p in model.named_parameters()
+    }
     experts = sum(spec.size for spec in param_specs(config) if ".experts." in spec.name)
     assert experts == 3 * 5 * 24 * 32
     assert num_parameters(config) - active_parameters(config) == experts * 3 // 5
-    dense = config.with_(experts={**EXPERTS, "per_token": 5, "first_dense": 1, "shared_ffn_size": 16, "bias_rate": 0.0})
-    assert token_flops(dense, 8).matrices - token_flops(config, 8).matrices == pytest.approx(6 * experts * 3 / 5)
+    dense = config.with_(
+        experts={
+            **EXPERTS,
+            "per_token": 5,
+            "first_dense": 1,
+            "shared_ffn_size": 16,
+            "bias_rate": 0.0,
+        }
+    )
+    assert token_flops(dense, 8).matrices - token_flops(config, 8).matrices == pytest.approx(
+        6 * experts * 3 / 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,13 +283,17 @@ def test_every_optimizer_trains_stacked_experts(kind: str) -> None:
     engine = make_engine(RankGroup(), Setup(micro=2, config=MIXTURE, freeze=(), optim=optim))
     losses = []
     for step in range(4):
-        losses.append(float(engine.forward_backward(share_of_step(0, 2, 0, 1), StepInfo(step, 4)).loss))
+        losses.append(
+            float(engine.forward_backward(share_of_step(0, 2, 0, 1), StepInfo(step, 4)).loss)
+        )
         engine.update(hypers(optim, engine.groups, step, 4))
     assert losses[-1] < losses[0]
 
 
 def test_muon_orthogonalizes_each_expert_by_itself() -> None:
-    optim = importlib.import_module("headway.optim.muon").Config(lr=1.0, momentum=0.0, weight_decay=0.0, nesterov=False)
+    optim = importlib.import_module("headway.optim.muon").Config(
+        lr=1.0, momentum=0.0, weight_decay=0.0, nesterov=False
+    )
     gradient = torch.randn(3, 8, 6)
     guard, hyper = Guard(torch.ones(()), torch.zeros(())), optim.hyper(1, 2)
 

@@ -38,12 +38,16 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def theirs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path]:
     """A model of transformers and the folder it was saved to."""
     kind = request.param.split()[0]
     torch.manual_seed(1)
     config = transformers.AutoConfig.for_model(kind, **SHAPE, **CASES[request.param])
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     folder = tmp_path_factory.mktemp("theirs")
     model.save_pretrained(folder)
     return model, folder
@@ -74,18 +78,30 @@ def test_logits_losses_and_gradients_are_those_of_transformers(theirs: tuple[Any
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     for name, parameter in own.named_parameters():
         path = name.removesuffix(".weight")
-        fused = path.replace("gate_proj", "gate_up_proj").replace("up_proj", "gate_up_proj") if ".experts." in name else name
+        fused = (
+            path.replace("gate_proj", "gate_up_proj").replace("up_proj", "gate_up_proj")
+            if ".experts." in name
+            else name
+        )
         found = grads[fused.replace("gate_gate_up_proj", "gate_up_proj")]
         if ".experts." in name and "down_proj" not in name:
             found = found.chunk(2, dim=1)[0 if "gate_proj" in name else 1]
-        torch.testing.assert_close(parameter.grad, found, atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            parameter.grad,
+            found,
+            atol=1e-4,
+            rtol=1e-3,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
     model.zero_grad()
 
 
 def test_greedy_text_through_the_cache_is_that_of_transformers(theirs: tuple[Any, Path]) -> None:
     model, folder = theirs
     prompt = [5, 17, 3, 88, 41]
-    right = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, 5:].tolist()
+    right = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[
+        0, 5:
+    ].tolist()
     loaded = load_model(folder)
     cache = loaded.new_cache(1, 32)
     hidden = loaded.model.prefill(torch.tensor([prompt]), torch.arange(5)[None], cache)
@@ -96,19 +112,38 @@ def test_greedy_text_through_the_cache_is_that_of_transformers(theirs: tuple[Any
     assert found == right
 
 
-def test_an_export_is_what_transformers_wrote_and_fused_tensors_are_read_too(theirs: tuple[Any, Path], tmp_path: Path) -> None:
+def test_an_export_is_what_transformers_wrote_and_fused_tensors_are_read_too(
+    theirs: tuple[Any, Path], tmp_path: Path
+) -> None:
     model, folder = theirs
     export_model(folder, tmp_path / "out")
-    written, right = load_file(tmp_path / "out/model.safetensors"), load_file(folder / "model.safetensors")
-    assert written.keys() == right.keys() and all(torch.equal(written[name], value) for name, value in right.items())
+    written, right = (
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(folder / "model.safetensors"),
+    )
+    assert written.keys() == right.keys() and all(
+        torch.equal(written[name], value) for name, value in right.items()
+    )
     config = find_model(folder).config
     config = config.with_(head_dim=config.head_size)
     assert find_model(tmp_path / "out").config == config
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(torch.tensor([[1, 2]])).logits.isfinite().all()
-    assert family_of(config.family).read(json.loads((tmp_path / "out/config.json").read_text())) == config
+    assert (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(torch.tensor([[1, 2]]))
+        .logits.isfinite()
+        .all()
+    )
+    assert (
+        family_of(config.family).read(json.loads((tmp_path / "out/config.json").read_text()))
+        == config
+    )
     fused = tmp_path / "fused"
     fused.mkdir()
     (fused / "config.json").write_text((folder / "config.json").read_text())
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, fused / "model.safetensors")
-    for (name, value), (_, right_value) in zip(find_model(fused).weights(), find_model(folder).weights(), strict=True):
+    save_file(
+        {name: value.contiguous() for name, value in model.state_dict().items()},
+        fused / "model.safetensors",
+    )
+    for (name, value), (_, right_value) in zip(
+        find_model(fused).weights(), find_model(folder).weights(), strict=True
+    ):
         assert torch.equal(value, right_value), name

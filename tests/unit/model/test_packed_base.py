@@ -10,7 +10,14 @@ from headway.errors import ConfigError, ParallelError
 from headway.kernels import packed_weight
 from headway.kernels.packed_layout import PackedForm, form_of
 from headway.model.adapter.config import AdapterConfig
-from headway.model.adapter.lora import AdaptedLinear, PackedLinear, adapt, merged, pack_linears, with_updates
+from headway.model.adapter.lora import (
+    AdaptedLinear,
+    PackedLinear,
+    adapt,
+    merged,
+    pack_linears,
+    with_updates,
+)
 from headway.model.adapter.packed_base import packed_values, plain_values
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
@@ -24,7 +31,14 @@ from headway.parallel.recompute import recompute_whole
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(
-    hidden_size=32, num_layers=2, num_heads=2, ffn_size=80, vocab_size=32, max_seq_len=32, qkv_bias=True, tie_embeddings=False
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    ffn_size=80,
+    vocab_size=32,
+    max_seq_len=32,
+    qkv_bias=True,
+    tie_embeddings=False,
 )
 
 
@@ -34,11 +48,19 @@ def config_of(form: PackedForm | None, kind: Any = "lora", **more: Any) -> Adapt
 
 def first_values(config: AdapterConfig) -> dict[str, torch.Tensor]:
     """Random weights and updates of SMALL, as an engine stores them."""
-    base = ((one.name, torch.randn(one.shape, generator=torch.Generator().manual_seed(i))) for i, one in enumerate(param_specs(SMALL)))
+    base = (
+        (one.name, torch.randn(one.shape, generator=torch.Generator().manual_seed(i)))
+        for i, one in enumerate(param_specs(SMALL))
+    )
     layouts, modules = config.layouts(SMALL), config.modules(SMALL)
-    values = dict(with_updates(packed_values(base, layouts, CPU), config, modules, 3, {}, layouts=layouts))
+    values = dict(
+        with_updates(packed_values(base, layouts, CPU), config, modules, 3, {}, layouts=layouts)
+    )
     drawn = torch.Generator().manual_seed(9)
-    return {name: value if "lora_B" not in name else torch.randn(value.shape, generator=drawn) * 0.1 for name, value in values.items()}
+    return {
+        name: value if "lora_B" not in name else torch.randn(value.shape, generator=drawn) * 0.1
+        for name, value in values.items()
+    }
 
 
 def model_of(config: AdapterConfig, values: dict[str, torch.Tensor]) -> Transformer:
@@ -60,11 +82,18 @@ def loss_of(model: Transformer) -> torch.Tensor:
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("targets", [("all",), ("q_proj", "down_proj")])
-def test_outputs_and_gradients_are_those_over_the_dequantised_weights(form: PackedForm, kind: str, targets: tuple[str, ...]) -> None:
+def test_outputs_and_gradients_are_those_over_the_dequantised_weights(
+    form: PackedForm, kind: str, targets: tuple[str, ...]
+) -> None:
     packed, plain = config_of(form, kind, targets=targets), config_of(None, kind, targets=targets)
     values = first_values(packed)
-    ours, theirs = model_of(packed, values), model_of(plain, dict(plain_values(values.items(), packed.layouts(SMALL))))
-    assert sum(isinstance(one, PackedLinear) for one in ours.modules()) == (0 if targets == ("all",) else 10)
+    ours, theirs = (
+        model_of(packed, values),
+        model_of(plain, dict(plain_values(values.items(), packed.layouts(SMALL)))),
+    )
+    assert sum(isinstance(one, PackedLinear) for one in ours.modules()) == (
+        0 if targets == ("all",) else 10
+    )
     losses = [loss_of(one) for one in (ours, theirs)]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=1e-6)
     for loss in losses:
@@ -87,35 +116,53 @@ def test_a_new_adapter_changes_nothing_and_merging_equals_not_merging(kind: str)
     layouts, modules = config.layouts(SMALL), config.modules(SMALL)
     values = first_values(config)
     plain = dict(plain_values(values.items(), layouts))
-    new = {name: torch.zeros_like(value) if "lora_B" in name else value for name, value in values.items()}
+    new = {
+        name: torch.zeros_like(value) if "lora_B" in name else value
+        for name, value in values.items()
+    }
     bare = Transformer(SMALL).eval()
     bare.load_state_dict({name: value for name, value in plain.items() if "lora_" not in name})
     torch.testing.assert_close(loss_of(model_of(config, new)), loss_of(bare), rtol=1e-5, atol=1e-6)
     bare.load_state_dict(dict(merged(plain.items(), config, modules)))
-    torch.testing.assert_close(loss_of(model_of(config, values)), loss_of(bare), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        loss_of(model_of(config, values)), loss_of(bare), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_only_linears_of_layers_are_quantised_and_their_arithmetic_counts() -> None:
     config = config_of("nf4", targets=("q_proj", "lm_head"))
     shapes = config.all_shapes(SMALL)
-    assert {EMBEDDING, HEAD, "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} <= shapes.keys()
+    assert {
+        EMBEDDING,
+        HEAD,
+        "model.norm.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+    } <= shapes.keys()
     assert sum(form_of(name) == "nf4" for name in shapes) == 14
     plain = config_of(None, targets=("q_proj", "lm_head")).all_shapes(SMALL)
     trains = [name for name in shapes if "lora_" in name]
-    assert token_flops(SMALL, 16, shapes=shapes, training=trains) == token_flops(SMALL, 16, shapes=plain, training=trains)
+    assert token_flops(SMALL, 16, shapes=shapes, training=trains) == token_flops(
+        SMALL, 16, shapes=plain, training=trains
+    )
     assert isinstance(model_of(config, first_values(config)).lm_head, AdaptedLinear)
 
 
 @pytest.mark.parametrize("train", ["*.mlp.*", "*.up_proj.weight", "layers.1", "matrices"])
 def test_quantised_weights_are_never_trained(train: str) -> None:
     shapes = config_of("nf4", targets=("q_proj",)).all_shapes(SMALL)
-    with pytest.raises(ConfigError, match=r"which adapter\.base stores quantised, and quantised weights cannot train"):
+    with pytest.raises(
+        ConfigError,
+        match=r"which adapter\.base stores quantised, and quantised weights cannot train",
+    ):
         trainable(shapes, (), (train,))
     assert "model.norm.weight" in trainable(shapes, (), ("norms",))
 
 
 def test_a_tensor_axis_is_refused_by_name() -> None:
-    with pytest.raises(ParallelError, match=r"parallel\.tensor is 2 and adapter\.base is nf4.*Use tensor 1 and strategy fsdp"):
+    with pytest.raises(
+        ParallelError,
+        match=r"parallel\.tensor is 2 and adapter\.base is nf4.*Use tensor 1 and strategy fsdp",
+    ):
         ParallelConfig(tensor=2).check_rows(SMALL, 16, NextToken(), config_of("nf4"))
 
 
@@ -127,13 +174,20 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_that_save_memory_change_no_number(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_that_save_memory_change_no_number(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headway.parallel.offload_activations.MIN_BYTES", 1)
     adapter = AdapterConfig(kind="dora", rank=4, alpha=8.0, dropout=0.1, base="nf4")
     seen = []
     for more in ({}, MODES[mode]):
-        engine = make_engine(RankGroup(), Setup(dtype=torch.bfloat16, freeze=(), adapter=adapter, config=CONFIG, **more))
-        seen.append((train_steps(engine, RankGroup(), 4, 0, 2), {n: v.clone() for n, v in engine.weights()}))
+        engine = make_engine(
+            RankGroup(),
+            Setup(dtype=torch.bfloat16, freeze=(), adapter=adapter, config=CONFIG, **more),
+        )
+        seen.append(
+            (train_steps(engine, RankGroup(), 4, 0, 2), {n: v.clone() for n, v in engine.weights()})
+        )
     assert seen[0][0] == seen[1][0]
     assert all(torch.equal(seen[1][1][name], value) for name, value in seen[0][1].items())
     assert any(form_of(name) for name in seen[0][1])
@@ -145,12 +199,18 @@ def test_a_quantised_base_takes_its_bytes_and_no_more() -> None:
     held = {name: value for name, value in engine.frozen.values.items() if form_of(name)}
     layouts = adapter.layouts(CONFIG)
     assert len(held) == len(layouts) == 14
-    assert sum(value.nbytes for value in held.values()) == sum(layout.nbytes for layout in layouts.values())
-    assert {name for name, role, _, _ in engine.tensors() if role != "param"} == set(adapter.shapes(CONFIG))
+    assert sum(value.nbytes for value in held.values()) == sum(
+        layout.nbytes for layout in layouts.values()
+    )
+    assert {name for name, role, _, _ in engine.tensors() if role != "param"} == set(
+        adapter.shapes(CONFIG)
+    )
     assert not any(name.endswith("_proj.weight") for name in engine.shapes)
 
 
-def test_a_recomputed_block_does_not_multiply_for_a_sum_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recomputed_block_does_not_multiply_for_a_sum_that_nobody_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Gradients are those of the stored forward, and down_proj multiplies once in forward and once for its input's gradient."""
     config = config_of("nf4")
     values, gradients, counts = first_values(config), list[dict[str, torch.Tensor]](), list[int]()
@@ -161,11 +221,15 @@ def test_a_recomputed_block_does_not_multiply_for_a_sum_that_nobody_reads(monkey
                 recompute_whole(block, is_random=False)
         seen: list[Any] = []
         real = packed_weight.unpack
-        monkeypatch.setattr(packed_weight, "unpack", lambda *a, real=real, seen=seen: seen.append(a) or real(*a))
+        monkeypatch.setattr(
+            packed_weight, "unpack", lambda *a, real=real, seen=seen: seen.append(a) or real(*a)
+        )
         loss_of(model).backward()
         monkeypatch.setattr(packed_weight, "unpack", real)
         counts.append(sum((layout.outputs, layout.inputs) == (32, 80) for _, layout, _ in seen))
-        gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+        gradients.append(
+            {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        )
     assert counts == [4, 4], "two layers, forward and backward"
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(value, gradients[1][name]) for name, value in gradients[0].items())

@@ -14,16 +14,34 @@ from headway.model.kv_cache import KVCache
 from headway.model.paged_cache import CacheShape, PagedCache
 from headway.model.paged_layer import PrefillPiece
 
-BASE = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=320, max_seq_len=160, init_std=0.5)
+BASE = ModelConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=48,
+    vocab_size=320,
+    max_seq_len=160,
+    init_std=0.5,
+)
 LENGTHS, STEPS, PAGE = (37, 3, 90), 6, 8
 CASES: dict[str, tuple[ModelConfig, HeadMasks | None]] = {
     "dense": (BASE, None),
     "masks": (BASE, HeadMasks(((True, False), (False, False)), window=6, sinks=2)),
     "window": (BASE.with_(sliding_window=10), None),
-    "both": (BASE.with_(sliding_window=20), HeadMasks(((True, False), (False, True)), window=6, sinks=3)),
-    "soft-capped": (BASE.with_(attention_softcap=2.0), HeadMasks(((True, False), (False, False)), window=6, sinks=2)),
+    "both": (
+        BASE.with_(sliding_window=20),
+        HeadMasks(((True, False), (False, True)), window=6, sinks=3),
+    ),
+    "soft-capped": (
+        BASE.with_(attention_softcap=2.0),
+        HeadMasks(((True, False), (False, False)), window=6, sinks=2),
+    ),
 }
-FAMILIES = {name: ModelConfig.model_validate({**BASE.model_dump(), **settings}) for name, settings in FAMILY_SHAPES.items()}
+FAMILIES = {
+    name: ModelConfig.model_validate({**BASE.model_dump(), **settings})
+    for name, settings in FAMILY_SHAPES.items()
+}
 CASES |= {name: (config, None) for name, config in FAMILIES.items()}
 CASES |= {f"{name} masks": (FAMILIES[name], CASES["masks"][1]) for name in ("gemma2", "gpt_oss")}
 
@@ -36,37 +54,66 @@ def build(config: ModelConfig) -> Model:
 
 
 def plain(model: Model, masks: HeadMasks | None, tokens: torch.Tensor, length: int) -> torch.Tensor:
-    cache = KVCache(model.config, 1, 160, device="cpu", dtype=torch.float32, masks=masks, prompt_lengths=[length])
+    cache = KVCache(
+        model.config,
+        1,
+        160,
+        device="cpu",
+        dtype=torch.float32,
+        masks=masks,
+        prompt_lengths=[length],
+    )
     found = [model.prefill(tokens[None, :length], torch.arange(length)[None], cache)]
     for at in range(length, length + STEPS):
         found.append(model.prefill(tokens[None, at : at + 1], torch.tensor([[at]]), cache))
     return torch.cat(found, 1)[0]
 
 
-def paged(model: Model, masks: HeadMasks | None, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+def paged(
+    model: Model, masks: HeadMasks | None, sequences: list[torch.Tensor]
+) -> list[torch.Tensor]:
     """Pieces of different sizes of all prompts, packed, then steps of all rows."""
     cache = PagedCache(
-        CacheShape(model.config, masks, 160, PAGE, torch.float32), slots=4, pages=60, kept_rings=2, device=torch.device("cpu")
+        CacheShape(model.config, masks, 160, PAGE, torch.float32),
+        slots=4,
+        pages=60,
+        kept_rings=2,
+        device=torch.device("cpu"),
     )
-    tables = [[cache.pool.allocate() for _ in range(-(-len(tokens) // PAGE))] for tokens in sequences]
+    tables = [
+        [cache.pool.allocate() for _ in range(-(-len(tokens) // PAGE))] for tokens in sequences
+    ]
     found: list[list[torch.Tensor]] = [[] for _ in sequences]
     begin = [0, 0, 0]
     while begin != list(LENGTHS):
-        pieces = [PrefillPiece(row, begin[row], min(length - begin[row], 11 + 5 * row), tables[row]) for row, length in enumerate(LENGTHS)]
-        pieces = [PrefillPiece(one.slot, one.start, one.count, one.pages[: -(-one.end // PAGE)]) for one in pieces if one.count]
+        pieces = [
+            PrefillPiece(row, begin[row], min(length - begin[row], 11 + 5 * row), tables[row])
+            for row, length in enumerate(LENGTHS)
+        ]
+        pieces = [
+            PrefillPiece(one.slot, one.start, one.count, one.pages[: -(-one.end // PAGE)])
+            for one in pieces
+            if one.count
+        ]
         tokens = torch.cat([sequences[one.slot][one.start : one.end] for one in pieces])
         position = torch.cat([torch.arange(one.start, one.end) for one in pieces])
-        hidden = model.cached_forward()(tokens[None], position[None], cache.prefill_batch(pieces))[0]
+        hidden = model.cached_forward()(tokens[None], position[None], cache.prefill_batch(pieces))[
+            0
+        ]
         for one, part in zip(pieces, hidden.split([one.count for one in pieces]), strict=True):
             found[one.slot].append(part)
             begin[one.slot] = one.end
-    cache.set_pages([(row, index, page) for row, pages in enumerate(tables) for index, page in enumerate(pages)])
+    cache.set_pages(
+        [(row, index, page) for row, pages in enumerate(tables) for index, page in enumerate(pages)]
+    )
     batch = cache.decode_batch(3)
     batch.slots.copy_(torch.arange(3))
     for step in range(STEPS):
         batch.most = max(LENGTHS) + step + 1
         at = torch.tensor([length + step for length in LENGTHS])
-        tokens = torch.stack([sequence[place] for sequence, place in zip(sequences, at.tolist(), strict=True)])
+        tokens = torch.stack(
+            [sequence[place] for sequence, place in zip(sequences, at.tolist(), strict=True)]
+        )
         hidden = model.cached_forward()(tokens[:, None], at[:, None], batch)
         for row in range(3):
             found[row].append(hidden[row])
@@ -75,7 +122,9 @@ def paged(model: Model, masks: HeadMasks | None, sequences: list[torch.Tensor]) 
 
 @pytest.mark.parametrize("path", ["plain", "kernel"])
 @pytest.mark.parametrize("name", CASES)
-def test_hidden_states_are_those_of_a_plain_cache(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_states_are_those_of_a_plain_cache(
+    name: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, masks = CASES[name]
     if path == "kernel":  # the layout that CUDA's kernels read, by their references
         monkeypatch.setattr(paged_layer, "attend_streaming", attend_streaming_reference)
@@ -83,8 +132,12 @@ def test_hidden_states_are_those_of_a_plain_cache(name: str, path: str, monkeypa
         monkeypatch.setattr(paged_layer, "uses_kernels", lambda q: True)
     model = build(config)
     generator = torch.Generator().manual_seed(3)
-    sequences = [torch.randint(0, 320, (length + STEPS,), generator=generator) for length in LENGTHS]
+    sequences = [
+        torch.randint(0, 320, (length + STEPS,), generator=generator) for length in LENGTHS
+    ]
     with torch.inference_mode():
-        for tokens, length, found in zip(sequences, LENGTHS, paged(model, masks, sequences), strict=True):
+        for tokens, length, found in zip(
+            sequences, LENGTHS, paged(model, masks, sequences), strict=True
+        ):
             expected = plain(model, masks, tokens, length)
             assert (found - expected).abs().max() < 2e-5 * max(1.0, expected.abs().max())

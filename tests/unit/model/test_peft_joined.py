@@ -19,7 +19,14 @@ from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
 from headway.runtime.digests import DIGESTS
 
-SHAPE: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_size": 48, "vocab_size": 40, "max_seq_len": 32}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "ffn_size": 48,
+    "vocab_size": 40,
+    "max_seq_len": 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"num_kv_heads": 2},
     "glm4": {"num_kv_heads": 2, "head_dim": 8, "qkv_bias": True},
@@ -33,23 +40,47 @@ def model_of(family: str) -> ModelConfig:
     from headway.train.config import Recipe
 
     settings = {**SHAPE, **FAMILIES[family]}
-    recipe = load(Recipe, None, [f"model.family={family}", *(f"model.{key}={'null' if v is None else v}" for key, v in settings.items())])
+    recipe = load(
+        Recipe,
+        None,
+        [
+            f"model.family={family}",
+            *(f"model.{key}={'null' if v is None else v}" for key, v in settings.items()),
+        ],
+    )
     return recipe.model
 
 
-def problem(family: str, targets: tuple[str, ...], **more: Any) -> tuple[ModelConfig, AdapterConfig, dict[str, torch.Tensor]]:
+def problem(
+    family: str, targets: tuple[str, ...], **more: Any
+) -> tuple[ModelConfig, AdapterConfig, dict[str, torch.Tensor]]:
     """A model, an adapter of rank 3 with updates that are not zero, and all tensors by our names."""
     model, config = model_of(family), AdapterConfig(rank=3, alpha=5.0, targets=targets, **more)
     drawn = torch.Generator().manual_seed(4)
-    base = ((spec.name, torch.randn(spec.shape, generator=drawn) * 0.2) for spec in param_specs(model))
+    base = (
+        (spec.name, torch.randn(spec.shape, generator=drawn) * 0.2) for spec in param_specs(model)
+    )
     values = dict(with_updates(base, config, config.modules(model), 3, {}))
-    return model, config, {name: torch.randn(value.shape, generator=drawn) if "lora_B" in name else value for name, value in values.items()}
+    return (
+        model,
+        config,
+        {
+            name: torch.randn(value.shape, generator=drawn) if "lora_B" in name else value
+            for name, value in values.items()
+        },
+    )
 
 
-def written(folder: Path, model: ModelConfig, config: AdapterConfig, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def written(
+    folder: Path, model: ModelConfig, config: AdapterConfig, values: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The base and the adapter as folders; returns the updates."""
     export_huggingface(
-        model, ((spec.name, values[spec.name]) for spec in param_specs(model)), folder / "base", tokenizer=None, dtype="float32"
+        model,
+        ((spec.name, values[spec.name]) for spec in param_specs(model)),
+        folder / "base",
+        tokenizer=None,
+        dtype="float32",
     )
     updates = {name: value for name, value in values.items() if ".lora_" in name}
     write_adapter(updates, config, model, folder / "adapter", base=str(folder / "base"))
@@ -73,23 +104,39 @@ def test_stock_modules_hold_the_same_updates_and_ours_come_back(
     whole = dict(merged(values.items(), config, config.modules(model)))
     export_huggingface(model, whole.items(), tmp_path / "merged", tokenizer=None, dtype="float32")
     base, right, found = (
-        load_file(tmp_path / name) for name in ("base/model.safetensors", "merged/model.safetensors", "adapter/adapter_model.safetensors")
+        load_file(tmp_path / name)
+        for name in (
+            "base/model.safetensors",
+            "merged/model.safetensors",
+            "adapter/adapter_model.safetensors",
+        )
     )
     settings = adapter_settings(config, model, [], None)
-    modules = [name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in found if name.endswith("lora_A.weight")]
-    assert {f"{one}.weight" for one in modules} == {name for name in base if not torch.equal(base[name], right[name])}
+    modules = [
+        name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        for name in found
+        if name.endswith("lora_A.weight")
+    ]
+    assert {f"{one}.weight" for one in modules} == {
+        name for name in base if not torch.equal(base[name], right[name])
+    }
     for one in modules:
         a, b = (found[f"{PREFIX}{one}.lora_{part}.weight"] for part in "AB")
         rank, alpha = (
-            settings.get(f"{key}_pattern", {}).get(one, settings[given]) for key, given in (("rank", "r"), ("alpha", "lora_alpha"))
+            settings.get(f"{key}_pattern", {}).get(one, settings[given])
+            for key, given in (("rank", "r"), ("alpha", "lora_alpha"))
         )
         assert len(a) == rank
         delta = alpha / (rank**0.5 if rslora else rank) * b @ a
         delta = delta.T if settings["fan_in_fan_out"] else delta
-        torch.testing.assert_close(base[f"{one}.weight"] + delta, right[f"{one}.weight"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            base[f"{one}.weight"] + delta, right[f"{one}.weight"], rtol=1e-4, atol=1e-4
+        )
     again = read_adapter(tmp_path / "adapter", model)
     assert not again.patterned and again.config.same_form(config, model)
-    assert set(again.updates) == set(updates) and all(torch.equal(again.updates[name], value) for name, value in updates.items())
+    assert set(again.updates) == set(updates) and all(
+        torch.equal(again.updates[name], value) for name, value in updates.items()
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,7 +147,9 @@ def test_a_stock_adapter_without_notes_is_the_same_model(family: str, tmp_path: 
     (tmp_path / "adapter" / DIGESTS).unlink()  # as of another tool's adapter
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     save_file(load_file(path), path, metadata={"format": "pt"})
-    assert read_adapter(tmp_path / "adapter", model).patterned  # of other ranks than the settings say: merged only
+    assert read_adapter(
+        tmp_path / "adapter", model
+    ).patterned  # of other ranks than the settings say: merged only
     torch.testing.assert_close(logits(tmp_path / "adapter"), right, rtol=1e-4, atol=1e-4)
     for note in ("{", '{"x": ["y"]}', "[]"):
         save_file(load_file(path), path, metadata={"format": "pt", "joined": note})
@@ -121,7 +170,9 @@ def test_dora_keeps_our_names_where_files_join_linears(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peft_loads_them_over_the_stock_class(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_peft_loads_them_over_the_stock_class(
+    family: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     import transformers
 

@@ -28,17 +28,31 @@ def build(shape: MediaShape = SHAPE) -> Transformer:
 
 def gradients(model: Transformer, batch: object) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
-    loss = NextToken().build().loss(model.forward_batch(batch), batch, StepInfo(0, 1), DifferentiableCollectives(RankGroup()))  # pyright: ignore[reportArgumentType]
+    loss = (
+        NextToken()
+        .build()
+        .loss(
+            model.forward_batch(batch),
+            batch,
+            StepInfo(0, 1),
+            DifferentiableCollectives(RankGroup()),
+        )
+    )  # pyright: ignore[reportArgumentType]
     total = loss.share({"targets": 10.0})
     total.backward()
-    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    found = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
     return float(total.detach()), found
 
 
 @pytest.mark.parametrize("shape", [SHAPE, SEPARATE, PATCHES], ids=["shared", "separate", "patches"])
 def test_soft_tokens_stand_at_their_slots_and_text_elsewhere(shape: MediaShape) -> None:
     model, batch = build(shape), media_batch(0, shape)
-    assert [(spec.name, spec.shape) for spec in param_specs(model.config)] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    assert [(spec.name, spec.shape) for spec in param_specs(model.config)] == [
+        (n, tuple(p.shape)) for n, p in model.named_parameters()
+    ]
     media = MediaTensors.of(batch, shape)
     assert media is not None and model.projector is not None
     x, plain = model.embed(batch.tokens, media), model.embed(batch.tokens)
@@ -53,7 +67,9 @@ def test_soft_tokens_stand_at_their_slots_and_text_elsewhere(shape: MediaShape) 
                 features = media.features[one.modality][row, item]
                 if model.aligner is not None:
                     features = model.aligner[one.modality](features)
-                made = projector.down(torch.nn.functional.gelu(projector.up(features))).view(one.tokens, -1)
+                made = projector.down(torch.nn.functional.gelu(projector.up(features))).view(
+                    one.tokens, -1
+                )
                 missing = projector.missing.expand(one.tokens, -1)
                 wanted = made[k] if media.present[one.modality][row, item] else missing[k]
                 torch.testing.assert_close(x[row, place], wanted)
@@ -78,9 +94,15 @@ def test_a_batch_without_any_media_trains_the_missing_embedding_alone() -> None:
     model, batch = build(), media_batch(0, present=False)
     loss, found = gradients(model, batch)
     assert loss > 0 and found["projector.shared.missing"].abs().sum() > 0
-    assert not any(found[f"projector.shared.{name}"].abs().sum() for name in ("up.weight", "up.bias", "down.weight", "down.bias"))
+    assert not any(
+        found[f"projector.shared.{name}"].abs().sum()
+        for name in ("up.weight", "up.bias", "down.weight", "down.bias")
+    )
     whole = gradients(model, media_batch(0, present=True))[1]
-    assert whole["projector.shared.up.weight"].abs().sum() > 0 and not whole["projector.shared.missing"].abs().sum()
+    assert (
+        whole["projector.shared.up.weight"].abs().sum() > 0
+        and not whole["projector.shared.missing"].abs().sum()
+    )
 
 
 def test_a_row_alone_gives_what_it_gives_among_others() -> None:
@@ -104,17 +126,33 @@ def test_a_model_without_media_columns_reads_text() -> None:
 
     model, batch = build(), media_batch(0)
     plain = build_model(media_config().with_(media=None))
-    plain.load_state_dict({name: value for name, value in model.state_dict().items() if not name.startswith(("projector.", "aligner."))})
-    torch.testing.assert_close(model.forward_batch(replace(batch, extra={})).hidden, plain.forward_batch(batch).hidden)
+    plain.load_state_dict(
+        {
+            name: value
+            for name, value in model.state_dict().items()
+            if not name.startswith(("projector.", "aligner."))
+        }
+    )
+    torch.testing.assert_close(
+        model.forward_batch(replace(batch, extra={})).hidden, plain.forward_batch(batch).hidden
+    )
 
 
 def test_a_shape_survives_json_and_bad_ones_are_refused() -> None:
     config = media_config()
-    assert ModelConfig.model_validate_json(config.model_dump_json()) == config and config.with_(dropout=0.1).media == SHAPE
+    assert (
+        ModelConfig.model_validate_json(config.model_dump_json()) == config
+        and config.with_(dropout=0.1).media == SHAPE
+    )
     for bad, said in (
         (MediaShape((), hidden=8), "at least one"),
         (MediaShape((MediaInput("image", 6, 3, vectors=4),), hidden=8), "every vector is a token"),
-        (MediaShape((MediaInput("image", 6, 3), MediaInput("audio", 5, 3)), hidden=8, shared=True), "same width"),
+        (
+            MediaShape(
+                (MediaInput("image", 6, 3), MediaInput("audio", 5, 3)), hidden=8, shared=True
+            ),
+            "same width",
+        ),
     ):
         with pytest.raises(ValidationError, match=said):
             media_config(bad)
@@ -126,6 +164,10 @@ def test_an_aligned_vector_is_normed_projected_and_of_length_one() -> None:
     # mean 2 and variance 2: (-2, 0, 0, 2) / sqrt(2) gives (0, 0); (0, 2, -2, 0) / sqrt(2) gives (0, 2 sqrt(2))
     found = head(torch.tensor([[0.0, 2.0, 2.0, 4.0], [2.0, 4.0, 0.0, 2.0], [4.0, 4.0, 0.0, 0.0]]))
     # (1, 1, -1, -1) gives (0, 2), which is (0, 1) after its length is taken out
-    torch.testing.assert_close(found, torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 1.0]]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        found, torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 1.0]]), atol=1e-5, rtol=0
+    )
     head.fc.weight.copy_(torch.tensor([[3.0, 0.0, 0.0, 0.0], [0.0, 4.0, 0.0, 0.0]]))
-    torch.testing.assert_close(head(torch.tensor([[4.0, 4.0, 0.0, 0.0]])), torch.tensor([[0.6, 0.8]]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        head(torch.tensor([[4.0, 4.0, 0.0, 0.0]])), torch.tensor([[0.6, 0.8]]), atol=1e-5, rtol=0
+    )

@@ -18,7 +18,15 @@ from headway.model.layout import HEAD, SCORE, num_parameters, param_specs
 from headway.optim.groups import trainable
 from headway.runtime.digests import write_digests
 
-SMALL = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, ffn_size=24, vocab_size=32, max_seq_len=32, tie_embeddings=False)
+SMALL = ModelConfig(
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    ffn_size=24,
+    vocab_size=32,
+    max_seq_len=32,
+    tie_embeddings=False,
+)
 WITHOUT = {"cohere2", "granite", "internlm", "olmoe", "transformers", "z2all"}
 """Families without such a class, or published as another one; `transformers` wraps causal models alone."""
 IDS = torch.randint(1, 96, (2, 11), generator=torch.Generator().manual_seed(3))
@@ -27,7 +35,9 @@ IDS = torch.randint(1, 96, (2, 11), generator=torch.Generator().manual_seed(3))
 def scores(path: Path) -> torch.Tensor:
     """Our scores of the two rows of ids."""
     loaded = load_model(path, scores=True)
-    batch = pair_batch([[(IDS[0, :1].tolist(), IDS[0, 1:].tolist(), IDS[1, 1:].tolist())]], seq_len=32)
+    batch = pair_batch(
+        [[(IDS[0, :1].tolist(), IDS[0, 1:].tolist(), IDS[1, 1:].tolist())]], seq_len=32
+    )
     batch.tokens[0, 11] = IDS[1, 0]
     out = loaded.model.forward_batch(batch)
     assert out.score is not None
@@ -36,7 +46,9 @@ def scores(path: Path) -> torch.Tensor:
 
 def test_families_name_the_class_that_transformers_has() -> None:
     pytest.importorskip("transformers")
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as THEIRS
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as THEIRS,
+    )
 
     for name in family_names():
         family = family_of(name)
@@ -47,20 +59,32 @@ def test_families_name_the_class_that_transformers_has() -> None:
 
 QUICK = ("llama", "gpt2", "gemma2", "qwen3_moe")
 SLOW = ("gemma3", "phi3", "glm4", "deepseek_v3", "gpt_oss")
-SCORED = [name for name in CASES if "CLASSIFIER" in vars(family_of(name.split()[0])) and name != "phi3 longrope"]
+SCORED = [
+    name
+    for name in CASES
+    if "CLASSIFIER" in vars(family_of(name.split()[0])) and name != "phi3 longrope"
+]
 
 
 def marked(case: str) -> Any:
     """A case of the default tests, of the slow ones or of the drills: those that differ most come first."""
-    return case if case in QUICK else pytest.param(case, marks=pytest.mark.slow if case in SLOW else pytest.mark.drill)
+    return (
+        case
+        if case in QUICK
+        else pytest.param(case, marks=pytest.mark.slow if case in SLOW else pytest.mark.drill)
+    )
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in SCORED])
-def test_scores_are_those_of_transformers_and_an_export_loads_there(case: str, tmp_path: Path) -> None:
+def test_scores_are_those_of_transformers_and_an_export_loads_there(
+    case: str, tmp_path: Path
+) -> None:
     transformers: Any = pytest.importorskip("transformers")
     trunk = build_theirs(case)
     trunk.config.num_labels = 1
-    theirs = getattr(transformers, vars(family_of(case.split()[0]))["CLASSIFIER"])(trunk.config).eval()
+    theirs = getattr(transformers, vars(family_of(case.split()[0]))["CLASSIFIER"])(
+        trunk.config
+    ).eval()
     theirs.base_model.load_state_dict(trunk.base_model.state_dict())
     theirs.save_pretrained(tmp_path / "theirs")
     with torch.no_grad():
@@ -69,22 +93,41 @@ def test_scores_are_those_of_transformers_and_an_export_loads_there(case: str, t
     assert found.config.score_head and HEAD not in dict(found.weights())
     torch.testing.assert_close(scores(tmp_path / "theirs"), right, rtol=1e-4, atol=1e-5)
     export_huggingface(found.config, found.weights(), tmp_path / "ours", tokenizer=None)
-    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours").eval()
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "ours"
+    ).eval()
     assert type(again) is type(theirs) and again.config.num_labels == 1
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat([again(row[None]).logits[0] for row in IDS]), right, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.cat([again(row[None]).logits[0] for row in IDS]), right, rtol=1e-5, atol=1e-6
+        )
     assert torch.equal(scores(tmp_path / "ours"), scores(tmp_path / "theirs"))
 
 
 def test_a_family_without_such_a_class_and_several_labels_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.family is granite; a reward model needs one with .*llama, .*qwen3"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.family is granite; a reward model needs one with .*llama, .*qwen3",
+    ):
         classifier_of(SMALL.with_(family="granite"))
     config = SMALL.with_(score_head=True)
-    export_huggingface(config, ((one.name, torch.ones(one.shape)) for one in param_specs(config)), tmp_path / "hf", tokenizer=None)
+    export_huggingface(
+        config,
+        ((one.name, torch.ones(one.shape)) for one in param_specs(config)),
+        tmp_path / "hf",
+        tokenizer=None,
+    )
     path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": {"0": "bad", "1": "good", "2": "best"}}))
+    path.write_text(
+        json.dumps(
+            json.loads(path.read_text()) | {"id2label": {"0": "bad", "1": "good", "2": "best"}}
+        )
+    )
     write_digests(tmp_path / "hf")
-    with pytest.raises(ConfigError, match=r"config.json: LlamaForSequenceClassification has 3 labels; headway reads reward models"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config.json: LlamaForSequenceClassification has 3 labels; headway reads reward models",
+    ):
         find_model(tmp_path / "hf")
 
 
@@ -92,9 +135,16 @@ def test_a_score_head_takes_the_place_of_the_lm_head() -> None:
     for tied in (False, True):
         config = SMALL.with_(score_head=True, tie_embeddings=tied)
         names = [one.name for one in param_specs(config)]
-        assert names[-1] == SCORE and HEAD not in names and not any(one.tied_to for one in param_specs(config))
+        assert (
+            names[-1] == SCORE
+            and HEAD not in names
+            and not any(one.tied_to for one in param_specs(config))
+        )
         model = build_frozen_model(
-            config, ((one.name, torch.ones(one.shape)) for one in param_specs(config)), torch.device("cpu"), torch.float32
+            config,
+            ((one.name, torch.ones(one.shape)) for one in param_specs(config)),
+            torch.device("cpu"),
+            torch.float32,
         )
         assert [name for name, _ in model.named_parameters()] == names
         assert num_parameters(config) == num_parameters(SMALL) - 32 * 16 + 16
@@ -105,14 +155,29 @@ def test_padding_of_an_export_ends_no_answer() -> None:
 
     tokenizer = byte_tokenizer()
     assert with_padding(tokenizer).roles == {"bos": "<s>", "eos": "</s>", "pad": "<s>"}
-    for given, ends, wanted in (("</s>", (), "<s>"), ("<eoa>", (), "<eoa>"), ("<eoa>", (tokenizer.token_to_id("<eoa>"),), "<s>")):
+    for given, ends, wanted in (
+        ("</s>", (), "<s>"),
+        ("<eoa>", (), "<eoa>"),
+        ("<eoa>", (tokenizer.token_to_id("<eoa>"),), "<s>"),
+    ):
         tokenizer.roles["pad"] = given
-        assert with_padding(tokenizer, [one for one in ends if one is not None]).roles["pad"] == wanted
+        assert (
+            with_padding(tokenizer, [one for one in ends if one is not None]).roles["pad"] == wanted
+        )
     tokenizer.roles.pop("bos")
-    assert "pad" not in with_padding(tokenizer, [one for one in (tokenizer.token_to_id("<eoa>"),) if one is not None]).roles
+    assert (
+        "pad"
+        not in with_padding(
+            tokenizer, [one for one in (tokenizer.token_to_id("<eoa>"),) if one is not None]
+        ).roles
+    )
 
 
 def test_the_head_trains_beside_an_adapter_unless_it_is_frozen() -> None:
-    shapes = {"model.layers.0.mlp.up_proj.weight": (8, 4), "model.layers.0.mlp.up_proj.lora_A.weight": (2, 4), SCORE: (1, 4)}
+    shapes = {
+        "model.layers.0.mlp.up_proj.weight": (8, 4),
+        "model.layers.0.mlp.up_proj.lora_A.weight": (2, 4),
+        SCORE: (1, 4),
+    }
     assert trainable(shapes, (), ()) == {"model.layers.0.mlp.up_proj.lora_A.weight", SCORE}
     assert trainable(shapes, ("score",), ()) == {"model.layers.0.mlp.up_proj.lora_A.weight"}

@@ -29,7 +29,9 @@ LENGTHS = [[7, 9], [16], [3, 4, 5]]
 
 
 @pytest.fixture(scope="module", params=CASES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, LoadedModel]:
     """A model of transformers, and the same one as headway reads it from its folder."""
     theirs = build_stock(request.param)
     return theirs, load_model(save_stock(theirs, tmp_path_factory.mktemp(request.param)))
@@ -39,7 +41,9 @@ def a_batch() -> Batch:
     return make_batch(LENGTHS, seq_len=16, vocab=SHAPE["vocab_size"])
 
 
-def test_loss_and_gradients_are_those_of_transformers_document_by_document(pair: tuple[Any, LoadedModel]) -> None:
+def test_loss_and_gradients_are_those_of_transformers_document_by_document(
+    pair: tuple[Any, LoadedModel],
+) -> None:
     theirs, loaded = pair
     ours, batch = loaded.model, a_batch()
     assert isinstance(ours, StockModel)
@@ -55,14 +59,23 @@ def test_loss_and_gradients_are_those_of_transformers_document_by_document(pair:
         start = 0
         for length in lengths:
             logits = theirs(batch.tokens[row : row + 1, start : start + length]).logits[0, :-1]
-            wanted = wanted + F.cross_entropy(logits, batch.targets[row, start : start + length - 1], reduction="sum")
+            wanted = wanted + F.cross_entropy(
+                logits, batch.targets[row, start : start + length - 1], reduction="sum"
+            )
             start += length
     theirs.zero_grad()
     wanted.backward()
     assert abs(float((loss - wanted).detach())) < 1e-4 * float(wanted.detach())
     largest = max(float(parameter.grad.abs().max()) for parameter in theirs.parameters())
-    for name, parameter in theirs.named_parameters():  # the gradient of a key's bias is noise where nothing is rotated
-        gap = (found[name] - parameter.grad).abs().max() / parameter.grad.abs().max().clamp(min=1e-3 * largest)
+    for (
+        name,
+        parameter,
+    ) in (
+        theirs.named_parameters()
+    ):  # the gradient of a key's bias is noise where nothing is rotated
+        gap = (found[name] - parameter.grad).abs().max() / parameter.grad.abs().max().clamp(
+            min=1e-3 * largest
+        )
         assert gap < 1e-4, f"{name}: {gap}"
 
 
@@ -71,9 +84,15 @@ def test_logits_and_greedy_text_are_those_of_transformers(pair: tuple[Any, Loade
     theirs, loaded = pair
     tokens = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
     position = torch.arange(12).expand(2, -1)
-    gap = (loaded.model.logits(loaded.model.prefill(tokens, position)) - theirs(tokens).logits).abs().max()
+    gap = (
+        (loaded.model.logits(loaded.model.prefill(tokens, position)) - theirs(tokens).logits)
+        .abs()
+        .max()
+    )
     assert gap < 1e-5
-    wanted = theirs.generate(tokens, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0)[:, 12:].tolist()
+    wanted = theirs.generate(
+        tokens, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
+    )[:, 12:].tolist()
     cache = loaded.new_cache(2, 24, [12, 12])
     token = loaded.model.logits(loaded.model.prefill(tokens, position, cache)[:, -1])
     step, found = loaded.model.decoder(cache), []
@@ -87,16 +106,23 @@ def test_logits_and_greedy_text_are_those_of_transformers(pair: tuple[Any, Loade
 
 
 @torch.no_grad()
-def test_an_export_is_the_folder_of_transformers_again(pair: tuple[Any, LoadedModel], tmp_path: Path) -> None:
+def test_an_export_is_the_folder_of_transformers_again(
+    pair: tuple[Any, LoadedModel], tmp_path: Path
+) -> None:
     import transformers
     from safetensors import safe_open
 
     theirs, loaded = pair
     export_model(str(loaded.path), tmp_path / "out")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager"
+    )
     tokens = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(2))
     assert type(again) is type(theirs) and torch.equal(again(tokens).logits, theirs(tokens).logits)
-    names = [set(safe_open(Path(str(folder)) / "model.safetensors", "pt").keys()) for folder in (loaded.path, tmp_path / "out")]
+    names = [
+        set(safe_open(Path(str(folder)) / "model.safetensors", "pt").keys())
+        for folder in (loaded.path, tmp_path / "out")
+    ]
     assert names[0] == names[1]
 
 
@@ -104,7 +130,9 @@ def test_the_shape_of_a_wrapped_class_is_read_off_it(pair: tuple[Any, LoadedMode
     theirs, loaded = pair
     config = loaded.config
     assert config.family == "transformers" and config.num_layers == 2 and config.num_heads == 4
-    assert sum(spec.size for spec in param_specs(config)) == sum(one.numel() for one in theirs.parameters())
+    assert sum(spec.size for spec in param_specs(config)) == sum(
+        one.numel() for one in theirs.parameters()
+    )
     kind = theirs.config.model_type
     assert [config.window_of(layer) for layer in range(2)] == {
         "starcoder2": [5, 5], "exaone4": [4, None], "vaultgemma": [4, None],
@@ -113,7 +141,11 @@ def test_the_shape_of_a_wrapped_class_is_read_off_it(pair: tuple[Any, LoadedMode
         "cohere": (0.25, None, None), "vaultgemma": (1.0, 2.0, 3.0),
     }.get(kind, (1.0, None, None))  # fmt: skip
     flops = token_flops(config, 16)
-    linear = sum(spec.size for spec in param_specs(config) if len(spec.shape) == 2 and "embed" not in spec.name)
+    linear = sum(
+        spec.size
+        for spec in param_specs(config)
+        if len(spec.shape) == 2 and "embed" not in spec.name
+    )
     head = sum(spec.size for spec in param_specs(config) if spec.tied_to)
     assert flops.matrices == 6 * (linear + head)
 
@@ -126,15 +158,32 @@ def test_the_shape_of_a_wrapped_class_is_read_off_it(pair: tuple[Any, LoadedMode
         ({"model_type": "qwen2_moe"}, "Qwen2MoeForCausalLM: it is a mixture of experts"),
         ({"model_type": "seed_oss", "attention_dropout": 0.1}, "attention has dropout 0.1"),
         ({"model_type": "diffllama"}, "layer 0 attends out of order, or twice"),
-        ({"model_type": "arcee", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type is 'dynamic'"),
-        ({"model_type": "stablelm", "num_attention_heads": "four"}, "transformers cannot make this model"),
-        ({"model_type": "starcoder2", "max_position_embeddings": -1}, "Starcoder2ForCausalLM: max_seq_len Input should be greater than 0"),
+        (
+            {
+                "model_type": "arcee",
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            },
+            "rope_type is 'dynamic'",
+        ),
+        (
+            {"model_type": "stablelm", "num_attention_heads": "four"},
+            "transformers cannot make this model",
+        ),
+        (
+            {"model_type": "starcoder2", "max_position_embeddings": -1},
+            "Starcoder2ForCausalLM: max_seq_len Input should be greater than 0",
+        ),
         ({"model_type": {}}, "does not know"),
         ({"model_type": "no_such_model"}, "which the installed transformers does not know"),
-        ({"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}, "model.trust_remote_code=true"),
+        (
+            {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}},
+            "model.trust_remote_code=true",
+        ),
     ],
 )
-def test_what_cannot_be_trained_exactly_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+def test_what_cannot_be_trained_exactly_is_refused_by_name(
+    given: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
         read({**SHAPE, **given})
     assert "\n" not in str(caught.value) and "StockMask" not in str(caught.value)
@@ -145,23 +194,38 @@ def test_a_known_family_is_wrapped_on_request_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(given))
     assert find_model(tmp_path).config.family == "llama"
     wrapped = find_model(tmp_path, wrapping=Wrapping({"rms_norm_eps": 1e-3})).config
-    assert wrapped.family == "transformers" and wrapped.hf_config is not None and wrapped.hf_config["rms_norm_eps"] == 1e-3
+    assert (
+        wrapped.family == "transformers"
+        and wrapped.hf_config is not None
+        and wrapped.hf_config["rms_norm_eps"] == 1e-3
+    )
     assert family_for({"model_type": "starcoder2"}) is family_for({"model_type": "stablelm"})
-    with pytest.raises(ConfigError, match=r"model.family=transformers model.trust_remote_code=true"):
+    with pytest.raises(
+        ConfigError, match=r"model.family=transformers model.trust_remote_code=true"
+    ):
         family_for({"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}})
 
 
 def test_random_weights_are_drawn_as_the_class_draws_them_by_name_and_seed() -> None:
     config = read({**SHAPE, "model_type": "nemotron"})  # its norms add 1 to their weights
-    one = {spec.name: initial_value(spec.name, spec.shape, config, 3) for spec in param_specs(config)}
+    one = {
+        spec.name: initial_value(spec.name, spec.shape, config, 3) for spec in param_specs(config)
+    }
     again = {name: initial_value(name, one[name].shape, config, 3) for name in reversed(list(one))}
     assert all(torch.equal(one[name], again[name]) for name in one)
-    assert float(one["model.norm.weight"].sum()) == 32.0 and float(one["model.norm.bias"].abs().sum()) == 0.0
+    assert (
+        float(one["model.norm.weight"].sum()) == 32.0
+        and float(one["model.norm.bias"].abs().sum()) == 0.0
+    )
     drawn = one["model.layers.1.mlp.up_proj.weight"]
-    assert abs(float(drawn.std()) - 0.0134) < 2e-3 and not torch.equal(drawn, one["model.layers.0.mlp.up_proj.weight"])
+    assert abs(float(drawn.std()) - 0.0134) < 2e-3 and not torch.equal(
+        drawn, one["model.layers.0.mlp.up_proj.weight"]
+    )
 
 
-def test_code_of_a_folder_runs_when_a_recipe_trusts_it_and_travels_with_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_folder_runs_when_a_recipe_trusts_it_and_travels_with_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import dynamic_module_utils
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -175,15 +239,22 @@ def test_code_of_a_folder_runs_when_a_recipe_trusts_it_and_travels_with_an_expor
         "from transformers import LlamaForCausalLM\nfrom .configuration_mine import MineConfig\n"
         "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
     )
-    classes = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
-    (folder / "config.json").write_text(json.dumps({**SHAPE, "model_type": "mine", "auto_map": classes}))
+    classes = {
+        "AutoConfig": "configuration_mine.MineConfig",
+        "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**SHAPE, "model_type": "mine", "auto_map": classes})
+    )
     for wrapping in (None, Wrapping()):
         with pytest.raises(ConfigError, match="trust_remote_code=true"):
             find_model(folder, wrapping=wrapping)
     assert "modeling_mine" not in str([name for name in sys.modules if "mine" in name])
     config = find_model(folder, wrapping=Wrapping(trust_remote_code=True)).config
     assert as_stored(config).trust_remote_code is False  # a checkpoint alone runs nothing
-    weights = ((spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config))
+    weights = (
+        (spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config)
+    )
     export_huggingface(config, weights, tmp_path / "out", tokenizer=None)
     assert (tmp_path / "out/modeling_mine.py").is_file()
     written = json.loads((tmp_path / "out/config.json").read_text())

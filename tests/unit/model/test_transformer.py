@@ -10,12 +10,22 @@ from headway.model.kv_cache import KVCache
 from headway.model.rope import Rotation, inverse_frequencies, rotate
 from headway.model.transformer import Block, Transformer
 
-SMALL = ModelConfig(hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=96, init_std=0.3)
+SMALL = ModelConfig(
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=48,
+    vocab_size=96,
+    init_std=0.3,
+)
 VARIANTS = {
     "plain": SMALL,
     "windows": SMALL.with_(sliding_window=5, window_layers=(1,)),
     "rotation off": SMALL.with_(no_rope_layers=(0, 2), qk_norm=True),
-    "layernorm biases": SMALL.with_(norm="layernorm", qkv_bias=True, output_bias=True, ffn_bias=True, tie_embeddings=False),
+    "layernorm biases": SMALL.with_(
+        norm="layernorm", qkv_bias=True, output_bias=True, ffn_bias=True, tie_embeddings=False
+    ),
 }
 # The compiler looks at .grad of everything it is given and lets torch warn about it.
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -28,10 +38,18 @@ def build(config: ModelConfig, *, compiled: bool = False, backend: str = "auto")
     initialize(model, 1)
     for block in model.model.layers.values():
         assert isinstance(block, Block)
-        block.core = lambda q, k, v, mask, *, window=None: attend(q, k, v, mask, window=window, backend=backend)
+        block.core = lambda q, k, v, mask, *, window=None: attend(
+            q, k, v, mask, window=window, backend=backend
+        )
         if compiled:
             for half in ("before", "after"):
-                setattr(block, half, torch.compile(getattr(block, half), fullgraph=True, dynamic=False, backend="aot_eager"))
+                setattr(
+                    block,
+                    half,
+                    torch.compile(
+                        getattr(block, half), fullgraph=True, dynamic=False, backend="aot_eager"
+                    ),
+                )
     return model
 
 
@@ -44,15 +62,23 @@ def packed() -> tuple[torch.Tensor, AttentionMask]:
     from headway.data.batch import Batch
 
     position = torch.cat([torch.arange(n) for n in LENGTHS])[None].int()
-    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None].int()
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[
+        None
+    ].int()
     bounds = torch.tensor([[0, *torch.tensor(LENGTHS).cumsum(0).tolist(), T, T]], dtype=torch.int32)
     zero = torch.zeros(1, T, dtype=torch.int64)
-    return position, mask_of(Batch(zero, zero, zero.float(), position, document, torch.zeros(1, dtype=torch.int32), bounds))
+    return position, mask_of(
+        Batch(
+            zero, zero, zero.float(), position, document, torch.zeros(1, dtype=torch.int32), bounds
+        )
+    )
 
 
 def plain(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
     rows, length = ids.shape
-    return model.logits(model(ids, torch.arange(length).expand(rows, -1), causal_mask(rows, length)))
+    return model.logits(
+        model(ids, torch.arange(length).expand(rows, -1), causal_mask(rows, length))
+    )
 
 
 @pytest.mark.parametrize("case", VARIANTS)
@@ -72,7 +98,9 @@ def test_packed_documents_give_the_logits_they_give_alone(case: str, backend: st
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("case", ["plain", "windows"])
-def test_changing_a_document_leaves_its_neighbours_bit_equal(case: str, backend: str, compiled: bool) -> None:
+def test_changing_a_document_leaves_its_neighbours_bit_equal(
+    case: str, backend: str, compiled: bool
+) -> None:
     torch._dynamo.reset()
     model = build(VARIANTS[case], compiled=compiled, backend=backend)
     results = []
@@ -80,7 +108,9 @@ def test_changing_a_document_leaves_its_neighbours_bit_equal(case: str, backend:
         ids = tokens()
         ids[0, 8:20] = tokens(seed=seed + 40)[0, 8:20]
         kept: list[torch.Tensor] = []
-        hook = model.model.embed_tokens.register_forward_hook(lambda _m, _i, out, kept=kept: kept.append(out) or out.retain_grad())
+        hook = model.model.embed_tokens.register_forward_hook(
+            lambda _m, _i, out, kept=kept: kept.append(out) or out.retain_grad()
+        )
         logits = model.logits(model(ids, *packed()))
         logits.square().sum().backward()
         hook.remove()
@@ -114,7 +144,9 @@ def test_decoding_from_the_cache_equals_the_whole_forward(case: str) -> None:
     cache = KVCache(model.config, 2, 20, device="cpu", dtype=torch.float32)
     parts = [model(ids[:, :9], torch.arange(9).expand(2, -1), causal_mask(2, 9), cache)]
     for start, stop in ((9, 10), (10, 14), (14, 15), (15, 20)):
-        parts.append(model(ids[:, start:stop], torch.arange(start, stop).expand(2, -1), None, cache))
+        parts.append(
+            model(ids[:, start:stop], torch.arange(start, stop).expand(2, -1), None, cache)
+        )
     assert (model.logits(torch.cat(parts, 1)) - expected).abs().max() < 1e-5
 
 
@@ -152,7 +184,9 @@ def test_rotation_keeps_lengths_and_only_differences_of_position_count() -> None
         return (rotate(q, cos_q, sin_q) * rotate(k, cos_k, sin_k)).sum()
 
     assert product(9, 4).item() == pytest.approx(product(105, 100).item(), abs=1e-5)
-    assert rotate(q, *turn(torch.tensor([[17]]))).norm().item() == pytest.approx(q.norm().item(), abs=1e-5)
+    assert rotate(q, *turn(torch.tensor([[17]]))).norm().item() == pytest.approx(
+        q.norm().item(), abs=1e-5
+    )
 
 
 def test_frequencies_stay_fp32_through_meta_and_casts() -> None:
@@ -197,7 +231,14 @@ def test_a_swapped_core_is_what_a_block_calls() -> None:
     model = build(SMALL)
     windows: list[int | None] = []
 
-    def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, window: int | None = None) -> torch.Tensor:
+    def core(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: AttentionMask,
+        *,
+        window: int | None = None,
+    ) -> torch.Tensor:
         windows.append(window)
         return attend(q, k, v, mask, window=window)
 

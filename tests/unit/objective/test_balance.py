@@ -48,7 +48,9 @@ def config(**changes: Any) -> ExpertsConfig:
     return ExpertsConfig(num=3, per_token=1, router="sigmoid", **changes)
 
 
-def loss_of(routing: Routing, experts: ExpertsConfig, kind: type[Balanced] = Balanced, **at: Any) -> Loss:
+def loss_of(
+    routing: Routing, experts: ExpertsConfig, kind: type[Balanced] = Balanced, **at: Any
+) -> Loss:
     out: Any = SimpleNamespace(routing=routing)
     return kind(Nothing(), experts).loss(out, None, StepInfo(0, 1, **at), ALONE)  # type: ignore[arg-type]
 
@@ -56,7 +58,10 @@ def loss_of(routing: Routing, experts: ExpertsConfig, kind: type[Balanced] = Bal
 def test_a_routers_sums_are_those_of_the_tokens_that_count() -> None:
     found = routing_of([ROW, [[0.5, 0.25, 0.25]] * 4], [[1, 1, 1, 0], [0, 0, 0, 0]])
     assert found.load.tolist() == [LOAD_OF_ROW, [0, 0, 0]]
-    assert found.probability[0].tolist() == pytest.approx(SHARES_OF_ROW, abs=1e-6) and not found.probability[1].any()
+    assert (
+        found.probability[0].tolist() == pytest.approx(SHARES_OF_ROW, abs=1e-6)
+        and not found.probability[1].any()
+    )
     assert found.z.tolist() == pytest.approx([Z_OF_ROW, 0.0], rel=1e-5)
     assert found.entropy.tolist() == pytest.approx([ENTROPY_OF_ROW, 0.0], rel=1e-5)
 
@@ -64,7 +69,9 @@ def test_a_routers_sums_are_those_of_the_tokens_that_count() -> None:
 def test_the_balancing_loss_of_sigmoid_scores_takes_their_shares() -> None:
     routing = stack_routings([routing_of([ROW], [[1, 1, 1, 0]])])
     loss = loss_of(routing, config(aux_loss=0.5))
-    assert float(loss.share({"targets": 1.0, "rows": 1.0})) == pytest.approx(0.5 * AUX_OF_ROW, rel=1e-6)
+    assert float(loss.share({"targets": 1.0, "rows": 1.0})) == pytest.approx(
+        0.5 * AUX_OF_ROW, rel=1e-6
+    )
 
 
 ROTATED = [[score[2], score[0], score[1]] for score in ROW]
@@ -81,9 +88,18 @@ def test_the_losses_of_two_layers_are_means_over_layers_and_rows_that_hold_token
     loss = loss_of(two_layers(), config(aux_loss=0.5, z_loss=0.25, aux_layers="each"))
     totals = {"targets": 1.0, "rows": 1.0, "tokens": 3.0}
     assert float(loss.terms["aux_loss"].sum) == pytest.approx(AUX_OF_ROW, rel=1e-6)
-    assert float(loss.share(totals)) == pytest.approx(0.5 * AUX_OF_ROW + 0.25 * Z_OF_ROW / 3, rel=1e-5)
-    means = {name: float(total) / float(weight) for name, (total, weight) in loss.metrics.items() if name != LOAD}
-    assert means == pytest.approx({"aux_loss": AUX_OF_ROW, "router_z": Z_OF_ROW / 3, "router_entropy": ENTROPY_OF_ROW / 3}, rel=1e-5)
+    assert float(loss.share(totals)) == pytest.approx(
+        0.5 * AUX_OF_ROW + 0.25 * Z_OF_ROW / 3, rel=1e-5
+    )
+    means = {
+        name: float(total) / float(weight)
+        for name, (total, weight) in loss.metrics.items()
+        if name != LOAD
+    }
+    assert means == pytest.approx(
+        {"aux_loss": AUX_OF_ROW, "router_z": Z_OF_ROW / 3, "router_entropy": ENTROPY_OF_ROW / 3},
+        rel=1e-5,
+    )
     assert loss.metrics[LOAD][0].tolist() == [[2, 1, 0], [0, 2, 1]]
 
 
@@ -97,10 +113,14 @@ def test_pooled_layers_are_counted_together_before_the_product() -> None:
 def test_tokens_with_two_experts_count_once() -> None:
     scores = torch.tensor([ROW])
     taken = torch.tensor([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 1.0, 0.0]]])
-    routing = stack_routings([summarize(torch.logit(scores), scores, taken, torch.tensor([[1.0, 1.0, 1.0, 0.0]]))])
+    routing = stack_routings(
+        [summarize(torch.logit(scores), scores, taken, torch.tensor([[1.0, 1.0, 1.0, 0.0]]))]
+    )
     experts = ExpertsConfig(num=3, per_token=2, router="sigmoid", aux_loss=1.0)
     # every expert has two of three tokens: the loss is k = 2 for any scores
-    assert float(loss_of(routing, experts).terms["aux_loss"].sum) == pytest.approx(3 * 2 * 3 / 9, rel=1e-6)
+    assert float(loss_of(routing, experts).terms["aux_loss"].sum) == pytest.approx(
+        3 * 2 * 3 / 9, rel=1e-6
+    )
 
 
 def test_a_step_is_balanced_by_the_choices_of_all_its_rows() -> None:
@@ -113,5 +133,7 @@ def test_a_step_is_balanced_by_the_choices_of_all_its_rows() -> None:
     total, weight = loss.metrics["aux_loss"]
     assert (float(total), float(weight)) == (pytest.approx(share, rel=1e-6), 0.5)
     # a validation has no survey of the whole step: it balances what it sees
-    valid = loss_of(routing, config(aux_loss=1.0, aux_scope="step"), StepBalanced, survey=survey, training=False)
+    valid = loss_of(
+        routing, config(aux_loss=1.0, aux_scope="step"), StepBalanced, survey=survey, training=False
+    )
     assert float(valid.terms["aux_loss"].sum) == pytest.approx(AUX_OF_ROW, rel=1e-6)

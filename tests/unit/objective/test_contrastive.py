@@ -10,28 +10,46 @@ from support.aligned import batch_of, columns, naive_loss
 from headway.errors import ConfigError
 from headway.model.base import Embeddings, LMHead, ModelOut
 from headway.objective.base import Collectives, Loss, StepInfo
-from headway.objective.contrastive import Config, Contrastive, places_of, recall_ceiling, retrieval_sums
+from headway.objective.contrastive import (
+    Config,
+    Contrastive,
+    places_of,
+    recall_ceiling,
+    retrieval_sums,
+)
 
 NAMES = ("text", "image", "audio")
 ALONE: Collectives = None  # type: ignore[assignment] - the objective does not communicate: the survey does
 
 
 def vectors(rows: int, seed: int = 0, modalities: int = 3, dim: int = 6) -> torch.Tensor:
-    values = torch.randn(rows, modalities, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    values = torch.randn(
+        rows, modalities, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
+    )
     return F.normalize(values, dim=-1)
 
 
 def out_of(values: torch.Tensor, present: torch.Tensor, names: tuple[str, ...] = NAMES) -> ModelOut:
-    return ModelOut(LMHead(values, values.new_zeros(0, values.shape[-1]), 1), embeddings=Embeddings(names, values, present))
+    return ModelOut(
+        LMHead(values, values.new_zeros(0, values.shape[-1]), 1),
+        embeddings=Embeddings(names, values, present),
+    )
 
 
 def share_of(loss: Loss, rows: int) -> torch.Tensor:
     return loss.share({"rows": float(rows), "targets": 0.0})
 
 
-def whole(objective: Contrastive, values: torch.Tensor, present: torch.Tensor, names: tuple[str, ...] = NAMES) -> torch.Tensor:
+def whole(
+    objective: Contrastive,
+    values: torch.Tensor,
+    present: torch.Tensor,
+    names: tuple[str, ...] = NAMES,
+) -> torch.Tensor:
     batch = batch_of({"sample": torch.arange(len(values))})
-    return share_of(objective.loss(out_of(values, present, names), batch, StepInfo(0, 1), ALONE), len(values))
+    return share_of(
+        objective.loss(out_of(values, present, names), batch, StepInfo(0, 1), ALONE), len(values)
+    )
 
 
 def scale_of(objective: Contrastive) -> torch.nn.Parameter:
@@ -45,7 +63,10 @@ def test_value_and_gradients_are_those_of_plain_autograd(log_scale: Any) -> None
     ours, theirs = vectors(9).requires_grad_(), vectors(9).requires_grad_()
     objective = Config(log_scale=log_scale).build()
     whole(objective, ours, present).backward()
-    given = torch.tensor([log_scale] * 3 if isinstance(log_scale, float) else list(log_scale.values()), requires_grad=True)
+    given = torch.tensor(
+        [log_scale] * 3 if isinstance(log_scale, float) else list(log_scale.values()),
+        requires_grad=True,
+    )
     expected = naive_loss(theirs, present, given)
     expected.backward()
     torch.testing.assert_close(whole(objective, ours, present), expected, rtol=1e-6, atol=1e-6)
@@ -58,9 +79,16 @@ def test_value_and_gradients_are_those_of_plain_autograd(log_scale: Any) -> None
 @pytest.mark.slow
 def test_two_modalities_are_the_loss_of_clip_in_transformers() -> None:
     clip = pytest.importorskip("transformers.models.clip.modeling_clip")
-    ours, theirs = vectors(7, modalities=2).requires_grad_(), vectors(7, modalities=2).requires_grad_()
-    found = whole(Config(log_scale=2.6592).build(), ours, torch.ones(7, 2, dtype=torch.bool), NAMES[:2])
-    expected = clip.image_text_contrastive_loss(theirs[:, 0] @ theirs[:, 1].T * torch.tensor(2.6592).exp())
+    ours, theirs = (
+        vectors(7, modalities=2).requires_grad_(),
+        vectors(7, modalities=2).requires_grad_(),
+    )
+    found = whole(
+        Config(log_scale=2.6592).build(), ours, torch.ones(7, 2, dtype=torch.bool), NAMES[:2]
+    )
+    expected = clip.image_text_contrastive_loss(
+        theirs[:, 0] @ theirs[:, 1].T * torch.tensor(2.6592).exp()
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     found.backward()
     expected.backward()
@@ -68,7 +96,9 @@ def test_two_modalities_are_the_loss_of_clip_in_transformers() -> None:
 
 
 def test_what_is_absent_changes_nothing_at_all() -> None:
-    present = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1], [0, 0, 0], [1, 0, 0]], dtype=torch.bool)
+    present = torch.tensor(
+        [[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1], [0, 0, 0], [1, 0, 0]], dtype=torch.bool
+    )
     results = []
     for noise in (0.0, 1e6, float("nan")):
         values = torch.where(present[..., None], vectors(6), torch.full((), noise)).requires_grad_()
@@ -85,7 +115,10 @@ def test_what_is_absent_changes_nothing_at_all() -> None:
     assert torch.allclose(results[0][0], whole(Config().build(), vectors(6)[:4], lone), rtol=1e-6)
 
 
-@pytest.mark.parametrize("present", [torch.ones(1, 3), torch.zeros(4, 3), torch.tensor([[1, 1, 0], [1, 0, 1], [0, 1, 1]])])
+@pytest.mark.parametrize(
+    "present",
+    [torch.ones(1, 3), torch.zeros(4, 3), torch.tensor([[1, 1, 0], [1, 0, 1], [0, 1, 1]])],
+)
 def test_one_sample_or_nothing_to_compare_is_a_loss_of_zero(present: torch.Tensor) -> None:
     values = vectors(len(present)).requires_grad_()
     objective = Config().build()
@@ -105,10 +138,17 @@ def test_microbatches_add_up_to_the_whole(micro: int) -> None:
     right.backward()
     size = 6 // micro
     batches = [batch_of({"sample": torch.arange(n * size, (n + 1) * size)}) for n in range(micro)]
-    outs = [out_of(many[n * size : (n + 1) * size], present[n * size : (n + 1) * size]) for n in range(micro)]
-    survey = torch.cat([second.survey(out, batch) for out, batch in zip(outs, batches, strict=True)])
+    outs = [
+        out_of(many[n * size : (n + 1) * size], present[n * size : (n + 1) * size])
+        for n in range(micro)
+    ]
+    survey = torch.cat(
+        [second.survey(out, batch) for out, batch in zip(outs, batches, strict=True)]
+    )
     total = sum(
-        share_of(second.loss(out, batch, StepInfo(0, 1, survey=survey, survey_start=n * size), ALONE), 6)
+        share_of(
+            second.loss(out, batch, StepInfo(0, 1, survey=survey, survey_start=n * size), ALONE), 6
+        )
         for n, (out, batch) in enumerate(zip(outs, batches, strict=True))
     )
     total.backward()  # type: ignore[union-attr]
@@ -118,7 +158,10 @@ def test_microbatches_add_up_to_the_whole(micro: int) -> None:
 
 
 def test_a_matrix_in_chunks_is_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, present = vectors(11), torch.rand(11, 3, generator=torch.Generator().manual_seed(5)) > 0.2
+    values, present = (
+        vectors(11),
+        torch.rand(11, 3, generator=torch.Generator().manual_seed(5)) > 0.2,
+    )
     expected = whole(Config().build(), values, present)
     monkeypatch.setattr("headway.objective.contrastive.CHUNK_ROWS", 4)
     torch.testing.assert_close(whole(Config().build(), values, present), expected)
@@ -132,7 +175,9 @@ def test_at_its_limit_the_scale_only_shrinks() -> None:
         scale_of(objective).fill_(2.5)
     whole(objective, same, torch.ones(6, 2, dtype=torch.bool), NAMES[:2]).backward()
     assert float(scale_of(objective).grad) == 0  # type: ignore[arg-type]
-    turned = torch.stack([values[:, 0], values[:, 0].roll(1, 0)], dim=1)  # wrong pairs ask for a smaller one
+    turned = torch.stack(
+        [values[:, 0], values[:, 0].roll(1, 0)], dim=1
+    )  # wrong pairs ask for a smaller one
     whole(objective, turned, torch.ones(6, 2, dtype=torch.bool), NAMES[:2]).backward()
     assert float(scale_of(objective).grad) > 0  # type: ignore[arg-type]
 
@@ -140,7 +185,12 @@ def test_at_its_limit_the_scale_only_shrinks() -> None:
 def test_chosen_pairs_alone_count() -> None:
     values, present = vectors(5), torch.ones(5, 3, dtype=torch.bool)
     one = whole(Config(pairs=("image-text",)).build(), values, present)
-    torch.testing.assert_close(one, naive_loss(values[:, :2], present[:, :2], torch.full((2,), 2.6593)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        one,
+        naive_loss(values[:, :2], present[:, :2], torch.full((2,), 2.6593)),
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
 def test_ranks_count_ties_by_chance() -> None:
@@ -155,8 +205,15 @@ def test_retrieval_metrics_of_a_known_case() -> None:
     values = torch.eye(4)[:, None, :].repeat(1, 2, 1)
     values[3, 1] = torch.eye(4)[0]  # the partner of sample 3 looks like sample 0
     survey = torch.cat([values.flatten(1), torch.ones(4, 3)], dim=1)
-    found = {name: float(total / weight) for name, (total, weight) in retrieval_sums(survey, NAMES[:2], [(0, 1)], slice(0, 4)).items()}
-    assert found["text_to_image/recall_at_1"] == pytest.approx((0.5 + 1 + 1 + 0.25) / 4)  # 0 ties with 3; for 3 all four are equal
+    found = {
+        name: float(total / weight)
+        for name, (total, weight) in retrieval_sums(
+            survey, NAMES[:2], [(0, 1)], slice(0, 4)
+        ).items()
+    }
+    assert found["text_to_image/recall_at_1"] == pytest.approx(
+        (0.5 + 1 + 1 + 0.25) / 4
+    )  # 0 ties with 3; for 3 all four are equal
     assert found["text_to_image/recall_at_5"] == 1
     assert found["text-image/samples"] == 4
     assert found["text-image/positive_similarity"] == pytest.approx(0.75)
@@ -177,7 +234,9 @@ def test_absent_samples_take_no_place_in_any_metric(parts: list[int]) -> None:
     sums: dict[str, list[float]] = {}
     start = 0
     for size in parts:
-        for name, (total, weight) in retrieval_sums(survey, NAMES[:2], [(0, 1)], slice(start, start + size)).items():
+        for name, (total, weight) in retrieval_sums(
+            survey, NAMES[:2], [(0, 1)], slice(start, start + size)
+        ).items():
             before = sums.get(name, [0.0, 0.0])
             sums[name] = [before[0] + float(total), before[1] + float(weight)]
         start += size
@@ -206,14 +265,23 @@ def test_validation_reports_the_loss_and_every_direction() -> None:
     values, present = vectors(5), torch.ones(5, 3, dtype=torch.bool)
     batch = batch_of({"sample": torch.arange(5)})
     objective = Config().build()
-    metrics = objective.loss(out_of(values, present), batch, StepInfo(0, 1, training=False), ALONE).metrics
+    metrics = objective.loss(
+        out_of(values, present), batch, StepInfo(0, 1, training=False), ALONE
+    ).metrics
     total, weight = metrics["loss"]
-    torch.testing.assert_close(total / weight, naive_loss(values, present, torch.full((3,), 2.6592600)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        total / weight,
+        naive_loss(values, present, torch.full((3,), 2.6592600)),
+        rtol=1e-5,
+        atol=1e-6,
+    )
     assert {f"{a}_to_{b}/mrr" for a in NAMES for b in NAMES if a != b} <= set(metrics)
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"objective\.log_scale has text; the aligner has text, image"):
+    with pytest.raises(
+        ConfigError, match=r"objective\.log_scale has text; the aligner has text, image"
+    ):
         Config(log_scale={"text": 1.0}).check(("text", "image"))
     with pytest.raises(ConfigError, match=r"objective\.pairs has 'text-audio'"):
         Config(pairs=("text-audio",)).check(("text", "image"))
@@ -232,10 +300,18 @@ def test_the_columns_of_the_support_module_have_absent_rows() -> None:
     assert not found["present.image"].all() and not found["present.image"][-1]
 
 
-def loss_of_equal_items(values: torch.Tensor, contents: torch.Tensor, config: Config) -> torch.Tensor:
+def loss_of_equal_items(
+    values: torch.Tensor, contents: torch.Tensor, config: Config
+) -> torch.Tensor:
     """The loss of text and image vectors [N, 2, D] whose captions have these numbers; pictures all differ."""
     rows = len(values)
-    batch = batch_of({"sample": torch.arange(rows), "content.text": contents, "content.image": torch.arange(rows) + (1 << 44)})
+    batch = batch_of(
+        {
+            "sample": torch.arange(rows),
+            "content.text": contents,
+            "content.image": torch.arange(rows) + (1 << 44),
+        }
+    )
     objective = config.build()
     out = out_of(values, torch.ones(rows, 2, dtype=torch.bool), NAMES[:2])
     return share_of(objective.loss(out, batch, StepInfo(0, 1), ALONE), rows)
@@ -249,7 +325,10 @@ def test_samples_with_the_same_caption_are_no_negatives() -> None:
     same = (contents[:, None] == contents[None, :]) & ~torch.eye(5, dtype=torch.bool)
     logits = logits.masked_fill(same, float("-inf"))
     labels = torch.arange(5)
-    expected = (torch.nn.functional.cross_entropy(logits, labels) + torch.nn.functional.cross_entropy(logits.T, labels)) / 2
+    expected = (
+        torch.nn.functional.cross_entropy(logits, labels)
+        + torch.nn.functional.cross_entropy(logits.T, labels)
+    ) / 2
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     (by_hand,) = torch.autograd.grad(expected, values, retain_graph=True)
     (ours,) = torch.autograd.grad(found, values)

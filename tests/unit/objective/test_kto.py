@@ -28,22 +28,44 @@ GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl" / "kto.json").
 RECORDS = list(zip(GOLDEN["prompts"], GOLDEN["answers"], GOLDEN["labels"], strict=True))
 
 
-def step(config: Config, micro: list[Batch], records: int, shift: float) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
+def step(
+    config: Config, micro: list[Batch], records: int, shift: float
+) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
     """Loss, metrics and gradients of one step over some microbatches."""
     reference = build_frozen_model(MODEL, wave(shift).items(), torch.device("cpu"), torch.float32)
-    engine: Any = assemble(EngineSpec(MODEL, config, AdamW(), chunk_tokens=8, prepare=score_with(reference, 8)))
+    engine: Any = assemble(
+        EngineSpec(MODEL, config, AdamW(), chunk_tokens=8, prepare=score_with(reference, 8))
+    )
     engine.fill(wave(0.0).items())
     totals = {"records": float(records), "targets": 1.0, "rows": 1.0}
-    result = engine.forward_backward(StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)), StepInfo(0, 1))
-    grads = {name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()}
-    return float(result.loss), {name: float(a) / float(b) for name, (a, b) in result.metrics.items()}, grads
+    result = engine.forward_backward(
+        StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)), StepInfo(0, 1)
+    )
+    grads = {
+        name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()
+    }
+    return (
+        float(result.loss),
+        {name: float(a) / float(b) for name, (a, b) in result.metrics.items()},
+        grads,
+    )
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "pad"])
-@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"{case['weights']} {case['shift']}")
-def test_loss_gradients_and_metrics_are_those_of_trl(case: dict[str, Any], packing: str, tmp_path: Path) -> None:
-    config = Config(beta=GOLDEN["beta"], desirable_weight=case["weights"][0], undesirable_weight=case["weights"][1])
-    (whole,) = steps_of(write_unpaired(tmp_path / "s", RECORDS), seq_len=16, rows=4, micro_rows=1, packing=packing)
+@pytest.mark.parametrize(
+    "case", GOLDEN["cases"], ids=lambda case: f"{case['weights']} {case['shift']}"
+)
+def test_loss_gradients_and_metrics_are_those_of_trl(
+    case: dict[str, Any], packing: str, tmp_path: Path
+) -> None:
+    config = Config(
+        beta=GOLDEN["beta"],
+        desirable_weight=case["weights"][0],
+        undesirable_weight=case["weights"][1],
+    )
+    (whole,) = steps_of(
+        write_unpaired(tmp_path / "s", RECORDS), seq_len=16, rows=4, micro_rows=1, packing=packing
+    )
     loss, metrics, grads = step(config, list(whole.microbatches), 4, case["shift"])
     assert loss == pytest.approx(case["loss"], abs=1e-6)
     norm = torch.stack([grad.double().norm() for grad in grads.values()]).norm()
@@ -71,11 +93,16 @@ def test_a_step_without_bad_answers_has_a_loss_and_no_margin(tmp_path: Path) -> 
     good = [(prompt, answer, True) for prompt, answer, _ in RECORDS]
     (whole,) = steps_of(write_unpaired(tmp_path / "s", good), seq_len=16, rows=4)
     reference = build_frozen_model(MODEL, wave(0.1).items(), torch.device("cpu"), torch.float32)
-    engine: Any = assemble(EngineSpec(MODEL, Config(), AdamW(), chunk_tokens=8, prepare=score_with(reference, 8)))
+    engine: Any = assemble(
+        EngineSpec(MODEL, Config(), AdamW(), chunk_tokens=8, prepare=score_with(reference, 8))
+    )
     engine.fill(wave(0.0).items())
     result = engine.forward_backward(whole, StepInfo(0, 1))
     assert torch.isfinite(result.loss)
-    assert float(result.metrics["rewards/margins"][1]) == 0 and float(result.metrics["rewards/rejected"][1]) == 0
+    assert (
+        float(result.metrics["rewards/margins"][1]) == 0
+        and float(result.metrics["rewards/rejected"][1]) == 0
+    )
 
 
 def scored(gains: list[float], labels: list[int]) -> tuple[Any, Batch]:
@@ -89,14 +116,18 @@ def scored(gains: list[float], labels: list[int]) -> tuple[Any, Batch]:
         reference[0, index], label[0, index] = -3.0, kind
     log_probs[0, -1] = -50.0  # padding carries no loss
     out: Any = SimpleNamespace(head=SimpleNamespace(scores=lambda targets: (log_probs, None)))
-    return out, replace(batch, extra={REFERENCE: reference, MISMATCH_REFERENCE: reference, LABEL: label})
+    return out, replace(
+        batch, extra={REFERENCE: reference, MISMATCH_REFERENCE: reference, LABEL: label}
+    )
 
 
 def test_loss_and_metrics_by_hand_where_the_divergence_is_one() -> None:
     config = Config(beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
     out, batch = scored([0.5, 2.0, 0.75, 0.5], [1, 1, 1, 0])
     # mismatches of the step: gains 3 and -1, a record without a mismatch does not count; six good answers and two bad ones
-    survey = torch.tensor([[3.0, 1, 1, 0], [-1.0, 1, 0, 1], [9.0, 0, 0, 0]] + [[0.0, 0, 1, 0]] * 5 + [[0.0, 0, 0, 1]])
+    survey = torch.tensor(
+        [[3.0, 1, 1, 0], [-1.0, 1, 0, 1], [9.0, 0, 0, 0]] + [[0.0, 0, 1, 0]] * 5 + [[0.0, 0, 0, 1]]
+    )
     loss = config.build().loss(out, batch, StepInfo(0, 1, survey=survey), None)  # type: ignore[arg-type]
 
     def bad(x: float) -> float:
@@ -108,11 +139,19 @@ def test_loss_and_metrics_by_hand_where_the_divergence_is_one() -> None:
     # of the good answers only the second gained more than 1; the bad one gained less
     assert sums["rewards/accuracies"] == (2.0, 4.0)
     assert sums["kl"] == (4.0, 4.0)
-    assert sums["rewards/chosen"] == pytest.approx((0.5 * 3.25, 3.0)) and sums["rewards/rejected"] == pytest.approx((0.25, 1.0))
-    assert sums["logps/chosen"] == pytest.approx((-9.0 + 3.25, 3.0)) and sums["logps/rejected"] == pytest.approx((-2.5, 1.0))
+    assert sums["rewards/chosen"] == pytest.approx((0.5 * 3.25, 3.0)) and sums[
+        "rewards/rejected"
+    ] == pytest.approx((0.25, 1.0))
+    assert sums["logps/chosen"] == pytest.approx((-9.0 + 3.25, 3.0)) and sums[
+        "logps/rejected"
+    ] == pytest.approx((-2.5, 1.0))
     # this microbatch has four of the step's eight answers: its shares of both means, and half of the weight
     assert sums["rewards/margins"] == pytest.approx((0.5 * 3.25 / 6 - 0.25 / 2, 0.5))
-    valid = config.build().loss(out, batch, StepInfo(0, 1, training=False, survey=survey), None).metrics["loss"]  # type: ignore[arg-type]
+    valid = (
+        config.build()
+        .loss(out, batch, StepInfo(0, 1, training=False, survey=survey), None)
+        .metrics["loss"]
+    )  # type: ignore[arg-type]
     assert (float(valid[0]), float(valid[1])) == (pytest.approx(expected, rel=1e-6), 4.0)
 
 
@@ -124,11 +163,21 @@ def test_a_survey_holds_gain_and_label_of_every_slot() -> None:
     # a record whose mismatch lost its whole answer says nothing of the divergence
     weight = batch.loss_weight.clone()
     weight[0, 2] = 0.0
-    assert Config().build().survey(out, replace(batch, loss_weight=weight))[1, 1:].tolist() == [0, 0, 1]
+    assert Config().build().survey(out, replace(batch, loss_weight=weight))[1, 1:].tolist() == [
+        0,
+        0,
+        1,
+    ]
 
 
 def test_a_model_that_is_its_own_reference_is_right_by_chance(tmp_path: Path) -> None:
-    (whole,) = steps_of(write_unpaired(tmp_path / "s", RECORDS), seq_len=16, rows=4, micro_rows=4, packing="best_fit")
+    (whole,) = steps_of(
+        write_unpaired(tmp_path / "s", RECORDS),
+        seq_len=16,
+        rows=4,
+        micro_rows=4,
+        packing="best_fit",
+    )
     _, metrics, _ = step(Config(), list(whole.microbatches), 4, 0.0)
     assert (metrics["kl"], metrics["rewards/margins"]) == (0.0, 0.0)
     assert metrics["rewards/accuracies"] == 0.5

@@ -22,7 +22,11 @@ WEIGHT = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.5, 0.5], [0.0, 1.0, 0.0]])
 
 
 def batch_of() -> Batch:
-    return replace(make_batch([[3]] * 3, seq_len=3, vocab=8), loss_weight=WEIGHT, source=torch.tensor([1, 0, 1]))
+    return replace(
+        make_batch([[3]] * 3, seq_len=3, vocab=8),
+        loss_weight=WEIGHT,
+        source=torch.tensor([1, 0, 1]),
+    )
 
 
 def out_of(**per_token: torch.Tensor) -> Any:
@@ -31,12 +35,19 @@ def out_of(**per_token: torch.Tensor) -> Any:
 
 
 def sums_of(loss: Loss) -> dict[str, tuple[Any, Any]]:
-    return {name: (total.tolist(), weight.tolist()) for name, (total, weight) in loss.metrics.items()}
+    return {
+        name: (total.tolist(), weight.tolist()) for name, (total, weight) in loss.metrics.items()
+    }
 
 
 def test_next_token_metrics_are_weighted_and_divided_by_source() -> None:
     objective = NextToken(z_loss=0.25).build()
-    loss = objective.loss(out_of(nll=VALUES, correct=CORRECT, lse=VALUES / 2), batch_of(), StepInfo(0, 1, num_sources=3), ALONE)
+    loss = objective.loss(
+        out_of(nll=VALUES, correct=CORRECT, lse=VALUES / 2),
+        batch_of(),
+        StepInfo(0, 1, num_sources=3),
+        ALONE,
+    )
     # 1 + 2, then 4 + 8 / 2 + 16 / 2, then 64; correct: 1, then 1 + 1 / 2, then 1
     assert sums_of(loss) == {
         "nll": (3 + 16 + 64, 5.0),
@@ -51,7 +62,12 @@ def test_next_token_metrics_are_weighted_and_divided_by_source() -> None:
 def test_distillation_metrics_are_weighted_and_divided_by_source() -> None:
     objective = Distill().with_head(SimpleNamespace()).build()  # type: ignore[arg-type]
     batch = replace(batch_of(), extra={"teacher": torch.zeros(3, 3, 2)})
-    loss = objective.loss(out_of(nll=VALUES, correct=CORRECT, kl=2 * VALUES), batch, StepInfo(0, 1, num_sources=2), ALONE)
+    loss = objective.loss(
+        out_of(nll=VALUES, correct=CORRECT, kl=2 * VALUES),
+        batch,
+        StepInfo(0, 1, num_sources=2),
+        ALONE,
+    )
     assert sums_of(loss) == {
         "nll": (83.0, 5.0),
         "accuracy": (3.5, 5.0),
@@ -74,4 +90,6 @@ def test_head_sparsity_counts_undecided_heads_and_both_terms() -> None:
     loss = objective.loss(out, batch_of(), StepInfo(0, 10), ALONE)
     # the mean of z is 4 / 6, so the sparsity is 1/3 and the gap -1/6
     assert float(loss.terms["sparsity"].sum.detach()) == pytest.approx(3 * -1 / 6 + 7 / 36)
-    assert float(loss.metrics["sparsity"][0]) == pytest.approx(1 / 3) and float(loss.metrics["undecided_heads"][0]) == pytest.approx(2 / 6)
+    assert float(loss.metrics["sparsity"][0]) == pytest.approx(1 / 3) and float(
+        loss.metrics["undecided_heads"][0]
+    ) == pytest.approx(2 / 6)

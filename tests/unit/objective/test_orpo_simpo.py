@@ -21,17 +21,30 @@ from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
 
-CONFIGS = {"orpo": ORPOConfig(beta=0.3), "simpo": SimPOConfig(beta=1.7, gamma=0.4, label_smoothing=0.1)}
+CONFIGS = {
+    "orpo": ORPOConfig(beta=0.3),
+    "simpo": SimPOConfig(beta=1.7, gamma=0.4, label_smoothing=0.1),
+}
 
 
-def step(config: ObjectiveConfig, micro: list[Batch]) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
+def step(
+    config: ObjectiveConfig, micro: list[Batch]
+) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
     """Loss, metrics and gradients of one step over some microbatches."""
     engine: Any = assemble(EngineSpec(MODEL, config, AdamW(), chunk_tokens=8))
     engine.fill(wave(0.0).items())
     totals = {"pairs": float(len(PAIRS)), "targets": 1.0, "rows": 1.0}
-    result = engine.forward_backward(StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)), StepInfo(0, 1))
-    grads = {name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()}
-    return float(result.loss), {name: float(a) / float(b) for name, (a, b) in result.metrics.items()}, grads
+    result = engine.forward_backward(
+        StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)), StepInfo(0, 1)
+    )
+    grads = {
+        name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()
+    }
+    return (
+        float(result.loss),
+        {name: float(a) / float(b) for name, (a, b) in result.metrics.items()},
+        grads,
+    )
 
 
 def means() -> tuple[list[float], list[float]]:
@@ -64,7 +77,9 @@ def by_hand(kind: str) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_loss_is_the_formula_however_pairs_are_packed(kind: str, layout: str) -> None:
-    loss, metrics, _ = step(CONFIGS[kind], [pair_batch(LAYOUTS[layout], seq_len=64, max_documents=12)])
+    loss, metrics, _ = step(
+        CONFIGS[kind], [pair_batch(LAYOUTS[layout], seq_len=64, max_documents=12)]
+    )
     assert loss == pytest.approx(by_hand(kind), abs=1e-6)
     chosen, rejected = means()
     scale = 0.3 if kind == "orpo" else 1.7
@@ -72,13 +87,17 @@ def test_the_loss_is_the_formula_however_pairs_are_packed(kind: str, layout: str
     if kind == "orpo":
         assert metrics["nll/chosen"] == pytest.approx(-sum(chosen) / len(chosen), abs=1e-6)
     assert metrics["rewards/chosen"] == pytest.approx(scale * sum(chosen) / len(chosen), abs=1e-6)
-    assert metrics["rewards/accuracies"] == pytest.approx(sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(PAIRS))
+    assert metrics["rewards/accuracies"] == pytest.approx(
+        sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(PAIRS)
+    )
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_microbatches_and_empty_rows_change_nothing(kind: str) -> None:
     whole = step(CONFIGS[kind], [pair_batch([PAIRS[:2], PAIRS[2:]], seq_len=64)])
-    parts = step(CONFIGS[kind], [pair_batch([row], seq_len=64) for row in (PAIRS[:2], PAIRS[2:], [])])
+    parts = step(
+        CONFIGS[kind], [pair_batch([row], seq_len=64) for row in (PAIRS[:2], PAIRS[2:], [])]
+    )
     assert parts[0] == pytest.approx(whole[0], abs=1e-6)
     for name, gradient in whole[2].items():
         torch.testing.assert_close(parts[2][name], gradient, rtol=1e-5, atol=1e-6)
@@ -90,7 +109,12 @@ def test_losses_are_those_of_trl() -> None:
     cpo = pytest.importorskip("trl.experimental.cpo")
     chosen, rejected = (torch.tensor(side) for side in means())
     as_trainer: Any = SimpleNamespace(
-        beta=0.3, accelerator=SimpleNamespace(device="cpu"), loss_type="simpo", simpo_gamma=0.4, label_smoothing=0.1, alpha=0.0
+        beta=0.3,
+        accelerator=SimpleNamespace(device="cpu"),
+        loss_type="simpo",
+        simpo_gamma=0.4,
+        label_smoothing=0.1,
+        alpha=0.0,
     )
     ratio = orpo.ORPOTrainer.odds_ratio_loss(as_trainer, chosen, rejected)[0]
     assert float((-chosen - ratio).mean()) == pytest.approx(by_hand("orpo"), abs=1e-6)

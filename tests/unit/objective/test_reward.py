@@ -29,17 +29,29 @@ CONFIG = Config(margin=0.3, center_rewards_coefficient=0.05)
 
 def weights() -> dict[str, torch.Tensor]:
     """Larger than at the start of a run, so that scores differ."""
-    return {one.name: 6 * initial_value(one.name, one.shape, SCORING, 1) for one in param_specs(SCORING)}
+    return {
+        one.name: 6 * initial_value(one.name, one.shape, SCORING, 1) for one in param_specs(SCORING)
+    }
 
 
-def step(config: Config, micro: list[Batch]) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
+def step(
+    config: Config, micro: list[Batch]
+) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
     """Loss, metrics and gradients of one step over some microbatches."""
     engine: Any = assemble(EngineSpec(SCORING, config, AdamW()))
     engine.fill(weights().items())
     totals = {"pairs": float(len(PAIRS)), "targets": 1.0, "rows": 1.0}
-    result = engine.forward_backward(StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)), StepInfo(0, 1))
-    grads = {name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()}
-    return float(result.loss), {name: float(a) / float(b) for name, (a, b) in result.metrics.items()}, grads
+    result = engine.forward_backward(
+        StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)), StepInfo(0, 1)
+    )
+    grads = {
+        name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()
+    }
+    return (
+        float(result.loss),
+        {name: float(a) / float(b) for name, (a, b) in result.metrics.items()},
+        grads,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +68,25 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def inputs() -> dict[str, torch.Tensor]:
     """The pairs as TRL's collator lays them out: all chosen ones, then all rejected ones, padded at the right."""
-    rows = [[*prompt, *answer] for side in (1, 2) for pair in PAIRS for prompt, answer in [(pair[0], pair[side])]]
+    rows = [
+        [*prompt, *answer]
+        for side in (1, 2)
+        for pair in PAIRS
+        for prompt, answer in [(pair[0], pair[side])]
+    ]
     assert all(row[-1] != 0 for row in rows)
     longest = max(map(len, rows))
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    return {"input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows]), "attention_mask": mask}
+    return {
+        "input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
+        "attention_mask": mask,
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradients_are_those_of_transformers_however_pairs_are_packed(theirs: Any, layout: str) -> None:
+def test_loss_and_gradients_are_those_of_transformers_however_pairs_are_packed(
+    theirs: Any, layout: str
+) -> None:
     loss, metrics, grads = step(CONFIG, [pair_batch(LAYOUTS[layout], seq_len=64, max_documents=12)])
     chosen, rejected = theirs(**inputs()).logits.squeeze(-1).chunk(2)
     right = -F.logsigmoid(chosen - rejected - 0.3).mean() + 0.05 * ((chosen + rejected) ** 2).mean()
@@ -95,7 +117,9 @@ def test_loss_and_metrics_are_those_of_trls_trainer(theirs: Any) -> None:
         _tp_size=1,
     )
     theirs.zero_grad()
-    right = trainer.compute_loss(as_trainer, theirs.train(), inputs() | {"margin": torch.full((len(PAIRS),), 0.3)})
+    right = trainer.compute_loss(
+        as_trainer, theirs.train(), inputs() | {"margin": torch.full((len(PAIRS),), 0.3)}
+    )
     right.backward()
     loss, metrics, grads = step(CONFIG, [pair_batch([PAIRS], seq_len=64, max_documents=12)])
     assert loss == pytest.approx(right.item(), abs=1e-6)
@@ -116,7 +140,9 @@ def test_microbatches_and_empty_rows_change_nothing() -> None:
 
 def test_without_settings_only_the_difference_of_scores_counts() -> None:
     plain = step(Config(), [pair_batch([PAIRS], seq_len=64, max_documents=12)])
-    assert plain[0] != pytest.approx(step(CONFIG, [pair_batch([PAIRS], seq_len=64, max_documents=12)])[0], abs=1e-3)
+    assert plain[0] != pytest.approx(
+        step(CONFIG, [pair_batch([PAIRS], seq_len=64, max_documents=12)])[0], abs=1e-3
+    )
     assert plain[0] > 0
 
 

@@ -20,9 +20,18 @@ Betas = tuple[float, float]
 def distance(config: Config, mask_betas: Betas, reg_betas: Betas) -> float:
     """Root mean square of sparsity minus aim over the second half of a run."""
     pull = PULL * torch.rand(HEADS, generator=torch.Generator().manual_seed(0))
-    log_alpha, lambdas = torch.nn.Parameter(torch.full(HEADS, 4.0)), torch.nn.Parameter(torch.zeros(2))
-    groups = [{"params": [log_alpha], "betas": mask_betas}, {"params": [lambdas], "betas": reg_betas, "maximize": True}]
-    optimizer, schedule = torch.optim.AdamW(groups, weight_decay=config.mask_weight_decay), Schedule(warmup=0.1, floor=0.01)
+    log_alpha, lambdas = (
+        torch.nn.Parameter(torch.full(HEADS, 4.0)),
+        torch.nn.Parameter(torch.zeros(2)),
+    )
+    groups = [
+        {"params": [log_alpha], "betas": mask_betas},
+        {"params": [lambdas], "betas": reg_betas, "maximize": True},
+    ]
+    optimizer, schedule = (
+        torch.optim.AdamW(groups, weight_decay=config.mask_weight_decay),
+        Schedule(warmup=0.1, floor=0.01),
+    )
     squares: list[float] = []
     for step in range(STEPS):
         for group in optimizer.param_groups:
@@ -42,9 +51,13 @@ def distance(config: Config, mask_betas: Betas, reg_betas: Betas) -> float:
     return (sum(squares) / len(squares)) ** 0.5
 
 
-def test_with_little_momentum_the_sparsity_stays_nearer_to_its_aim(record_property: Callable[[str, object], None]) -> None:
+def test_with_little_momentum_the_sparsity_stays_nearer_to_its_aim(
+    record_property: Callable[[str, object], None],
+) -> None:
     config = Config(target=0.7)
     ours = distance(config, config.mask_betas, config.reg_betas)
     with_momentum = distance(config, (0.9, 0.95), (0.9, 0.95))
-    record_property("distances", f"{ours:.3f} with the defaults, {with_momentum:.3f} with betas 0.9, 0.95")
+    record_property(
+        "distances", f"{ours:.3f} with the defaults, {with_momentum:.3f} with betas 0.9, 0.95"
+    )
     assert ours < 0.6 * with_momentum

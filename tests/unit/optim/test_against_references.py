@@ -29,14 +29,18 @@ DIVISOR = 4.0
 class Case:
     """Parameters under one of headway's rules."""
 
-    def __init__(self, config: Any, shapes: list[tuple[int, ...]], *, copies: torch.dtype | None = None) -> None:
+    def __init__(
+        self, config: Any, shapes: list[tuple[int, ...]], *, copies: torch.dtype | None = None
+    ) -> None:
         self.config, optimizer = config, config.build()
         self.rule = UpdateRule(optimizer, storage_of(optimizer))
         generator = torch.Generator().manual_seed(1)
         self.params = [0.1 * torch.randn(shape, generator=generator) for shape in shapes]
         self.state = [self._state(param) for param in self.params]
         self.steps = [torch.zeros(()) for _ in shapes]
-        self.copies = None if copies is None else [param.to(copies, copy=True) for param in self.params]
+        self.copies = (
+            None if copies is None else [param.to(copies, copy=True) for param in self.params]
+        )
 
     def _state(self, param: Tensor) -> dict[str, Tensor]:
         if isinstance(self.rule.optimizer, MatrixOptimizer):
@@ -55,7 +59,9 @@ class Case:
 
             state = {slot: [self.state[i][slot] for i in at] for slot in kinds}
             copies = None if self.copies is None else of(self.copies)
-            self.rule.optimizer.update(of(self.params), of(grads), state, [self.steps[i] for i in at], hyper, guard, copies)
+            self.rule.optimizer.update(
+                of(self.params), of(grads), state, [self.steps[i] for i in at], hyper, guard, copies
+            )
 
 
 def gradients(shapes: list[tuple[int, ...]]) -> list[list[Tensor]]:
@@ -63,7 +69,13 @@ def gradients(shapes: list[tuple[int, ...]]) -> list[list[Tensor]]:
     return [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(STEPS)]
 
 
-def follow(case: Case, reference: Any, references: Sequence[Tensor], shapes: list[tuple[int, ...]], **close: Any) -> None:
+def follow(
+    case: Case,
+    reference: Any,
+    references: Sequence[Tensor],
+    shapes: list[tuple[int, ...]],
+    **close: Any,
+) -> None:
     """Twenty steps of both; the reference is a torch optimizer whose first group's lr is set."""
     for index, grads in enumerate(gradients(shapes)):
         for parameter, grad in zip(references, grads, strict=True):
@@ -80,18 +92,29 @@ def follow(case: Case, reference: Any, references: Sequence[Tensor], shapes: lis
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_torchs_muon(scale: Any, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(Muon(lr=0.02, scale=scale, nesterov=nesterov, momentum=0.9, weight_decay=0.2), SHAPES)
+    case = Case(
+        Muon(lr=0.02, scale=scale, nesterov=nesterov, momentum=0.9, weight_decay=0.2), SHAPES
+    )
     references = [torch.nn.Parameter(param.clone()) for param in case.params]
-    options: Any = {"weight_decay": 0.2, "momentum": 0.9, "nesterov": nesterov, "adjust_lr_fn": scale}
+    options: Any = {
+        "weight_decay": 0.2,
+        "momentum": 0.9,
+        "nesterov": nesterov,
+        "adjust_lr_fn": scale,
+    }
     reference = torch.optim.Muon(references, lr=0.02, **options)
-    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # torch's Newton-Schulz is always bf16; in fp32 both can be compared tightly
+    monkeypatch.setattr(
+        Tensor, "bfloat16", Tensor.clone
+    )  # torch's Newton-Schulz is always bf16; in fp32 both can be compared tightly
     follow(case, reference, references, SHAPES, rtol=2e-5, atol=2e-6)
 
 
 def test_muon_in_bf16_is_torchs_within_its_rounding() -> None:
     case = Case(Muon(lr=0.02, ns_dtype="bf16"), SHAPES)
     references = [torch.nn.Parameter(param.clone()) for param in case.params]
-    reference = torch.optim.Muon(references, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    reference = torch.optim.Muon(
+        references, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
     follow(case, reference, references, SHAPES, rtol=1e-2, atol=1e-3)
 
 
@@ -100,30 +123,51 @@ def test_adafactor_is_torchs_adafactor() -> None:
     case = Case(Adafactor(lr=0.3, weight_decay=0.1, clip_update=1.5, beta2_decay=-0.7), shapes)
     references = [torch.nn.Parameter(param.clone()) for param in case.params]
     options: Any = {"weight_decay": 0.1, "d": 1.5, "beta2_decay": -0.7}
-    follow(case, torch.optim.Adafactor(references, lr=0.3, **options), references, shapes, rtol=2e-5, atol=1e-6)
-    assert sum(held.numel() for state in case.state for held in state.values()) < sum(param.numel() for param in case.params) / 5
+    follow(
+        case,
+        torch.optim.Adafactor(references, lr=0.3, **options),
+        references,
+        shapes,
+        rtol=2e-5,
+        atol=1e-6,
+    )
+    assert (
+        sum(held.numel() for state in case.state for held in state.values())
+        < sum(param.numel() for param in case.params) / 5
+    )
 
 
 def test_adafactor_without_the_scale_of_parameters() -> None:
     case = Case(Adafactor(lr=1e-3, scale_by_rms=False, clip_update=1e9), [(40,)])
     before, (grad,) = case.params[0].clone(), gradients([(40,)])[0]
     case.step([grad], 5)
-    torch.testing.assert_close(before - case.params[0], 1e-3 * case.config.schedule.factor(5, STEPS) * grad.sign(), rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(
+        before - case.params[0],
+        1e-3 * case.config.schedule.factor(5, STEPS) * grad.sign(),
+        rtol=1e-3,
+        atol=1e-7,
+    )
 
 
-def schedule_free_reference(params: list[Tensor], rates: list[float], betas: Any, decay: float) -> Iterator[tuple[Any, Any]]:
+def schedule_free_reference(
+    params: list[Tensor], rates: list[float], betas: Any, decay: float
+) -> Iterator[tuple[Any, Any]]:
     """(what trains, averages) before every step of schedule-free AdamW as published (Defazio et al. 2024), in fp64."""
     x, z = [param.double() for param in params], [param.double() for param in params]
     squares = [torch.zeros_like(value) for value in x]
     total = 0.0
     trained = [value.clone() for value in x]
-    for count, (rate, grads) in enumerate(zip(rates, gradients([tuple(param.shape) for param in params]), strict=True), start=1):
+    for count, (rate, grads) in enumerate(
+        zip(rates, gradients([tuple(param.shape) for param in params]), strict=True), start=1
+    ):
         total += rate**2
         share = rate**2 / total
         for i, grad in enumerate(grads):
             g = grad.double() / DIVISOR
             squares[i] = betas[1] * squares[i] + (1 - betas[1]) * g * g
-            direction = g / ((squares[i] / (1 - betas[1] ** count)).sqrt() + 1e-8) + decay * trained[i]
+            direction = (
+                g / ((squares[i] / (1 - betas[1] ** count)).sqrt() + 1e-8) + decay * trained[i]
+            )
             z[i] = z[i] - rate * direction
             x[i] = (1 - share) * x[i] + share * z[i]
             trained[i] = (1 - betas[0]) * z[i] + betas[0] * x[i]
@@ -131,25 +175,38 @@ def schedule_free_reference(params: list[Tensor], rates: list[float], betas: Any
 
 
 def test_schedule_free_is_the_published_one() -> None:
-    config = ScheduleFree(lr=0.02, betas=(0.85, 0.97), weight_decay=0.2, schedule=WarmupSchedule(warmup=5))
+    config = ScheduleFree(
+        lr=0.02, betas=(0.85, 0.97), weight_decay=0.2, schedule=WarmupSchedule(warmup=5)
+    )
     case = Case(config, SHAPES, copies=torch.float32)
     rates = [config.hyper(index, STEPS).lr for index in range(STEPS)]
     assert rates[0] == pytest.approx(0.004) and rates[4:] == [0.02] * 16 and case.copies is not None
-    reference = schedule_free_reference([param.clone() for param in case.params], rates, config.betas, 0.2)
-    for index, (grads, (trained, averages)) in enumerate(zip(gradients(SHAPES), reference, strict=True)):
+    reference = schedule_free_reference(
+        [param.clone() for param in case.params], rates, config.betas, 0.2
+    )
+    for index, (grads, (trained, averages)) in enumerate(
+        zip(gradients(SHAPES), reference, strict=True)
+    ):
         case.step(grads, index)
         for ours, theirs in zip((*case.copies, *case.params), (*trained, *averages), strict=True):
             torch.testing.assert_close(ours, theirs.float(), rtol=2e-5, atol=1e-6)
-    apart = sum(float((copy - param).abs().max()) for copy, param in zip(case.copies, case.params, strict=True))
+    apart = sum(
+        float((copy - param).abs().max())
+        for copy, param in zip(case.copies, case.params, strict=True)
+    )
     assert apart > 0.01, "what trains is not what is kept"
 
 
 def test_schedule_free_is_the_packages() -> None:
     package = pytest.importorskip("schedulefree")
-    config = ScheduleFree(lr=0.02, betas=(0.85, 0.97), weight_decay=0.2, schedule=WarmupSchedule(warmup=5))
+    config = ScheduleFree(
+        lr=0.02, betas=(0.85, 0.97), weight_decay=0.2, schedule=WarmupSchedule(warmup=5)
+    )
     case = Case(config, SHAPES, copies=torch.float32)
     references = [torch.nn.Parameter(param.clone()) for param in case.params]
-    reference = package.AdamWScheduleFree(references, lr=0.02, betas=(0.85, 0.97), weight_decay=0.2, warmup_steps=5)
+    reference = package.AdamWScheduleFree(
+        references, lr=0.02, betas=(0.85, 0.97), weight_decay=0.2, warmup_steps=5
+    )
     assert case.copies is not None
     for index, grads in enumerate(gradients(SHAPES)):
         reference.train()
@@ -172,15 +229,25 @@ def test_schedule_free_begins_with_the_weights_and_sets_what_trains_bit_for_bit(
     def again() -> list[Tensor]:
         made = [torch.zeros_like(copy).view(-1) for copy in case.copies or ()]
         state = {slot: [held[slot] for held in case.state] for slot in rule.slots}
-        rule.set_training_weights([param.view(-1) for param in case.params], state, case.steps, made)
+        rule.set_training_weights(
+            [param.view(-1) for param in case.params], state, case.steps, made
+        )
         return made
 
-    assert all(torch.equal(one, param.to(torch.bfloat16).view(-1)) for one, param in zip(again(), case.params, strict=True))
+    assert all(
+        torch.equal(one, param.to(torch.bfloat16).view(-1))
+        for one, param in zip(again(), case.params, strict=True)
+    )
     case.step([torch.full_like(param, float("inf")) for param in case.params], 0, skip=True)
-    assert all(torch.equal(copy, param.to(torch.bfloat16)) for copy, param in zip(case.copies, case.params, strict=True))
+    assert all(
+        torch.equal(copy, param.to(torch.bfloat16))
+        for copy, param in zip(case.copies, case.params, strict=True)
+    )
     for index, grads in enumerate(gradients(SHAPES)[:3]):
         case.step(grads, index)
-        assert all(torch.equal(one, copy.view(-1)) for one, copy in zip(again(), case.copies, strict=True))
+        assert all(
+            torch.equal(one, copy.view(-1)) for one, copy in zip(again(), case.copies, strict=True)
+        )
 
 
 class PlainLion:
@@ -212,7 +279,14 @@ def test_lion_is_the_packages() -> None:
     package = pytest.importorskip("lion_pytorch")
     case = Case(Lion(lr=1e-2, betas=(0.8, 0.95), weight_decay=0.3), SHAPES)
     references = [torch.nn.Parameter(param.clone()) for param in case.params]
-    follow(case, package.Lion(references, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.3), references, SHAPES, rtol=1e-5, atol=1e-6)
+    follow(
+        case,
+        package.Lion(references, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.3),
+        references,
+        SHAPES,
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_muon_makes_singular_values_about_one_for_batches_of_matrices() -> None:
@@ -244,25 +318,44 @@ ALL = [
 """All of them decay: a skipped step must not."""
 
 
-@pytest.mark.parametrize("config", ALL, ids=lambda config: f"{config.kind} {storage_of(config.build()).dtype}")
+@pytest.mark.parametrize(
+    "config", ALL, ids=lambda config: f"{config.kind} {storage_of(config.build()).dtype}"
+)
 def test_a_skipped_step_changes_nothing_and_copies_follow(config: Any) -> None:
     case = Case(config, SHAPES, copies=torch.bfloat16)
     grads = gradients(SHAPES)
     case.step(grads[0], 5)
     assert case.copies is not None
-    before = [tensor.clone() for tensor in (*case.params, *case.copies, *(held for state in case.state for held in state.values()))]
+    before = [
+        tensor.clone()
+        for tensor in (
+            *case.params,
+            *case.copies,
+            *(held for state in case.state for held in state.values()),
+        )
+    ]
     case.step([torch.full_like(grad, float("nan")) for grad in grads[1]], 6, skip=True)
     after = [*case.params, *case.copies, *(held for state in case.state for held in state.values())]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     assert all(float(step) == 1 for step in case.steps)
     case.step(grads[2], 6)
     if case.rule.averages is None:
-        assert all(torch.equal(copy, param.to(torch.bfloat16)) for copy, param in zip(case.copies, case.params, strict=True))
+        assert all(
+            torch.equal(copy, param.to(torch.bfloat16))
+            for copy, param in zip(case.copies, case.params, strict=True)
+        )
 
 
-@pytest.mark.parametrize("config", [Muon(lr=0.01), Lion(lr=0.01), Adafactor(), ScheduleFree()], ids=lambda config: config.kind)
+@pytest.mark.parametrize(
+    "config",
+    [Muon(lr=0.01), Lion(lr=0.01), Adafactor(), ScheduleFree()],
+    ids=lambda config: config.kind,
+)
 def test_maximize_ascends(config: Any) -> None:
-    up, down = Case(config, SHAPES, copies=torch.float32), Case(config, SHAPES, copies=torch.float32)
+    up, down = (
+        Case(config, SHAPES, copies=torch.float32),
+        Case(config, SHAPES, copies=torch.float32),
+    )
     for index, grads in enumerate(gradients(SHAPES)[:3]):
         up.step(grads, index, maximize=True)
         down.step([-grad for grad in grads], index)
@@ -271,7 +364,10 @@ def test_maximize_ascends(config: Any) -> None:
 
 @pytest.mark.parametrize("config", [Muon, Lion], ids=["muon", "lion"])
 def test_state_in_bf16_stays_close_to_fp32(config: Any) -> None:
-    exact, rounded = Case(config(lr=1e-3), SHAPES), Case(config(lr=1e-3, state_dtype="bf16"), SHAPES)
+    exact, rounded = (
+        Case(config(lr=1e-3), SHAPES),
+        Case(config(lr=1e-3, state_dtype="bf16"), SHAPES),
+    )
     assert all(held.dtype == torch.bfloat16 for state in rounded.state for held in state.values())
     start = [param.clone() for param in exact.params]
     for index, grads in enumerate(gradients(SHAPES)):

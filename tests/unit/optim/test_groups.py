@@ -11,8 +11,18 @@ from headway.optim.groups import hypers, make_groups, matching, trainable
 from headway.optim.schedule import Schedule
 
 UP, UP_BIAS = "model.layers.0.mlp.experts.up_proj.weight", "model.layers.0.mlp.experts.up_proj.bias"
-NORM, ROUTER_BIAS, LAMBDA = "model.norm.weight", "model.layers.0.mlp.gate.e_score_correction_bias", "objective.lambda_1"
-SHAPES: dict[str, tuple[int, ...]] = {UP: (4, 8, 6), UP_BIAS: (4, 8), ROUTER_BIAS: (4,), NORM: (6,), LAMBDA: ()}
+NORM, ROUTER_BIAS, LAMBDA = (
+    "model.norm.weight",
+    "model.layers.0.mlp.gate.e_score_correction_bias",
+    "objective.lambda_1",
+)
+SHAPES: dict[str, tuple[int, ...]] = {
+    UP: (4, 8, 6),
+    UP_BIAS: (4, 8),
+    ROUTER_BIAS: (4,),
+    NORM: (6,),
+    LAMBDA: (),
+}
 HALFWAY = Schedule(kind="constant", warmup=4)
 """At step 1 the rate is half of the peak."""
 
@@ -37,11 +47,20 @@ def test_biases_of_stacked_experts_are_no_matrices_and_do_not_decay() -> None:
 def test_a_groups_rate_follows_the_schedule_and_the_factor_of_the_batch() -> None:
     rules = (GroupRule(match=(UP,), lr=0.2), GroupRule(match=(NORM,), lr_factor=3.0))
     config = AdamW(lr=0.01, schedule=HALFWAY, groups=rules)
-    assert [hyper_of(name, config).lr for name in (UP, NORM, UP_BIAS)] == pytest.approx([0.1, 0.015, 0.005])
-    assert [hyper_of(name, config, lr_factor=4.0).lr for name in (UP, NORM, UP_BIAS)] == pytest.approx([0.4, 0.06, 0.02])
+    assert [hyper_of(name, config).lr for name in (UP, NORM, UP_BIAS)] == pytest.approx(
+        [0.1, 0.015, 0.005]
+    )
+    assert [
+        hyper_of(name, config, lr_factor=4.0).lr for name in (UP, NORM, UP_BIAS)
+    ] == pytest.approx([0.4, 0.06, 0.02])
 
 
 def test_an_objectives_rule_has_its_own_rate_decay_and_direction() -> None:
     rule = ParameterRule(("objective",), 2.0, 0.3, (0.5, 0.6), maximize=True)
     found = hyper_of(LAMBDA, AdamW(lr=0.01, weight_decay=0.1, schedule=HALFWAY), (rule,))
-    assert (found.lr, found.weight_decay, found.betas, found.maximize) == (1.0, 0.3, (0.5, 0.6), True)
+    assert (found.lr, found.weight_decay, found.betas, found.maximize) == (
+        1.0,
+        0.3,
+        (0.5, 0.6),
+        True,
+    )

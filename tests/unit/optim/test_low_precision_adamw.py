@@ -6,7 +6,15 @@ import torch
 from headway.optim.adamw import AdamW
 from headway.optim.base import Guard, Hyper
 from headway.optim.low_precision_adamw import LowPrecisionAdamW
-from headway.optim.state_storage import BLOCK, DTYPES, StateStorage, chance_of, pack, to_bf16, unpack
+from headway.optim.state_storage import (
+    BLOCK,
+    DTYPES,
+    StateStorage,
+    chance_of,
+    pack,
+    to_bf16,
+    unpack,
+)
 
 GUARD = Guard(torch.ones(()), torch.zeros(()))
 
@@ -14,7 +22,9 @@ GUARD = Guard(torch.ones(()), torch.zeros(()))
 def spread(size: int, seed: int = 0) -> torch.Tensor:
     """Values over many orders of magnitude, as moments have."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, generator=generator) * 10 ** (-4 * torch.rand(size, generator=generator))
+    return torch.randn(size, generator=generator) * 10 ** (
+        -4 * torch.rand(size, generator=generator)
+    )
 
 
 @pytest.mark.parametrize("square", [False, True])
@@ -37,7 +47,9 @@ def test_eight_bits_are_close_at_every_magnitude_of_a_block(square: bool) -> Non
     assert (gap <= 0.02 * scale).all()
     large = blocks.abs() > 1e-2 * scale
     assert (gap[large] <= 0.08 * blocks.abs()[large]).all()
-    assert not square or bool((unpack(codes, scale, square=True)[blocks > 0] > 0).all()), "a square that is not zero stays so"
+    assert not square or bool((unpack(codes, scale, square=True)[blocks > 0] > 0).all()), (
+        "a square that is not zero stays so"
+    )
 
 
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
@@ -62,7 +74,14 @@ def test_a_second_moment_that_moves_less_than_half_a_step_still_arrives() -> Non
         state = rule.storage.allocate(rule.slots, 256, torch.device("cpu"))
         params, step, grad = torch.zeros(256), torch.zeros(()), torch.linspace(0.999, 1.001, 256)
         for _ in range(1000):
-            rule.update([params], [grad], {role: [part] for role, part in state.items()}, [step], hyper, GUARD)
+            rule.update(
+                [params],
+                [grad],
+                {role: [part] for role, part in state.items()},
+                [step],
+                hyper,
+                GUARD,
+            )
         reached = rule.storage.read(state, "exp_avg_sq", 0, 256).float()
         assert reached.mean().item() == pytest.approx(1 - 0.999**1000, rel=0.02), kind
 
@@ -81,21 +100,41 @@ def test_an_update_follows_fp32_state(kind: str, size: int) -> None:
     for _ in range(30):
         grad = torch.randn(size, generator=generator) * torch.linspace(0.05, 1, size)
         for rule, param, state, step in zip(rules, params, states, steps, strict=True):
-            rule.update([param], [grad.clone()], {role: [part] for role, part in state.items()}, [step], hyper, GUARD)
+            rule.update(
+                [param],
+                [grad.clone()],
+                {role: [part] for role, part in state.items()},
+                [step],
+                hyper,
+                GUARD,
+            )
     moved = (params[0] - 1).norm()
     assert (params[0] - params[1]).norm() < 0.03 * moved
     assert steps[0].item() == steps[1].item() == 30
     before = [params[1].clone(), *(part.clone() for part in states[1].values())]
     skip = Guard(torch.ones(()), torch.ones(()))
-    rules[1].update([params[1]], [torch.full((size,), torch.inf)], {r: [p] for r, p in states[1].items()}, [steps[1]], hyper, skip)
-    assert all(torch.equal(a, b) for a, b in zip(before, [params[1], *states[1].values()], strict=True))
+    rules[1].update(
+        [params[1]],
+        [torch.full((size,), torch.inf)],
+        {r: [p] for r, p in states[1].items()},
+        [steps[1]],
+        hyper,
+        skip,
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, [params[1], *states[1].values()], strict=True)
+    )
     assert steps[1].item() == 30
 
 
 def test_bytes_of_each_form() -> None:
     size = 64 * 1000
     used = {
-        kind: sum(t.nbytes for t in StateStorage(dtype).allocate(AdamW.slots, size, torch.device("cpu")).values()) / size
+        kind: sum(
+            t.nbytes
+            for t in StateStorage(dtype).allocate(AdamW.slots, size, torch.device("cpu")).values()
+        )
+        / size
         for kind, dtype in DTYPES.items()
     }
     assert used == {"fp32": 8, "bf16": 4, "8bit": 2.125}
@@ -107,9 +146,17 @@ def test_maximize_ascends(kind: str) -> None:
     ends = []
     for sign, maximize in ((1.0, True), (-1.0, False)):
         param = torch.zeros(2 * BLOCK + 3)
-        state = {name: [part] for name, part in rule.storage.allocate(rule.slots, param.numel(), param.device).items()}
+        state = {
+            name: [part]
+            for name, part in rule.storage.allocate(rule.slots, param.numel(), param.device).items()
+        }
         rule.update(
-            [param], [torch.full_like(param, 2.0 * sign)], state, [torch.zeros(())], Hyper(0.1, (0.9, 0.99), 1e-8, 0.0, maximize), GUARD
+            [param],
+            [torch.full_like(param, 2.0 * sign)],
+            state,
+            [torch.zeros(())],
+            Hyper(0.1, (0.9, 0.99), 1e-8, 0.0, maximize),
+            GUARD,
         )
         ends.append(param)
     # the first step of Adam is as large as the rate, whatever the gradient

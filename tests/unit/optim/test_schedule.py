@@ -8,7 +8,9 @@ from headway.optim.schedule import Schedule, beta2_at
 
 def test_internlm_warmup_points_are_reproduced() -> None:
     schedule = Schedule(kind="cosine", warmup=500, floor=0.0)
-    assert [schedule.factor(t, 50_000) * 1e-4 for t in (1, 2, 3)] == pytest.approx([4e-7, 6e-7, 8e-7])
+    assert [schedule.factor(t, 50_000) * 1e-4 for t in (1, 2, 3)] == pytest.approx(
+        [4e-7, 6e-7, 8e-7]
+    )
 
 
 def test_zero_steps_then_warmup_then_cosine_to_the_floor() -> None:
@@ -29,7 +31,9 @@ def test_linear_falls_evenly_and_constant_stays() -> None:
 
 def test_wsd_stays_at_the_peak_and_falls_at_the_end() -> None:
     wsd = Schedule(kind="wsd", warmup=2, decay=4, floor=0.0)
-    assert [wsd.factor(t, 10) for t in range(11)] == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0])
+    assert [wsd.factor(t, 10) for t in range(11)] == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
+    )
     share = Schedule(kind="wsd", warmup=2, decay=0.4, floor=0.0)
     assert [share.factor(t, 10) for t in range(11)] == [wsd.factor(t, 10) for t in range(11)]
     sqrt = Schedule(kind="wsd", warmup=2, decay=4, decay_shape="sqrt", floor=0.2)
@@ -38,7 +42,10 @@ def test_wsd_stays_at_the_peak_and_falls_at_the_end() -> None:
 
 
 def test_a_fall_that_does_not_fit_behind_the_warmup_is_refused_at_the_first_step() -> None:
-    with pytest.raises(ConfigError, match="decay is 8 steps; after zero_steps and warm-up \\(3\\) only 7 of 10 steps are left"):
+    with pytest.raises(
+        ConfigError,
+        match="decay is 8 steps; after zero_steps and warm-up \\(3\\) only 7 of 10 steps are left",
+    ):
         Schedule(kind="wsd", warmup=2, zero_steps=1, decay=8).factor(0, 10)
     with pytest.raises(ConfigError, match=r"schedule\.decay is 1\.5; a fraction"):
         Schedule(kind="wsd", decay=1.5).factor(0, 10)

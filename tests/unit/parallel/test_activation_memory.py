@@ -30,17 +30,25 @@ def small_tensors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", 512)
 
 
-def gradients(memory: dict[str, Any], dtype: torch.dtype, config: ModelConfig = FOUR) -> tuple[list[Any], dict[str, torch.Tensor]]:
+def gradients(
+    memory: dict[str, Any], dtype: torch.dtype, config: ModelConfig = FOUR
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Losses and norms of some steps, and the gradients of the last."""
     alone = RankGroup()
     engine = make_engine(alone, Setup(dtype=dtype, config=config, memory=memory))
     seen = train_steps(engine, alone, 2, 0, 3)
-    return seen, {name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()}
+    return seen, {
+        name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("mode", "dtype"),
-    [*((mode, torch.float32) for mode in MODES), ("selective", torch.float16), ("offload and recompute", torch.bfloat16)],
+    [
+        *((mode, torch.float32) for mode in MODES),
+        ("selective", torch.float16),
+        ("offload and recompute", torch.bfloat16),
+    ],
 )
 def test_gradients_are_the_same_bits_with_dropout(mode: str, dtype: torch.dtype) -> None:
     assert FOUR.dropout > 0
@@ -50,7 +58,14 @@ def test_gradients_are_the_same_bits_with_dropout(mode: str, dtype: torch.dtype)
 
 
 def test_gradients_are_the_same_bits_with_norms_of_queries_biases_and_windows() -> None:
-    config = FOUR.with_(family="qwen3", qk_norm=True, qkv_bias=True, ffn_bias=True, sliding_window=5, norm="layernorm")
+    config = FOUR.with_(
+        family="qwen3",
+        qk_norm=True,
+        qkv_bias=True,
+        ffn_bias=True,
+        sliding_window=5,
+        norm="layernorm",
+    )
     plain = gradients({}, torch.float32, config)
     for mode in ("all", "selective", "offload"):
         mine = gradients(MODES[mode], torch.float32, config)
@@ -70,33 +85,49 @@ def kept_bytes(memory: dict[str, Any]) -> tuple[int, Any]:
 
 
 def test_less_is_kept_in_every_mode_and_least_with_all_blocks_recomputed() -> None:
-    kept = {mode: kept_bytes(memory)[0] for mode, memory in {"none": {}, **MODES}.items() if "offload" not in mode}
+    kept = {
+        mode: kept_bytes(memory)[0]
+        for mode, memory in {"none": {}, **MODES}.items()
+        if "offload" not in mode
+    }
     assert kept["all"] < kept["half"] == kept["every-2"] < kept["none"]
     assert kept["all"] < kept["selective"] < 0.8 * kept["none"]
     assert kept["all"] < 0.35 * kept["none"]
 
 
 @pytest.mark.parametrize("mode", ["offload", "offload and recompute"])
-def test_what_is_offloaded_is_not_kept_on_the_device(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_offloaded_is_not_kept_on_the_device(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[offload.ActivationOffload] = []
     monkeypatch.setattr(
-        "headway.parallel.assemble.ActivationOffload", lambda device: made.append(offload.ActivationOffload(device, 512)) or made[-1]
+        "headway.parallel.assemble.ActivationOffload",
+        lambda device: made.append(offload.ActivationOffload(device, 512)) or made[-1],
     )
     plain, _ = kept_bytes({**MODES[mode], "offload": []})
     with_host, _ = kept_bytes(MODES[mode])
     (away,) = made
-    assert away.moved_bytes > 0.5 * plain if mode == "offload" else away.moved_bytes >= 4 * 16 * 16 * 32 * 4
+    assert (
+        away.moved_bytes > 0.5 * plain
+        if mode == "offload"
+        else away.moved_bytes >= 4 * 16 * 16 * 32 * 4
+    )
     # On a CPU the host's copies count as alive too; two of the four blocks are still on their way out and hold both.
     assert plain - (with_host - away.moved_bytes) >= 0.4 * away.moved_bytes
 
 
 def test_evaluation_recomputes_and_moves_nothing() -> None:
-    plain, mine = (make_engine(RankGroup(), Setup(config=FOUR, memory=memory)) for memory in ({}, MODES["offload and recompute"]))
+    plain, mine = (
+        make_engine(RankGroup(), Setup(config=FOUR, memory=memory))
+        for memory in ({}, MODES["offload and recompute"])
+    )
     batch = share_of_step(0, 1, 0, 1).microbatches
     from headway.objective.base import StepInfo
 
     at = StepInfo(0, 10, training=False)
-    assert {k: float(v[0]) for k, v in plain.evaluate(batch, at).items()} == {k: float(v[0]) for k, v in mine.evaluate(batch, at).items()}
+    assert {k: float(v[0]) for k, v in plain.evaluate(batch, at).items()} == {
+        k: float(v[0]) for k, v in mine.evaluate(batch, at).items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,13 @@ from headway.parallel.base import clip_guard
     ("scaled_norm", "clip", "scale", "norm", "divisor"),
     [
         (8.0, 1.0, 4.0, 2.0, 8.0),  # a norm of 2 is halved; the scale goes too
-        (2.0, 1.0, 4.0, 0.5, 4.0),  # below the clip nothing but the scale goes: small gradients stay small
+        (
+            2.0,
+            1.0,
+            4.0,
+            0.5,
+            4.0,
+        ),  # below the clip nothing but the scale goes: small gradients stay small
         (0.5, 1.0, 1.0, 0.5, 1.0),
         (3.0, 1.5, 1.0, 3.0, 2.0),
         (65536.0, 2.0, 65536.0, 1.0, 65536.0),  # only the scale makes this norm large

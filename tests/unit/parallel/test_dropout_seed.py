@@ -14,7 +14,13 @@ def loss(step: int, first_microbatch: int = 0, num_micro: int = 1) -> float:
     """The loss of the same rows and weights; only where they stand in the run differs."""
     engine = make_engine(RankGroup(), Setup(config=CONFIG.with_(dropout=0.5), freeze=()))
     row = make_batch([[16]], seq_len=16, vocab=64)
-    rows = replace(row, **{name: torch.cat([getattr(row, name)] * num_micro) for name in ("tokens", "targets", "loss_weight")})
+    rows = replace(
+        row,
+        **{
+            name: torch.cat([getattr(row, name)] * num_micro)
+            for name in ("tokens", "targets", "loss_weight")
+        },
+    )
     same = ("position", "document", "source", "bounds")
     rows = replace(rows, **{name: torch.cat([getattr(row, name)] * num_micro) for name in same})
     batch = replace(make_step(rows, num_micro), first_microbatch=first_microbatch)

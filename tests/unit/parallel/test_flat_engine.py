@@ -31,17 +31,33 @@ from headway.parallel.collectives import RankGroup
 from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
 
-CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=64, max_seq_len=32)
+CONFIG = ModelConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=48,
+    vocab_size=64,
+    max_seq_len=32,
+)
 AT = StepInfo(0, 10)
 
 
 def engine_for(
-    config: ModelConfig = CONFIG, optim: AdamW | None = None, dtype: torch.dtype = torch.float32, **options: object
+    config: ModelConfig = CONFIG,
+    optim: AdamW | None = None,
+    dtype: torch.dtype = torch.float32,
+    **options: object,
 ) -> FlatEngine:
     optim = optim or AdamW(lr=1e-2)
-    engine = assemble(EngineSpec(config, NextToken(), optim, dtype=dtype, chunk_tokens=16, seed=3, **options))  # pyright: ignore[reportArgumentType]
+    engine = assemble(
+        EngineSpec(config, NextToken(), optim, dtype=dtype, chunk_tokens=16, seed=3, **options)
+    )  # pyright: ignore[reportArgumentType]
     assert isinstance(engine, FlatEngine)
-    engine.fill((name, initial_value(name, tuple(value.shape), config, 1)) for name, value in engine.masters.items())
+    engine.fill(
+        (name, initial_value(name, tuple(value.shape), config, 1))
+        for name, value in engine.masters.items()
+    )
     return engine
 
 
@@ -53,13 +69,17 @@ def plain_model() -> Transformer:
 
 def mean_loss(model: Transformer, batch: Batch) -> torch.Tensor:
     hidden = model(batch.tokens, batch.position, mask_of(batch))
-    losses = F.cross_entropy(model.logits(hidden).flatten(0, 1), batch.targets.flatten(), reduction="none")
+    losses = F.cross_entropy(
+        model.logits(hidden).flatten(0, 1), batch.targets.flatten(), reduction="none"
+    )
     return (losses * batch.loss_weight.flatten()).sum() / batch.loss_weight.sum()
 
 
 def gradients(engine: FlatEngine, step: StepBatch) -> dict[str, torch.Tensor]:
     engine.forward_backward(step, AT)
-    return {name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()}
+    return {
+        name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()
+    }
 
 
 def uneven_batch() -> Batch:
@@ -68,7 +88,9 @@ def uneven_batch() -> Batch:
     return make_batch(rows, seq_len=16, vocab=64, targets=[11, 4, 6, 1, 9, 8, 0, 0])
 
 
-def test_accumulation_gives_the_gradients_of_one_big_batch_where_a_mean_of_means_would_not() -> None:
+def test_accumulation_gives_the_gradients_of_one_big_batch_where_a_mean_of_means_would_not() -> (
+    None
+):
     batch = uneven_batch()
     whole = gradients(engine_for(), make_step(batch, 1))
     split = gradients(engine_for(), make_step(batch, 8))
@@ -90,7 +112,12 @@ def test_training_equals_a_plain_module_with_torch_adamw_and_clipping() -> None:
     model = plain_model()
     decay = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
-    torch_optim = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1.0, betas=(0.9, 0.95), weight_decay=0.1)
+    torch_optim = torch.optim.AdamW(
+        [{"params": decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=1.0,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+    )
     for index in range(5):
         batch = make_batch([[16], [7, 9], [3, 13], [10]], seq_len=16, vocab=64, seed=index)
         numbers = hypers(optim, engine.groups, index, 10)
@@ -120,7 +147,9 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing_and_is_counted() -> N
     assert engine.scalars()["skipped"] == 1
     assert set(engine.scalars()["steps"].values()) == {0}
     engine.forward_backward(make_step(uneven_batch(), 2), AT)
-    assert all(bool(grad.isfinite().all()) for buffer in engine.buffers for grad in buffer.grads), "the next step starts clean"
+    assert all(bool(grad.isfinite().all()) for buffer in engine.buffers for grad in buffer.grads), (
+        "the next step starts clean"
+    )
 
 
 def test_frozen_parameters_take_no_gradient_and_no_optimizer_state_and_stay() -> None:
@@ -131,18 +160,28 @@ def test_frozen_parameters_take_no_gradient_and_no_optimizer_state_and_stay() ->
     engine.forward_backward(make_step(uneven_batch(), 2), AT)
     engine.update(hypers(AdamW(lr=1e-1, schedule={"warmup": 0}), engine.groups, 0, 10))  # pyright: ignore[reportArgumentType]
     moved = {name for name, value in engine.masters.items() if not torch.equal(before[name], value)}
-    assert moved == {name for name in engine.masters if "layers.1" in name or name == "model.norm.weight"}
+    assert moved == {
+        name for name in engine.masters if "layers.1" in name or name == "model.norm.weight"
+    }
 
 
 def test_groups_follow_their_own_numbers() -> None:
-    optim = AdamW(lr=1e-2, schedule={"warmup": 0}, groups=(GroupRule(match=("norms",), lr=0.5, maximize=True, weight_decay=0.0),))  # pyright: ignore[reportArgumentType]
+    optim = AdamW(
+        lr=1e-2,
+        schedule={"warmup": 0},
+        groups=(GroupRule(match=("norms",), lr=0.5, maximize=True, weight_decay=0.0),),
+    )  # pyright: ignore[reportArgumentType]
     engine = engine_for(optim=optim)
     numbers = hypers(optim, engine.groups, 0, 10)
     norms = next(g for g in engine.groups if "model.norm.weight" in g.names)
     assert numbers[norms.name].lr == pytest.approx(0.5)
     assert numbers[norms.name].maximize
     engine.forward_backward(make_step(uneven_batch(), 1), AT)
-    grad = next(b.gradients["model.norm.weight"] for b in engine.buffers if "model.norm.weight" in b.gradients).clone()
+    grad = next(
+        b.gradients["model.norm.weight"]
+        for b in engine.buffers
+        if "model.norm.weight" in b.gradients
+    ).clone()
     engine.update(numbers)
     moved = engine.masters["model.norm.weight"] - 1
     assert torch.equal(torch.sign(moved), torch.sign(grad))
@@ -179,7 +218,13 @@ def test_saved_tensors_restore_an_engine_bit_for_bit() -> None:
 
 
 def test_an_fp16_engine_resumes_with_its_loss_scale() -> None:
-    engine = make_engine(RankGroup(), Setup(dtype=torch.float16, loss_scale=ScalerConfig(initial=512.0, hysteresis=1, growth_interval=3)))
+    engine = make_engine(
+        RankGroup(),
+        Setup(
+            dtype=torch.float16,
+            loss_scale=ScalerConfig(initial=512.0, hysteresis=1, growth_interval=3),
+        ),
+    )
     for index in range(3):
         engine.forward_backward(make_step(uneven_batch(), 2), AT)
         if index == 0:
@@ -188,11 +233,21 @@ def test_an_fp16_engine_resumes_with_its_loss_scale() -> None:
     scalars = copy.deepcopy(engine.scalars())
     assert scalars["scaler"] == {"scale": 256.0, "good": 2, "overflows": 1}
     saved = {(name, role): boxes[0][1].clone() for name, role, _, boxes in engine.tensors()}
-    other = make_engine(RankGroup(), Setup(dtype=torch.float16, loss_scale=ScalerConfig(initial=512.0, hysteresis=1, growth_interval=3)))
+    other = make_engine(
+        RankGroup(),
+        Setup(
+            dtype=torch.float16,
+            loss_scale=ScalerConfig(initial=512.0, hysteresis=1, growth_interval=3),
+        ),
+    )
     other.load(lambda name, role, offset, shape: saved[name, role], scalars)
     other.forward_backward(make_step(uneven_batch(), 2), AT)
     assert float(other.update(hypers(AdamW(), other.groups, 3, 10)).loss_scale) == 256.0
-    assert other.scalars()["scaler"] == {"scale": 512.0, "good": 0, "overflows": 0}  # the third good step in a row
+    assert other.scalars()["scaler"] == {
+        "scale": 512.0,
+        "good": 0,
+        "overflows": 0,
+    }  # the third good step in a row
 
 
 @pytest.mark.parametrize("bad", ["layers.9", "*.nothing.*"])
@@ -204,17 +259,25 @@ def test_a_pattern_that_matches_nothing_is_a_mistake(bad: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_halves_train_like_eager_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_halves_train_like_eager_ones(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda fn, **options: compiler(fn, backend="aot_eager", **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda fn, **options: compiler(fn, backend="aot_eager", **options)
+    )
     eager, compiled = engine_for(dtype=dtype), engine_for(dtype=dtype, compile_blocks=True)
     for index in range(3):
-        step = make_step(make_batch([[16], [7, 9], [3, 13], [10]], seq_len=16, vocab=64, seed=index), 2)
+        step = make_step(
+            make_batch([[16], [7, 9], [3, 13], [10]], seq_len=16, vocab=64, seed=index), 2
+        )
         losses = []
         for engine in (eager, compiled):
             losses.append(engine.forward_backward(step, AT).loss)
             engine.update(hypers(AdamW(lr=1e-2), engine.groups, index, 10))
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            losses[1], losses[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+        )
 
 
 def test_a_parameter_without_a_part_in_the_step_gets_no_gradient() -> None:
@@ -226,14 +289,20 @@ def test_a_parameter_without_a_part_in_the_step_gets_no_gradient() -> None:
     owner._parameters[leaf] = nn.Parameter(kept.detach().clone(), requires_grad=False)  # pyright: ignore[reportOptionalMemberAccess]
     engine.forward_backward(make_step(uneven_batch(), 2), AT)
     engine.update(hypers(AdamW(lr=0.0), engine.groups, 0, 10))
-    view = next(b.gradients["model.norm.weight"] for b in engine.buffers if "model.norm.weight" in b.gradients)
+    view = next(
+        b.gradients["model.norm.weight"]
+        for b in engine.buffers
+        if "model.norm.weight" in b.gradients
+    )
     assert view.abs().max() == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("num_micro", [1, 4])
 @pytest.mark.parametrize("freeze", [(), ("layers.0-1", "norms")])
-def test_the_heads_gradient_in_its_place_equals_the_one_that_travels(tied: bool, num_micro: int, freeze: tuple[str, ...]) -> None:
+def test_the_heads_gradient_in_its_place_equals_the_one_that_travels(
+    tied: bool, num_micro: int, freeze: tuple[str, ...]
+) -> None:
     config = CONFIG.model_copy(update={"tie_embeddings": tied})
     found = []
     for in_place in (True, False):
@@ -252,35 +321,60 @@ def test_the_heads_gradient_in_its_place_equals_the_one_that_travels(tied: bool,
 def test_a_pass_that_was_never_back_propagated_leaves_the_heads_place_free() -> None:
     engine, plain = engine_for(), engine_for()
     batch = uneven_batch()
-    unused = engine.passes.objective.loss(engine.model.forward_batch(batch), batch, AT, engine.passes.exchange)
+    unused = engine.passes.objective.loss(
+        engine.model.forward_batch(batch), batch, AT, engine.passes.exchange
+    )
     assert unused.terms
     one, other = gradients(engine, make_step(batch, 1)), gradients(plain, make_step(batch, 1))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As on the second of two ranks of a tensor axis: it holds the upper half of the rows of one projection, and copies of the norms."""
     split = "model.layers.0.self_attn.q_proj.weight"
 
     def split_model(model: Any, _spec: Any) -> base.LocalModel:
-        found = {name: base.ParamBox.whole(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
+        found = {
+            name: base.ParamBox.whole(tuple(parameter.shape))
+            for name, parameter in model.named_parameters()
+        }
         rows, columns = found[split].shape
         found[split] = base.ParamBox((2 * rows, columns), (rows, 0), (rows, columns))
-        return base.LocalModel({name: replace(box, copies=2, copy=1) if "norm" in name else box for name, box in found.items()})
+        return base.LocalModel(
+            {
+                name: replace(box, copies=2, copy=1) if "norm" in name else box
+                for name, box in found.items()
+            }
+        )
 
     plain = engine_for()
     monkeypatch.setattr(assembling, "split_model", split_model)
-    engine, other = (assemble(EngineSpec(CONFIG, NextToken(), AdamW(lr=1e-2), chunk_tokens=16, seed=3)) for _ in range(2))
+    engine, other = (
+        assemble(EngineSpec(CONFIG, NextToken(), AdamW(lr=1e-2), chunk_tokens=16, seed=3))
+        for _ in range(2)
+    )
     assert engine.shapes[split] == (64, 32)
-    whole = {name: initial_value(name, box.local_shape, CONFIG, 1) for name, box in engine.boxes.items()}
+    whole = {
+        name: initial_value(name, box.local_shape, CONFIG, 1) for name, box in engine.boxes.items()
+    }
     whole[split] = torch.cat([torch.full((32, 32), 7.0), whole[split]])
     engine.fill(whole.items())
     step = make_step(uneven_batch(), 2)
     one, two = engine.forward_backward(step, AT), plain.forward_backward(step, AT)
     assert torch.equal(one.loss, two.loss)
     grads = {name: view for buffer in plain.buffers for name, view in buffer.gradients.items()}
-    counted = torch.stack([grad.double().square().sum() for name, grad in grads.items() if "norm" not in name]).sum().sqrt()
-    assert float(engine.update(hypers(AdamW(lr=1e-2), engine.groups, 1, 10)).norm) == pytest.approx(float(counted), rel=1e-6)
+    counted = (
+        torch.stack(
+            [grad.double().square().sum() for name, grad in grads.items() if "norm" not in name]
+        )
+        .sum()
+        .sqrt()
+    )
+    assert float(engine.update(hypers(AdamW(lr=1e-2), engine.groups, 1, 10)).norm) == pytest.approx(
+        float(counted), rel=1e-6
+    )
     saved = {(name, role): (shape, boxes) for name, role, shape, boxes in engine.tensors()}
     for role in ("master", "exp_avg", "exp_avg_sq"):
         shape, [(offset, value)] = saved[split, role]
@@ -296,12 +390,21 @@ def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_o
 
     other.load(read, engine.scalars())
     assert isinstance(engine, FlatEngine) and isinstance(other, FlatEngine)
-    assert all(torch.equal(value, other.masters[name]) for name, value in engine.masters.items() if "norm" not in name)
+    assert all(
+        torch.equal(value, other.masters[name])
+        for name, value in engine.masters.items()
+        if "norm" not in name
+    )
 
 
 @pytest.mark.parametrize(
     "setup",
-    [Setup(), Setup(memory={"recompute": 1}), Setup(memory={"offload": ["activations"]}), Setup(memory={"offload": ["optimizer"]})],
+    [
+        Setup(),
+        Setup(memory={"recompute": 1}),
+        Setup(memory={"offload": ["activations"]}),
+        Setup(memory={"offload": ["optimizer"]}),
+    ],
     ids=["plain", "recompute", "activations", "optimizer"],
 )
 def test_an_engine_that_is_not_used_any_more_leaves_memory(setup: Setup) -> None:

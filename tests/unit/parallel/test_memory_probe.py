@@ -32,7 +32,9 @@ ROWS = make_batch([[16], [7, 5], [3, 3, 3], [12]], seq_len=16, vocab=64)
         (100, 25, 1, [1]),  # nothing fits: the first step of the run says what is missing
     ],
 )
-def test_the_largest_size_that_fits_is_found_in_few_trials(limit: int, room: int, answer: int, tried: list[int]) -> None:
+def test_the_largest_size_that_fits_is_found_in_few_trials(
+    limit: int, room: int, answer: int, tried: list[int]
+) -> None:
     seen: list[int] = []
 
     def peak(rows: int) -> int | None:
@@ -54,7 +56,12 @@ def test_rows_are_repeated_up_to_the_largest_size() -> None:
     assert torch.equal(batch.tokens, ROWS.tokens[[0, 1, 2, 0, 1]])
     assert torch.equal(batch.bounds, ROWS.bounds[[0, 1, 2, 0, 1]])
     assert not stack_rows([replace(parts[0], single_document=True), parts[1]], 3).single_document
-    assert stack_rows([replace(parts[0], max_length=16), replace(parts[1], max_length=7)], 3).max_length == 16
+    assert (
+        stack_rows(
+            [replace(parts[0], max_length=16), replace(parts[1], max_length=7)], 3
+        ).max_length
+        == 16
+    )
 
 
 def test_a_probe_travels_to_another_process_with_the_columns_of_the_reference() -> None:
@@ -69,7 +76,9 @@ def test_a_probe_travels_to_another_process_with_the_columns_of_the_reference() 
     assert EngineSpec(**sent.settings).model == CONFIG
 
 
-def test_a_probe_that_fails_leaves_the_smallest_microbatch_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_probe_that_fails_leaves_the_smallest_microbatch_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     probe = make_probe(SPEC, make_step(ROWS, 4), [1, 2, 4], 10)
     before = torch.get_rng_state()
     with caplog.at_level(logging.WARNING, logger="headway"):

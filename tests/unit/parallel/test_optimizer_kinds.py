@@ -27,14 +27,22 @@ from headway.train.config import Recipe
 
 COMMON: dict[str, Any] = {"lr": 3e-3, "clip": 0.5, "schedule": Schedule(warmup=1)}
 FREE = ScheduleFree(**COMMON | {"schedule": WarmupSchedule(warmup=1)})
-KINDS = {"muon": Muon(**COMMON), "lion": Lion(**COMMON), "adafactor": Adafactor(**COMMON), "schedule_free": FREE}
+KINDS = {
+    "muon": Muon(**COMMON),
+    "lion": Lion(**COMMON),
+    "adafactor": Adafactor(**COMMON),
+    "schedule_free": FREE,
+}
 ALONE = RankGroup()
 
 
 @pytest.mark.parametrize("kind", ["lion", "schedule_free"])
 def test_state_in_host_memory_trains_to_the_same_bits(kind: str) -> None:
     setup = Setup(dtype=torch.bfloat16, optim=KINDS[kind])
-    here, there = make_engine(ALONE, setup), make_engine(ALONE, replace(setup, memory={"offload": ["optimizer"]}))
+    here, there = (
+        make_engine(ALONE, setup),
+        make_engine(ALONE, replace(setup, memory={"offload": ["optimizer"]})),
+    )
     assert there.host_state is not None
     for host in there.host_state.values():
         host.chunk = 128
@@ -66,14 +74,23 @@ def test_adapters_groups_and_gates_train(kind: str) -> None:
     engine = make_engine(ALONE, Setup(optim=optim, freeze=("norms",)))
     before = {name: value.clone() for name, value in engine.masters.items()}
     train_steps(engine, ALONE, 2, 0, 2)
-    changed = {name for name, value in engine.masters.items() if not torch.equal(before[name], value)}
+    changed = {
+        name for name, value in engine.masters.items() if not torch.equal(before[name], value)
+    }
     assert changed == {name for name in before if "layers.1." not in name and "norm" not in name}
     adapted = make_engine(ALONE, Setup(optim=KINDS[kind], adapter=AdapterConfig(rank=3), freeze=()))
     first = {name: value.clone() for name, value in adapted.masters.items()}
     train_steps(adapted, ALONE, 2, 0, 3)
-    assert {name for name, value in adapted.masters.items() if not torch.equal(first[name], value)} == {n for n in first if ".lora_" in n}
+    assert {
+        name for name, value in adapted.masters.items() if not torch.equal(first[name], value)
+    } == {n for n in first if ".lora_" in n}
     gated = CONFIG.with_(head_gates=HeadGatesConfig(window=3, sinks=1), dropout=0.0)
-    engine = make_engine(ALONE, Setup(optim=KINDS[kind], config=gated, objective=HeadSparsity(target=0.5), freeze=("weights",)))
+    engine = make_engine(
+        ALONE,
+        Setup(
+            optim=KINDS[kind], config=gated, objective=HeadSparsity(target=0.5), freeze=("weights",)
+        ),
+    )
     start = engine.masters[GATES].clone()
     train_steps(engine, ALONE, 2, 0, 2)
     assert not torch.equal(engine.masters[GATES], start)
@@ -81,34 +98,66 @@ def test_adapters_groups_and_gates_train(kind: str) -> None:
 
 def test_muon_gives_embeddings_norms_and_gates_to_adamw() -> None:
     gated = CONFIG.with_(head_gates=HeadGatesConfig(window=3, sinks=1), qkv_bias=True)
-    engine = make_engine(ALONE, Setup(optim=KINDS["muon"], config=gated, objective=HeadSparsity(target=0.5), freeze=()))
+    engine = make_engine(
+        ALONE,
+        Setup(optim=KINDS["muon"], config=gated, objective=HeadSparsity(target=0.5), freeze=()),
+    )
     hidden = {name for name, rule in engine.rule_of.items() if rule.matrices is not None}
-    assert hidden == {name for name, shape in engine.shapes.items() if ".layers." in name and len(shape) == 2}
+    assert hidden == {
+        name for name, shape in engine.shapes.items() if ".layers." in name and len(shape) == 2
+    }
     roles = {(name, role) for name, role, _, _ in engine.tensors()}
     assert {role for name, role in roles if name in hidden} == {"master", "momentum"}
-    assert {role for name, role in roles if name not in hidden} == {"master", "exp_avg", "exp_avg_sq"}
+    assert {role for name, role in roles if name not in hidden} == {
+        "master",
+        "exp_avg",
+        "exp_avg_sq",
+    }
 
 
 def test_what_cannot_be_is_refused_in_one_line() -> None:
     with pytest.raises(
-        ParallelError, match=r"optim.kind is 'muon', .* splits a.weight \(\[4, 8\] of \[8, 8\] here\). Use parallel.tensor=1"
+        ParallelError,
+        match=r"optim.kind is 'muon', .* splits a.weight \(\[4, 8\] of \[8, 8\] here\). Use parallel.tensor=1",
     ):
         check_whole(Muon(), ["a.weight"], {"a.weight": ((8, 8), (4, 8))})
     shapes = {"big": (2048, 2048), "small": (64,)}
-    with pytest.raises(ParallelError, match=r"2 of them do not divide evenly among 16 ranks.*Lower parallel.zero1.size"):
+    with pytest.raises(
+        ParallelError,
+        match=r"2 of them do not divide evenly among 16 ranks.*Lower parallel.zero1.size",
+    ):
         lay_out_whole(list(shapes), shapes, BufferSharding(1 << 10, 16))
     for kind, setting, words in (
-        ("muon", "memory.offload=[optimizer]", "memory.offload has optimizer, but optim.kind muon updates whole matrices"),
-        ("adafactor", "parallel.tensor=2", "parallel.tensor is 2, but optim.kind adafactor updates whole matrices"),
+        (
+            "muon",
+            "memory.offload=[optimizer]",
+            "memory.offload has optimizer, but optim.kind muon updates whole matrices",
+        ),
+        (
+            "adafactor",
+            "parallel.tensor=2",
+            "parallel.tensor is 2, but optim.kind adafactor updates whole matrices",
+        ),
     ):
         with pytest.raises(HeadwayError, match=words):
             load(Recipe, None, [f"optim.kind={kind}", setting])
     with pytest.raises(HeadwayError, match=r"optim.adamw.match contains 'nothing'"):
-        make_engine(ALONE, Setup(optim=Muon.model_validate({"kind": "muon", "adamw": {"match": ("nothing",)}})))
+        make_engine(
+            ALONE,
+            Setup(optim=Muon.model_validate({"kind": "muon", "adamw": {"match": ("nothing",)}})),
+        )
 
 
 def test_whole_matrices_are_laid_out_evenly() -> None:
-    layer = {"q": (64, 64), "k": (16, 64), "v": (16, 64), "o": (64, 64), "gate": (192, 64), "up": (192, 64), "down": (64, 192)}
+    layer = {
+        "q": (64, 64),
+        "k": (16, 64),
+        "v": (16, 64),
+        "o": (64, 64),
+        "gate": (192, 64),
+        "up": (192, 64),
+        "down": (64, 192),
+    }
     shapes = {f"{index}.{name}": shape for index in range(12) for name, shape in layer.items()}
     for shards in (2, 3, 4, 8):
         sharding = BufferSharding(4096, shards)
@@ -118,6 +167,8 @@ def test_whole_matrices_are_laid_out_evenly() -> None:
         for span in spans:
             each = (span.stop - span.start) // shards
             for slot in span.slots:
-                assert (slot.start - span.start) // each == (slot.start + slot.size - 1 - span.start) // each, "in one shard"
+                assert (slot.start - span.start) // each == (
+                    slot.start + slot.size - 1 - span.start
+                ) // each, "in one shard"
         assert len(spans) > 1, "gradients can still be exchanged during backward"
     assert assign([5, 4, 3, 3, 3], 2) == ([0, 1, 1, 0, 1], 10)

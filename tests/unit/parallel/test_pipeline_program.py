@@ -4,10 +4,22 @@ from collections import Counter
 
 import pytest
 
-from headway.parallel.pipeline.program import Message, PipelineShape, Program, forward_programs, training_programs
+from headway.parallel.pipeline.program import (
+    Message,
+    PipelineShape,
+    Program,
+    forward_programs,
+    training_programs,
+)
 from headway.parallel.pipeline_order import PipelineAction, ScheduleName
 
-CASES: list[tuple[ScheduleName, int]] = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1), ("zero_bubble", 2)]
+CASES: list[tuple[ScheduleName, int]] = [
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zero_bubble", 1),
+    ("zero_bubble", 2),
+]
 
 
 def run_with_blocking_messages(programs: list[Program]) -> set[PipelineAction]:
@@ -35,15 +47,25 @@ def run_with_blocking_messages(programs: list[Program]) -> set[PipelineAction]:
 @pytest.mark.parametrize(("schedule", "virtual_stages"), CASES)
 @pytest.mark.parametrize("pipeline", [2, 3, 4])
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 7, 8, 11])
-def test_no_rank_waits_for_ever(schedule: ScheduleName, virtual_stages: int, pipeline: int, microbatches: int) -> None:
+def test_no_rank_waits_for_ever(
+    schedule: ScheduleName, virtual_stages: int, pipeline: int, microbatches: int
+) -> None:
     shape = PipelineShape(schedule, pipeline, virtual_stages)
     parts = 3 if schedule == "zero_bubble" else 2
     programs = training_programs(shape, microbatches)
     assert len(run_with_blocking_messages(programs)) == shape.stages * microbatches * parts
     between = (shape.stages - 1) * microbatches
-    count = Counter((step.kind, step.is_sent) for program in programs for step in program if isinstance(step, Message))
+    count = Counter(
+        (step.kind, step.is_sent)
+        for program in programs
+        for step in program
+        if isinstance(step, Message)
+    )
     assert count == {(kind, sent): between for kind in "FB" for sent in (True, False)}
-    assert len(run_with_blocking_messages(forward_programs(shape, microbatches))) == shape.stages * microbatches
+    assert (
+        len(run_with_blocking_messages(forward_programs(shape, microbatches)))
+        == shape.stages * microbatches
+    )
 
 
 @pytest.mark.parametrize(("schedule", "virtual_stages"), CASES)
@@ -63,5 +85,10 @@ def test_an_action_follows_what_it_reads(schedule: ScheduleName, virtual_stages:
 
 def test_no_gradient_goes_below_the_first_stage_that_trains() -> None:
     programs = training_programs(PipelineShape("1f1b", 4, first_trained=2), 4)
-    gradients = {step.stage for program in programs for step in program if isinstance(step, Message) and step.kind == "B"}
+    gradients = {
+        step.stage
+        for program in programs
+        for step in program
+        if isinstance(step, Message) and step.kind == "B"
+    }
     assert gradients == {2}

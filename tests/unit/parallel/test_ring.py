@@ -9,7 +9,12 @@ import torch
 from support.batches import make_batch
 
 from headway.kernels.attention import mask_of, reference, visible
-from headway.kernels.partial_attention import Sequences, attend_part, attend_part_backward, merge_part
+from headway.kernels.partial_attention import (
+    Sequences,
+    attend_part,
+    attend_part_backward,
+    merge_part,
+)
 from headway.parallel.ring import chunks_of, plan_parts, ring_order
 
 CPU = torch.device("cpu")
@@ -35,20 +40,29 @@ def test_the_parts_of_all_steps_are_the_mask_of_whole_rows(ranks: int) -> None:
             everything = torch.arange(len(ROWS) * each)
             q_index = everything if part.q_index is None else part.q_index
             k_index = everything if part.k_index is None else part.k_index
-            assert len(set(q_index.tolist())) == len(q_index), "a query stands in one sequence of a part"
+            assert len(set(q_index.tolist())) == len(q_index), (
+                "a query stands in one sequence of a part"
+            )
             for here, there in part.sequences.slices():
                 for q, k in itertools.product(q_index[here].tolist(), k_index[there].tolist()):
                     if not part.sequences.causal or k <= q:
                         assert q // each == k // each, "both in the same row"
                         seen[q // each, order[rank, q % each], order[source, k % each]] += 1
-    assert torch.equal(seen, visible(mask, None).long()), "each pair of tokens that may see each other once, no other"
+    assert torch.equal(seen, visible(mask, None).long()), (
+        "each pair of tokens that may see each other once, no other"
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_parts_merge_to_attention_to_all_keys(causal: bool) -> None:
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(9, heads, 8, generator=generator, dtype=torch.float32, requires_grad=True) for heads in (4, 2, 2))
-    more_k, more_v = (torch.randn(5, 2, 8, generator=generator, requires_grad=True) for _ in range(2))
+    q, k, v = (
+        torch.randn(9, heads, 8, generator=generator, dtype=torch.float32, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    more_k, more_v = (
+        torch.randn(5, 2, 8, generator=generator, requires_grad=True) for _ in range(2)
+    )
     one = Sequences.of([(9, 9)] if causal else [(4, 3), (5, 6)], CPU, causal=causal)
     two = Sequences.of([(9, 5)] if causal else [(4, 1), (5, 4)], CPU, causal=False)
     with torch.no_grad():
@@ -58,8 +72,16 @@ def test_parts_merge_to_attention_to_all_keys(causal: bool) -> None:
         keys.append(torch.cat([k[first], more_k[second]]))
         values.append(torch.cat([v[first], more_v[second]]))
         rows = torch.arange(here.stop - here.start)
-        before = rows[:, None] >= rows if causal else torch.ones(len(rows), first.stop - first.start, dtype=torch.bool)
-        masks.append(torch.cat([before, torch.ones(len(rows), second.stop - second.start, dtype=torch.bool)], dim=1))
+        before = (
+            rows[:, None] >= rows
+            if causal
+            else torch.ones(len(rows), first.stop - first.start, dtype=torch.bool)
+        )
+        masks.append(
+            torch.cat(
+                [before, torch.ones(len(rows), second.stop - second.start, dtype=torch.bool)], dim=1
+            )
+        )
     right = torch.cat(
         [
             reference(q[here][None], one_k[None], one_v[None], mask[None])[0]
@@ -72,5 +94,7 @@ def test_parts_merge_to_attention_to_all_keys(causal: bool) -> None:
     with torch.no_grad():
         first = attend_part_backward(d_o, q, k, v, o, lse, one)
         second = attend_part_backward(d_o, q, more_k, more_v, o, lse, two)
-    for got, leaf in zip((first[0] + second[0], *first[1:], *second[1:]), (q, k, v, more_k, more_v), strict=True):
+    for got, leaf in zip(
+        (first[0] + second[0], *first[1:], *second[1:]), (q, k, v, more_k, more_v), strict=True
+    ):
         torch.testing.assert_close(got, leaf.grad, rtol=1e-4, atol=1e-5)

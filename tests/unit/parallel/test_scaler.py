@@ -8,7 +8,15 @@ from headway.optim.scaler import Scaler, ScalerConfig
 
 
 def test_the_scale_follows_the_rule_over_random_overflows() -> None:
-    config = ScalerConfig(initial=64.0, min=4.0, max=256.0, growth_interval=3, hysteresis=2, growth_factor=2.0, backoff_factor=0.5)
+    config = ScalerConfig(
+        initial=64.0,
+        min=4.0,
+        max=256.0,
+        growth_interval=3,
+        hysteresis=2,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+    )
     for seed in range(20):
         draw = random.Random(seed)
         scaler = Scaler(config, torch.device("cpu"))
@@ -24,7 +32,9 @@ def test_the_scale_follows_the_rule_over_random_overflows() -> None:
                 good += 1
                 if good == config.growth_interval:
                     good, overflows, scale = 0, 0, min(scale * 2.0, config.max)
-            assert scaler.scalars() == {"scale": scale, "good": good, "overflows": overflows}, f"seed {seed}"
+            assert scaler.scalars() == {"scale": scale, "good": good, "overflows": overflows}, (
+                f"seed {seed}"
+            )
 
 
 def test_a_scaler_comes_back_from_a_checkpoint() -> None:

@@ -20,24 +20,35 @@ def test_gradients_carry_the_loss_scale_and_the_norm_does_not(scale: float) -> N
     """Adam alone would hide a wrong size: it divides it away."""
     exact = make_engine(RankGroup(), Setup(config=PLAIN, freeze=()))
     exact.forward_backward(make_step(BATCH, 2), StepInfo(0, 10))
-    half = make_engine(RankGroup(), Setup(config=PLAIN, freeze=(), dtype=torch.float16, loss_scale=ScalerConfig(initial=scale)))
+    half = make_engine(
+        RankGroup(),
+        Setup(config=PLAIN, freeze=(), dtype=torch.float16, loss_scale=ScalerConfig(initial=scale)),
+    )
     result = half.forward_backward(make_step(BATCH, 2), StepInfo(0, 10))
-    right = {name: view.clone() for buffer in exact.buffers for name, view in buffer.gradients.items()}
-    found = {name: view.clone() for buffer in half.buffers for name, view in buffer.gradients.items()}
+    right = {
+        name: view.clone() for buffer in exact.buffers for name, view in buffer.gradients.items()
+    }
+    found = {
+        name: view.clone() for buffer in half.buffers for name, view in buffer.gradients.items()
+    }
     for name, value in right.items():
         assert (found[name] / scale - value).norm() <= 0.02 * value.norm() + 1e-6, name
     norm = sum(float(value.square().sum()) for value in right.values()) ** 0.5
     update = half.update(hypers(AdamW(), half.groups, 0, 10))
     assert float(update.norm) == pytest.approx(norm, rel=0.01)
     assert float(update.loss_scale) == scale
-    assert float(result.loss) == pytest.approx(float(exact.forward_backward(make_step(BATCH, 2), StepInfo(0, 10)).loss), rel=0.01)
+    assert float(result.loss) == pytest.approx(
+        float(exact.forward_backward(make_step(BATCH, 2), StepInfo(0, 10)).loss), rel=0.01
+    )
 
 
 def test_a_validation_drops_nothing() -> None:
     sums = []
     for config in (PLAIN, CONFIG.with_(dropout=0.5)):
         engine = make_engine(RankGroup(), Setup(config=config, freeze=()))
-        sums += [engine.evaluate([BATCH], StepInfo(step, 10, training=False))["nll"] for step in (0, 3)]
+        sums += [
+            engine.evaluate([BATCH], StepInfo(step, 10, training=False))["nll"] for step in (0, 3)
+        ]
     first, weight = sums[0]
     assert float(weight) == float(BATCH.loss_weight.sum())
     assert all(torch.equal(first, total) for total, _ in sums)
@@ -45,11 +56,15 @@ def test_a_validation_drops_nothing() -> None:
 
 def test_frozen_parameters_come_back_from_a_checkpoint_too() -> None:
     engine = make_engine(RankGroup(), Setup(config=PLAIN, freeze=("layers.0", "embeddings")))
-    engine.fill([(name, value + 1.0) for name, value in engine.masters.items()])  # weights that no seed gives
+    engine.fill(
+        [(name, value + 1.0) for name, value in engine.masters.items()]
+    )  # weights that no seed gives
     wanted = {name: value.clone() for name, value in engine.masters.items()}
     saved = {(name, role): boxes[0][1].clone() for name, role, _, boxes in engine.tensors()}
     assert {role for name, role in saved if "layers.0" in name} == {"param"}
     other = make_engine(RankGroup(), Setup(config=PLAIN, freeze=("layers.0", "embeddings")))
     other.load(lambda name, role, offset, shape: saved[name, role], engine.scalars())
     assert all(torch.equal(other.masters[name], value) for name, value in wanted.items())
-    assert all(torch.equal(parameter, wanted[name]) for name, parameter in other.model.named_parameters())
+    assert all(
+        torch.equal(parameter, wanted[name]) for name, parameter in other.model.named_parameters()
+    )

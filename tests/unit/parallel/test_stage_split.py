@@ -23,14 +23,29 @@ def test_no_other_split_has_a_cheaper_maximum(seed: int) -> None:
     costs = [rng.uniform(1, 5) for _ in range(rng.randint(3, 9))]
     stages, first, last = rng.randint(1, min(4, len(costs))), rng.uniform(0, 3), rng.uniform(0, 8)
     found = split_layers(costs, stages, first=first, last=last)
-    assert [i for one in found for i in one] == list(range(len(costs))) and all(found) and len(found) == stages
+    assert (
+        [i for one in found for i in one] == list(range(len(costs)))
+        and all(found)
+        and len(found) == stages
+    )
     others = [
-        max(sums(costs, [range(a, b) for a, b in zip((0, *cut), (*cut, len(costs)), strict=True)], first, last))
+        max(
+            sums(
+                costs,
+                [range(a, b) for a, b in zip((0, *cut), (*cut, len(costs)), strict=True)],
+                first,
+                last,
+            )
+        )
         for cut in combinations(range(1, len(costs)), stages - 1)
     ]
     assert max(sums(costs, found, first, last)) == pytest.approx(min(others))
     fast = _split_fast([0.0, *accumulate(costs)], stages, first, last)
-    assert [i for one in fast for i in one] == list(range(len(costs))) and all(fast) and len(fast) == stages
+    assert (
+        [i for one in fast for i in one] == list(range(len(costs)))
+        and all(fast)
+        and len(fast) == stages
+    )
     # one whose limit leaves each later stage a layer: never worse by more than that layer
     assert max(sums(costs, fast, first, last)) <= min(others) + max(costs)
 
@@ -53,9 +68,21 @@ def test_costs_are_those_of_the_flops_count() -> None:
 
 def test_costs_of_mixtures_are_those_of_the_experts_of_a_token() -> None:
     experts = {"num": 8, "per_token": 3, "ffn_size": 96, "first_dense": 1, "shared_ffn_size": 64}
-    model = ModelConfig(hidden_size=128, num_layers=3, num_heads=4, ffn_size=512, vocab_size=96, tie_embeddings=False, experts=experts)
+    model = ModelConfig(
+        hidden_size=128,
+        num_layers=3,
+        num_heads=4,
+        ffn_size=512,
+        vocab_size=96,
+        tie_embeddings=False,
+        experts=experts,
+    )
     costs, _, last = layer_costs(model, 64)
     # q, k, v and o; 2 * 4 heads of 32 channels over 32 tokens; feed-forward and router
     assert costs[0] == 6 * (4 * 128 * 128 + 2 * 4 * 32 * 32 + 3 * 128 * 512)
-    assert costs[1] == costs[2] == 6 * (4 * 128 * 128 + 2 * 4 * 32 * 32 + 3 * 128 * (3 * 96 + 64) + 8 * 128)
+    assert (
+        costs[1]
+        == costs[2]
+        == 6 * (4 * 128 * 128 + 2 * 4 * 32 * 32 + 3 * 128 * (3 * 96 + 64) + 8 * 128)
+    )
     assert sum(costs) + last == pytest.approx(token_flops(model, 64).causal, rel=1e-12)

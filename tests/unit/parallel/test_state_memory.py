@@ -19,7 +19,10 @@ def state_of(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
 
 def carry_over(engine: Any, other: Any) -> None:
     """Save and load, in memory."""
-    kept = {(name, role): [(offset, part.clone()) for offset, part in boxes] for name, role, _, boxes in engine.tensors()}
+    kept = {
+        (name, role): [(offset, part.clone()) for offset, part in boxes]
+        for name, role, _, boxes in engine.tensors()
+    }
 
     def read(name: str, role: str, offset: Any, shape: Any) -> torch.Tensor:
         ((_, part),) = kept[name, role]
@@ -32,7 +35,10 @@ def carry_over(engine: Any, other: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_in_host_memory_trains_to_the_same_bits(kind: str, dtype: torch.dtype) -> None:
     alone = RankGroup()
-    here, there = (make_engine(alone, Setup(dtype=dtype, state_dtype=kind, memory={"offload": offload})) for offload in ([], ["optimizer"]))
+    here, there = (
+        make_engine(alone, Setup(dtype=dtype, state_dtype=kind, memory={"offload": offload}))
+        for offload in ([], ["optimizer"])
+    )
     assert there.host_state is not None and here.host_state is None
     next(iter(there.host_state.values())).chunk = 128  # many pieces of each bucket
     assert train_steps(here, alone, 2, 0, 4) == train_steps(there, alone, 2, 0, 4)
@@ -64,7 +70,11 @@ def test_narrow_state_trains_as_fp32_state_does(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
 def test_a_run_may_change_the_form_of_its_state(kind: str) -> None:
     alone = RankGroup()
-    wide, narrow, back = make_engine(alone, Setup()), make_engine(alone, Setup(state_dtype=kind)), make_engine(alone, Setup())
+    wide, narrow, back = (
+        make_engine(alone, Setup()),
+        make_engine(alone, Setup(state_dtype=kind)),
+        make_engine(alone, Setup()),
+    )
     train_steps(wide, alone, 2, 0, 3)
     carry_over(wide, narrow)
     carry_over(narrow, back)
@@ -76,9 +86,13 @@ def test_a_run_may_change_the_form_of_its_state(kind: str) -> None:
 
 def test_pieces_do_not_change_what_an_update_does() -> None:
     alone = RankGroup()
-    engines = [make_engine(alone, Setup(dtype=torch.bfloat16, memory={"offload": ["optimizer"]})) for _ in range(2)]
+    engines = [
+        make_engine(alone, Setup(dtype=torch.bfloat16, memory={"offload": ["optimizer"]}))
+        for _ in range(2)
+    ]
     engines[1].host_state = {
-        name: HostStateOptimizer(rule.optimizer, torch.device("cpu"), chunk=64) for name, rule in engines[1].rules.items()
+        name: HostStateOptimizer(rule.optimizer, torch.device("cpu"), chunk=64)
+        for name, rule in engines[1].rules.items()
     }
     assert train_steps(engines[0], alone, 2, 0, 3) == train_steps(engines[1], alone, 2, 0, 3)
 
@@ -89,6 +103,8 @@ def test_gradients_have_no_memory_between_steps_and_train_to_the_same_bits() -> 
     freed.frees_gradients = True
     freed._free_gradients()  # as on CUDA, where the first forward finds none either
     for first in range(3):
-        assert train_steps(held, alone, 2, first, first + 1) == train_steps(freed, alone, 2, first, first + 1)
+        assert train_steps(held, alone, 2, first, first + 1) == train_steps(
+            freed, alone, 2, first, first + 1
+        )
         assert all(bucket.flat.untyped_storage().nbytes() == 0 for bucket in freed.reducer.buckets)
     assert all(torch.equal(held.masters[name], value) for name, value in freed.masters.items())

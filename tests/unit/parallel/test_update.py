@@ -10,7 +10,9 @@ def test_the_norm_of_fifty_million_elements_is_exact() -> None:
     gradient = torch.full((50_000_000,), 1.1)
     square = float(gradient[0]) ** 2 * 50_000_000
     assert float(square_norm([gradient])) == pytest.approx(square, rel=1e-6)
-    assert float(torch.linalg.vector_norm(gradient)) ** 2 != pytest.approx(square, rel=1e-2)  # what one sum in fp32 makes of it
+    assert float(torch.linalg.vector_norm(gradient)) ** 2 != pytest.approx(
+        square, rel=1e-2
+    )  # what one sum in fp32 makes of it
 
 
 @pytest.mark.parametrize("cuts", [[1], [7, 1000], [1024, 100_000, 199_999]])

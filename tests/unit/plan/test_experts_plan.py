@@ -30,14 +30,20 @@ MIXTURE = ModelConfig(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_of_mixtures_are_those_that_live_after_an_eager_forward(dtype: torch.dtype) -> None:
+def test_activations_of_mixtures_are_those_that_live_after_an_eager_forward(
+    dtype: torch.dtype,
+) -> None:
     engine = make_engine(RankGroup(), Setup(config=MIXTURE, dtype=dtype, freeze=()))
     batch = make_batch([[256], [256]], seq_len=256, vocab=96)
     with LiveBytes() as live:
-        hidden, routing = engine.model(batch.tokens, batch.position, mask_of(batch), counted=counted_tokens(batch))
+        hidden, routing = engine.model(
+            batch.tokens, batch.position, mask_of(batch), counted=counted_tokens(batch)
+        )
     kept = live.without([buffer.param for buffer in engine.buffers])
     assert hidden.requires_grad and routing.probability.requires_grad
-    job = MemoryJob(MIXTURE, 10**6, 0, rows=2, seq_len=256, accumulate=2, compute_bytes=dtype.itemsize)
+    job = MemoryJob(
+        MIXTURE, 10**6, 0, rows=2, seq_len=256, accumulate=2, compute_bytes=dtype.itemsize
+    )
     assert kept == pytest.approx(moments(job)["head"]["activations"], rel=0.05)
 
 
@@ -46,7 +52,16 @@ def test_a_compiled_mixture_keeps_what_the_estimate_says() -> None:
     torch.compiler.reset()
     block = Block(MIXTURE, 1)
     for half in ("before", "after"):
-        setattr(block, half, torch.compile(getattr(block, half), fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition"))
+        setattr(
+            block,
+            half,
+            torch.compile(
+                getattr(block, half),
+                fullgraph=True,
+                dynamic=False,
+                backend="aot_eager_decomp_partition",
+            ),
+        )
     x, counted = torch.randn(2, 256, 128, requires_grad=True), torch.ones(2, 256)
     turn, mask = Rotation(MIXTURE)(torch.arange(256)[None].expand(2, -1)), causal_mask(2, 256)
     outside = {t.untyped_storage().data_ptr() for t in (*turn, *block.parameters())}
@@ -61,14 +76,22 @@ def test_a_compiled_mixture_keeps_what_the_estimate_says() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         block(x, *turn, mask, counted)
     whole = MIXTURE.with_(experts={**MIXTURE.experts.model_dump(), "first_dense": 0})  # pyright: ignore[reportOptionalMemberAccess]
-    job = MemoryJob(whole, 10**6, 0, rows=2, seq_len=256, accumulate=1, compute_bytes=4, compiled=True)
-    expected = moments(job)["head"]["activations"] - moments(replace(job, held_blocks=3))["head"]["activations"]
+    job = MemoryJob(
+        whole, 10**6, 0, rows=2, seq_len=256, accumulate=1, compute_bytes=4, compiled=True
+    )
+    expected = (
+        moments(job)["head"]["activations"]
+        - moments(replace(job, held_blocks=3))["head"]["activations"]
+    )
     assert sum(saved.values()) == pytest.approx(expected, rel=0.05)
 
 
 def test_split_experts_are_counted_once_per_rank_and_their_tokens_as_traffic() -> None:
     plain = PlanJob(MIXTURE, 256, 2, 1, Layout(8))
-    split, copies = plain.varied(Layout(8, expert=4), 2, 1), plain.varied(Layout(8, expert=4, shard=2), 2, 1)
+    split, copies = (
+        plain.varied(Layout(8, expert=4), 2, 1),
+        plain.varied(Layout(8, expert=4, shard=2), 2, 1),
+    )
     experts = 3 * 8 * 3 * 96 * 128  # mixtures, experts, matrices of each
     whole, part = plain.parameters_of(0), split.parameters_of(0)
     assert part.trained == whole.trained - experts + experts // 4 and part.experts == experts // 4
@@ -76,17 +99,25 @@ def test_split_experts_are_counted_once_per_rank_and_their_tokens_as_traffic() -
     assert job.trained_shard == (whole.trained - experts) / 8 + experts / 4 / 2
     assert copies.memory_job().trained_shard == (whole.trained - experts) / 2 + experts / 4
     sent = expert_traffic(split, 3).sent_bytes
-    assert sent == 3 * 4 * (2 * 256) * 3 * 128 * 2 * 3 / 4  # mixtures, exchanges, tokens, experts of a token, width, bytes, to others
+    assert (
+        sent == 3 * 4 * (2 * 256) * 3 * 128 * 2 * 3 / 4
+    )  # mixtures, exchanges, tokens, experts of a token, width, bytes, to others
     assert expert_traffic(plain, 3).sent_bytes == 0
     found = [layout.expert for layout in layouts_of(plain)]
     assert {1, 2, 4, 8} == set(found)
     dense = PlanJob(MIXTURE.with_(experts=None), 256, 2, 1, Layout(8))
     assert {layout.expert for layout in layouts_of(dense)} == {1}
-    assert not any(job.layout.expert > 1 and job.memory.recompute == "selective" for job in fitting_jobs(plain, _space(plain)))
+    assert not any(
+        job.layout.expert > 1 and job.memory.recompute == "selective"
+        for job in fitting_jobs(plain, _space(plain))
+    )
 
 
 def test_layouts_that_cannot_share_experts_are_refused_with_the_nearest() -> None:
-    with pytest.raises(ParallelError, match=r"parallel.expert is 3; it must divide the 8 data-parallel ranks. The nearest .*expert=2"):
+    with pytest.raises(
+        ParallelError,
+        match=r"parallel.expert is 3; it must divide the 8 data-parallel ranks. The nearest .*expert=2",
+    ):
         PlanJob(MIXTURE, 256, 2, 1, Layout(8, expert=3)).check()
     with pytest.raises(ParallelError, match="the model has no experts"):
         PlanJob(MIXTURE.with_(experts=None), 256, 2, 1, Layout(8, expert=2)).check()

@@ -14,15 +14,36 @@ from headway.model.config import ModelConfig
 from headway.parallel.config import MemoryConfig
 from headway.parallel.layouts import Layout
 from headway.parallel.pipeline_order import ScheduleName
-from headway.plan.compute import _mixture, head_seconds, layer_seconds, stage_seconds, update_seconds
+from headway.plan.compute import (
+    _mixture,
+    head_seconds,
+    layer_seconds,
+    stage_seconds,
+    update_seconds,
+)
 from headway.plan.hardware import GPUS
 from headway.plan.job import PlanJob
 from headway.plan.parameters import count_parameters
 from headway.plan.reference import ReferenceModel
 from headway.plan.result import make_plan
-from headway.plan.traffic import AxisTraffic, context_traffic, data_traffic, expert_traffic, stages_of_job, tensor_traffic
+from headway.plan.traffic import (
+    AxisTraffic,
+    context_traffic,
+    data_traffic,
+    expert_traffic,
+    stages_of_job,
+    tensor_traffic,
+)
 
-SMALL = ModelConfig(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=1000, max_seq_len=128)
+SMALL = ModelConfig(
+    hidden_size=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=160,
+    vocab_size=1000,
+    max_seq_len=128,
+)
 LAYER, EMBEDDING, NORM = 43_136, 64_000, 64
 ALL = 4 * LAYER + EMBEDDING + NORM
 GPU = replace(GPUS["h200"], bandwidth=1e12, link=100e9, network=10e9, host=10e9)
@@ -41,19 +62,38 @@ def traffic(one: PlanJob, rank: int = 0) -> AxisTraffic:
 
 def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
     tied = job(Layout(4, pipeline=4))
-    assert [tied.parameters_of(rank).total for rank in range(4)] == [LAYER + EMBEDDING, LAYER, LAYER, LAYER + NORM + EMBEDDING]
-    assert [tied.memory_job(rank).trained for rank in (0, 3)] == [LAYER + EMBEDDING, LAYER + NORM + EMBEDDING]
+    assert [tied.parameters_of(rank).total for rank in range(4)] == [
+        LAYER + EMBEDDING,
+        LAYER,
+        LAYER,
+        LAYER + NORM + EMBEDDING,
+    ]
+    assert [tied.memory_job(rank).trained for rank in (0, 3)] == [
+        LAYER + EMBEDDING,
+        LAYER + NORM + EMBEDDING,
+    ]
     apart = job(Layout(4, pipeline=4), SMALL.with_(tie_embeddings=False))
-    assert [apart.parameters_of(rank).total for rank in range(4)] == [LAYER + EMBEDDING, LAYER, LAYER, LAYER + NORM + EMBEDDING]
+    assert [apart.parameters_of(rank).total for rank in range(4)] == [
+        LAYER + EMBEDDING,
+        LAYER,
+        LAYER,
+        LAYER + NORM + EMBEDDING,
+    ]
     assert job(Layout(1)).parameters_of(0).total == ALL
     # of four stages on two ranks, the first rank has the first and the third, the second rank the others
     folded = job(Layout(2, pipeline=2, schedule="interleaved", virtual_stages=2))
-    assert [folded.parameters_of(rank).total for rank in range(2)] == [2 * LAYER + EMBEDDING, 2 * LAYER + NORM + EMBEDDING]
+    assert [folded.parameters_of(rank).total for rank in range(2)] == [
+        2 * LAYER + EMBEDDING,
+        2 * LAYER + NORM + EMBEDDING,
+    ]
 
 
 def test_gates_are_on_every_pipeline_rank() -> None:
     gated = job(Layout(2, pipeline=2), SMALL.with_(head_gates={}), pipeline_split=(2, 2))
-    assert [gated.parameters_of(rank).total for rank in range(2)] == [2 * LAYER + EMBEDDING + 8, 2 * LAYER + NORM + EMBEDDING + 8]
+    assert [gated.parameters_of(rank).total for rank in range(2)] == [
+        2 * LAYER + EMBEDDING + 8,
+        2 * LAYER + NORM + EMBEDDING + 8,
+    ]
 
 
 def test_kv_heads_are_divided_by_as_many_ranks_as_there_are() -> None:
@@ -86,7 +126,9 @@ def test_fsdp_gathers_for_forward_and_again_for_backward() -> None:
 def test_shards_in_a_node_sum_their_copies_over_nodes() -> None:
     fsdp = traffic(job(Layout(16, strategy="fsdp", shard=8)))
     gradients = ALL * 4
-    assert fsdp.sent_bytes == 2 * 2 * ALL * 2 * 7 / 8 + gradients * 7 / 8 + 2 * (gradients / 8) * 1 / 2
+    assert (
+        fsdp.sent_bytes == 2 * 2 * ALL * 2 * 7 / 8 + gradients * 7 / 8 + 2 * (gradients / 8) * 1 / 2
+    )
     zero = traffic(job(Layout(16, shard=8)))
     assert zero.sent_bytes == (gradients + ALL * 2) * 7 / 8 + 2 * (gradients / 8) * 1 / 2
     copies = traffic(job(Layout(8, shard=1)))
@@ -104,12 +146,16 @@ def test_recomputed_layers_gather_and_sum_their_activations_again() -> None:
 def test_context_ranks_beyond_the_kv_heads_pass_keys_in_a_ring() -> None:
     found = context_traffic(job(Layout(4, context=4)), 4)
     each = 32 * 2  # tokens of a rank, bytes
-    heads = 2 * each * (2 * 64 + 2 * 32) / 2  # q, k, v and the result to two ranks, and their gradients
+    heads = (
+        2 * each * (2 * 64 + 2 * 32) / 2
+    )  # q, k, v and the result to two ranks, and their gradients
     ring = 3 * each * 2 * 32  # keys and values forward; in backward with their gradients
     assert found.sent_bytes == 4 * (heads + ring)
 
 
-MIXED = SMALL.with_(experts={"num": 8, "per_token": 3, "ffn_size": 96, "first_dense": 1, "shared_ffn_size": 32})
+MIXED = SMALL.with_(
+    experts={"num": 8, "per_token": 3, "ffn_size": 96, "first_dense": 1, "shared_ffn_size": 32}
+)
 
 
 def test_experts_of_a_token_decide_the_time_of_a_mixture() -> None:
@@ -128,7 +174,12 @@ def test_experts_of_a_token_decide_the_time_of_a_mixture() -> None:
     assert moved == pytest.approx(4 * 384 * 64 * 2 / 0.6e12, rel=1e-9)
     split, _ = _mixture(job(Layout(4, expert=4), MIXED))
     # the same slots, in groups four times as large
-    assert split == pytest.approx(product(2 * 384 * 192 * 64, 192, 192, 64) + product(2 * 384 * 96 * 64, 192, 64, 96) + shared, rel=1e-9)
+    assert split == pytest.approx(
+        product(2 * 384 * 192 * 64, 192, 192, 64)
+        + product(2 * 384 * 96 * 64, 192, 64, 96)
+        + shared,
+        rel=1e-9,
+    )
 
 
 def test_tokens_go_to_their_experts_and_back_in_both_directions() -> None:
@@ -138,7 +189,9 @@ def test_tokens_go_to_their_experts_and_back_in_both_directions() -> None:
     assert again.sent_bytes == 1.5 * found.sent_bytes
 
 
-WIDE = ModelConfig(hidden_size=1024, num_layers=4, num_heads=8, ffn_size=4096, vocab_size=32000, max_seq_len=8192)
+WIDE = ModelConfig(
+    hidden_size=1024, num_layers=4, num_heads=8, ffn_size=4096, vocab_size=32000, max_seq_len=8192
+)
 
 
 def wide(**changes: Any) -> PlanJob:
@@ -147,7 +200,10 @@ def wide(**changes: Any) -> PlanJob:
 
 
 def test_a_recomputed_layer_runs_its_forward_twice() -> None:
-    plain, again = layer_seconds(wide(), 0), layer_seconds(wide(memory=MemoryConfig(recompute=1.0)), 0)
+    plain, again = (
+        layer_seconds(wide(), 0),
+        layer_seconds(wide(memory=MemoryConfig(recompute=1.0)), 0),
+    )
     assert again.forward == plain.forward and again.weights == plain.weights
     assert again.inputs == pytest.approx(plain.inputs + plain.forward, rel=1e-9)
 
@@ -177,31 +233,45 @@ def test_an_update_reads_and_writes_the_shard_of_a_rank() -> None:
     collected = ALL * (2 + 4 + 2 + 4 + 4)
     assert update_seconds(one) == pytest.approx((moved + collected) / 0.8e12, rel=1e-9)
     outside = replace(one, memory=MemoryConfig(offload=("optimizer",)))
-    assert update_seconds(outside) - update_seconds(one) == pytest.approx(shard * 12 / 10e9, rel=1e-9)
+    assert update_seconds(outside) - update_seconds(one) == pytest.approx(
+        shard * 12 / 10e9, rel=1e-9
+    )
 
 
 def test_a_budget_counts_every_gpu() -> None:
     plan = make_plan(wide(layout=Layout(4)))
     found = plan.budget(1e9, price=2.0)
     seconds = 1e9 / plan.tokens_per_second
-    assert found["days"] == pytest.approx(seconds / 86400) and found["gpu_hours"] == pytest.approx(4 * seconds / 3600)
+    assert found["days"] == pytest.approx(seconds / 86400) and found["gpu_hours"] == pytest.approx(
+        4 * seconds / 3600
+    )
     assert found["cost"] == pytest.approx(2 * 4 * seconds / 3600)
 
 
 def test_a_long_pipeline_takes_as_long_for_each_microbatch_as_its_slowest_rank() -> None:
     short, long = (make_plan(wide().varied(Layout(2, pipeline=2), 1, count)) for count in (12, 20))
     slowest = max(one.total for one in stages_of_job(short.job))
-    assert (long.step_seconds - long.update_seconds) - (short.step_seconds - short.update_seconds) == pytest.approx(8 * slowest, rel=1e-6)
+    assert (long.step_seconds - long.update_seconds) - (
+        short.step_seconds - short.update_seconds
+    ) == pytest.approx(8 * slowest, rel=1e-6)
 
 
 def test_the_bubble_of_a_search_is_that_of_equal_stages() -> None:
-    cases: list[tuple[ScheduleName, int, float]] = [("1f1b", 1, 1.0), ("interleaved", 2, 0.5), ("zero_bubble", 1, 0.4)]
+    cases: list[tuple[ScheduleName, int, float]] = [
+        ("1f1b", 1, 1.0),
+        ("interleaved", 2, 0.5),
+        ("zero_bubble", 1, 0.4),
+    ]
     for schedule, virtual, idle in cases:
         one = wide().varied(Layout(2, pipeline=2, schedule=schedule, virtual_stages=virtual), 1, 4)
         plan = make_plan(one, simulated=False)
         stages = stages_of_job(one)
-        slowest = max(sum(stages[stage].total for stage in one.stages_of(rank)) for rank in range(2))
+        slowest = max(
+            sum(stages[stage].total for stage in one.stages_of(rank)) for rank in range(2)
+        )
         busy = sum(stage.total for stage in stages)
         # four microbatches, and what the other rank waits for
-        assert plan.step_seconds - plan.update_seconds == pytest.approx(slowest * (4 + idle), rel=1e-9)
+        assert plan.step_seconds - plan.update_seconds == pytest.approx(
+            slowest * (4 + idle), rel=1e-9
+        )
         assert plan.bubble == pytest.approx(1 - 4 * busy / (2 * slowest * (4 + idle)), rel=1e-9)

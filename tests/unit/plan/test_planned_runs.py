@@ -47,15 +47,27 @@ def planned(*settings: str, world: int | None = None, gpu: str = "h100") -> Plan
 
 
 def test_internlms_formula_and_groups_of_ranks() -> None:
-    plan = planned(*INTERNLM, "batch.rows=64", "parallel.tensor=2", "parallel.pipeline=2", "parallel.zero1.size=2", world=16)
+    plan = planned(
+        *INTERNLM,
+        "batch.rows=64",
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "parallel.zero1.size=2",
+        world=16,
+    )
     assert plan.flops.internlm == 44_411_387_904
     recomputed = planned(*INTERNLM, "batch.rows=8", "memory.recompute=0.5")
-    assert recomputed.flops.internlm == 4 / 3 * (44_411_387_904 - 6 * 4096 * 103_168) + 6 * 4096 * 103_168
+    assert (
+        recomputed.flops.internlm
+        == 4 / 3 * (44_411_387_904 - 6 * 4096 * 103_168) + 6 * 4096 * 103_168
+    )
     groups = rank_groups(plan.job)
     assert groups["shard"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
     assert groups["tensor"][:2] == [[0, 1], [2, 3]] and groups["pipeline"][0] == [0, 8]
     assert groups["data"] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
-    assert sum(one.total for one in (plan.job.parameters_of(0), plan.job.parameters_of(1))) == pytest.approx(7_321_948_160 / 2, rel=1e-4)
+    assert sum(
+        one.total for one in (plan.job.parameters_of(0), plan.job.parameters_of(1))
+    ) == pytest.approx(7_321_948_160 / 2, rel=1e-4)
 
 
 def test_windows_are_counted_in_arithmetic_recomputation_and_time() -> None:
@@ -70,13 +82,23 @@ def test_windows_are_counted_in_arithmetic_recomputation_and_time() -> None:
     forward = 4 * 2 * matrices + 2 * channels * (3 * 960 + 4096)
     assert found.recomputed == forward
     assert found.model.causal == 3 * forward + 6 * 512 * 1024
-    assert found.model.full == 3 * (4 * 2 * matrices + 2 * channels * (3 * 1024 + 8192)) + 6 * 512 * 1024
+    assert (
+        found.model.full
+        == 3 * (4 * 2 * matrices + 2 * channels * (3 * 1024 + 8192)) + 6 * 512 * 1024
+    )
     assert found.hardware == found.model.causal + forward
     # a window that leaves one token out costs what a full layer does, not twice as much
     nearly = replace(job, model=model.with_(sliding_window=8191), memory=MemoryConfig())
-    full = replace(job, model=model.with_(sliding_window=None, window_layers=None), memory=MemoryConfig())
-    assert layer_seconds(nearly, 0).forward == pytest.approx(layer_seconds(full, 0).forward, rel=1e-3)
-    assert layer_seconds(replace(job, memory=MemoryConfig()), 0).forward < 0.7 * layer_seconds(full, 0).forward
+    full = replace(
+        job, model=model.with_(sliding_window=None, window_layers=None), memory=MemoryConfig()
+    )
+    assert layer_seconds(nearly, 0).forward == pytest.approx(
+        layer_seconds(full, 0).forward, rel=1e-3
+    )
+    assert (
+        layer_seconds(replace(job, memory=MemoryConfig()), 0).forward
+        < 0.7 * layer_seconds(full, 0).forward
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +107,12 @@ def test_windows_are_counted_in_arithmetic_recomputation_and_time() -> None:
         [],
         ["freeze=[embeddings, layers.0-1]"],
         ["adapter.rank=4", "memory.recompute=1"],
-        ["precision=bf16", "optim.state_dtype=8bit", "memory.offload=[optimizer]", "batch.micro_rows=4"],
+        [
+            "precision=bf16",
+            "optim.state_dtype=8bit",
+            "memory.offload=[optimizer]",
+            "batch.micro_rows=4",
+        ],
         ["objective.kind=head_sparsity", "model.tie_embeddings=false", "freeze=[weights]"],
     ],
 )
@@ -102,7 +129,9 @@ def test_bytes_are_those_of_headway_train(settings: list[str]) -> None:
 def test_the_bubble_of_equal_stages_is_the_known_one(stages: int) -> None:
     def bubble(schedule: ScheduleName, virtual: int) -> float:
         usual: dict[ActionKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-        seconds: dict[ActionKind, list[float]] = {kind: [size / virtual] * stages * virtual for kind, size in usual.items()}
+        seconds: dict[ActionKind, list[float]] = {
+            kind: [size / virtual] * stages * virtual for kind, size in usual.items()
+        }
         return simulate(PipelineShape(schedule, stages, virtual), 2 * stages, seconds).bubble
 
     number = 2 * stages
@@ -113,19 +142,34 @@ def test_the_bubble_of_equal_stages_is_the_known_one(stages: int) -> None:
 
 
 def test_microbatches_in_flight_by_hand() -> None:
-    assert [in_flight(actions) for actions in pipeline_actions("1f1b", 4, 8)] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
+    assert [in_flight(actions) for actions in pipeline_actions("1f1b", 4, 8)] == [
+        {0: 4},
+        {1: 3},
+        {2: 2},
+        {3: 1},
+    ]
     assert in_flight(pipeline_actions("interleaved", 2, 4, 2)[0]) == {0: 3, 2: 2}
-    assert [sum(in_flight(actions).values()) for actions in pipeline_actions("zero_bubble", 4, 8)] == [4, 4, 4, 4]
+    assert [
+        sum(in_flight(actions).values()) for actions in pipeline_actions("zero_bubble", 4, 8)
+    ] == [4, 4, 4, 4]
 
 
 def test_a_pipeline_holds_its_stages_and_more_microbatches_first() -> None:
     job = PlanJob(LLAMA, 4096, 1, 16, Layout(8, pipeline=4), GPUS["h100"])
     plan = make_plan(job)
-    assert [len(stage) for stage in job.stages] == [8, 9, 9, 6]  # the head costs as much as two layers
+    assert [len(stage) for stage in job.stages] == [
+        8,
+        9,
+        9,
+        6,
+    ]  # the head costs as much as two layers
     assert plan.worst_rank == 0 and plan.by_rank[0].total > plan.by_rank[3].total
     assert job.parameters_of(0).total == 525_336_576 + len(job.stages[0]) * 218_112_000
     assert job.held_blocks(0) == 4 * len(job.stages[0])
-    assert plan.timeline is not None and plan.timeline.seconds < plan.step_seconds < 1.2 * plan.timeline.seconds
+    assert (
+        plan.timeline is not None
+        and plan.timeline.seconds < plan.step_seconds < 1.2 * plan.timeline.seconds
+    )
 
 
 def test_traffic_by_hand() -> None:
@@ -134,8 +178,12 @@ def test_traffic_by_hand() -> None:
     found = make_plan(job).traffic
     assert set(found) == {"data", "tensor", "context", "pipeline"}
     half = job.parameters_of(0).trained
-    assert found["data"].sent_bytes == pytest.approx(max(half, job.parameters_of(1).trained) * (4 + 2) * 7 / 8, rel=0.15)
-    assert found["pipeline"].sent_bytes == 2 * 2 * (2048 * 4096 * 2 / 2)  # two microbatches, there and back, tokens over two ranks
+    assert found["data"].sent_bytes == pytest.approx(
+        max(half, job.parameters_of(1).trained) * (4 + 2) * 7 / 8, rel=0.15
+    )
+    assert found["pipeline"].sent_bytes == 2 * 2 * (
+        2048 * 4096 * 2 / 2
+    )  # two microbatches, there and back, tokens over two ranks
     layers = max(len(stage) for stage in job.stages)
     assert found["tensor"].sent_bytes == 2 * layers * 8 * (2048 * 4096 * 2) / 2
     assert found["context"].sent_bytes == 2 * layers * 2 * 2048 * 2 * (4096 + 1024) / 2
@@ -163,8 +211,13 @@ def test_the_errors_on_the_page_are_those_of_the_code() -> None:
     text = PAGE.read_text(encoding="utf-8")
     peaks, speeds = plan_anchors.errors()
     tables = plan_anchors.page(peaks, speeds)
-    assert text.partition(plan_anchors.BEGIN + "\n")[2].partition(plan_anchors.END)[0] == tables, "run plan_anchors.py --write"
-    assert max(abs(error) for _, _, error in peaks) < 0.06 and sum(abs(error) <= 0.05 for _, _, error in peaks) >= 12
+    assert text.partition(plan_anchors.BEGIN + "\n")[2].partition(plan_anchors.END)[0] == tables, (
+        "run plan_anchors.py --write"
+    )
+    assert (
+        max(abs(error) for _, _, error in peaks) < 0.06
+        and sum(abs(error) <= 0.05 for _, _, error in peaks) >= 12
+    )
     assert sum(abs(error) <= 0.1 for _, _, error in speeds) >= 0.85 * len(speeds)
     assert any(one.job.layout.world == 1024 and abs(error) <= 0.1 for one, _, error in speeds)
 
@@ -175,7 +228,9 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, seen.out, seen.err
 
 
-def test_the_verb_prints_json_tables_and_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_verb_prints_json_tables_and_a_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     layout = [
         "--world",
         "8",
@@ -192,8 +247,15 @@ def test_the_verb_prints_json_tables_and_a_picture(capsys: pytest.CaptureFixture
     assert code == 0 and found["layout"]["data"] == 2 and found["memory"]["fits"] is True
     assert sum(found["memory"]["kinds"].values()) == found["memory"]["total"]
     assert found["budget"]["cost"] == pytest.approx(2 * found["budget"]["gpu_hours"])
-    assert found["budget"]["gpu_hours"] == pytest.approx(20e9 / found["speed"]["tokens_per_second"] / 3600 * 8)
-    assert found["pipeline"]["in_flight"][0] == {"0": 4} and found["groups"]["pipeline"][0] == [0, 2, 4, 6]
+    assert found["budget"]["gpu_hours"] == pytest.approx(
+        20e9 / found["speed"]["tokens_per_second"] / 3600 * 8
+    )
+    assert found["pipeline"]["in_flight"][0] == {"0": 4} and found["groups"]["pipeline"][0] == [
+        0,
+        2,
+        4,
+        6,
+    ]
     picture = tmp_path / "plan.png"
     code, out, _ = run_cli(capsys, *layout, "--plot", str(picture), "--search")
     assert code == 0 and picture.read_bytes().startswith(b"\x89PNG")
@@ -208,12 +270,23 @@ def test_the_verb_prints_json_tables_and_a_picture(capsys: pytest.CaptureFixture
         (["--price", "2"], "--price is 2, but --tokens is not given"),
         (["--plot", "x.txt", "model.vocab_size=512"], "its name must end in .png, .svg or .pdf"),
         (["--plot", "/nowhere/x.png", "model.vocab_size=512"], "there is no folder /nowhere"),
-        (["--world", "8", "parallel.tensor=3", "model.vocab_size=512"], "The nearest layout that works on 8 ranks: "),
-        (["--world", "6", "parallel.pipeline=6", "model.vocab_size=512"], "every stage needs a layer, and the model has 4"),
-        (["--world", "8", "batch.tokens=1000", "model.vocab_size=512"], "batch.tokens is 1000; it must be a multiple"),
+        (
+            ["--world", "8", "parallel.tensor=3", "model.vocab_size=512"],
+            "The nearest layout that works on 8 ranks: ",
+        ),
+        (
+            ["--world", "6", "parallel.pipeline=6", "model.vocab_size=512"],
+            "every stage needs a layer, and the model has 4",
+        ),
+        (
+            ["--world", "8", "batch.tokens=1000", "model.vocab_size=512"],
+            "batch.tokens is 1000; it must be a multiple",
+        ),
     ],
 )
-def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
     code, _, err = run_cli(capsys, *arguments)
     assert code == 2 and expected in err and len(err.strip().splitlines()) == 1
 
@@ -223,25 +296,41 @@ def test_planning_needs_no_torch() -> None:
         "import sys; from headway.cli import main; code = main(['plan', '--world', '64', 'model.preset=llama-8b', '--search', '--json']);"
         " sys.exit(code or ('torch' in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr[-500:]
 
 
 def test_auto_rows_are_the_most_that_fit() -> None:
-    plan = planned("model.preset=llama-1b", "data.seq_len=8192", "batch.rows=64", "batch.micro_rows=auto", gpu="h200")
+    plan = planned(
+        "model.preset=llama-1b",
+        "data.seq_len=8192",
+        "batch.rows=64",
+        "batch.micro_rows=auto",
+        gpu="h200",
+    )
     more = replace(plan.job, rows=2 * plan.job.rows, accumulate=plan.job.accumulate // 2)
     assert plan.fits and not make_plan(more).fits
 
 
 def test_a_layout_error_names_the_rule() -> None:
-    with pytest.raises(ParallelError, match=r"fsdp, which has no pipeline.*nearest layout that works on 8 ranks"):
+    with pytest.raises(
+        ParallelError, match=r"fsdp, which has no pipeline.*nearest layout that works on 8 ranks"
+    ):
         planned("model.vocab_size=512", "parallel.strategy=fsdp", "parallel.pipeline=2", world=8)
     with pytest.raises(ConfigError, match=r"data.seq_len is 1024; it must not exceed"):
         planned("model.vocab_size=512", "data.seq_len=1024")
 
 
 def test_a_search_leaves_out_what_training_would_refuse() -> None:
-    settings = ["model.preset=llama-1b", "model.max_seq_len=32768", "data.seq_len=32768", "batch.rows=16", "batch.micro_rows=1"]
+    settings = [
+        "model.preset=llama-1b",
+        "model.max_seq_len=32768",
+        "data.seq_len=32768",
+        "batch.rows=16",
+        "batch.micro_rows=1",
+    ]
     target = PlanTarget(find_gpu("a100"), 8)
 
     def axes(axis: str, *more: str) -> set[int]:
@@ -254,10 +343,21 @@ def test_a_search_leaves_out_what_training_would_refuse() -> None:
     assert axes("pipeline", "objective.kind=dpo") == {1}
     with pytest.raises(ConfigError, match=r"optim.kind muon updates whole matrices"):
         planned(*settings, "optim.kind=muon", "parallel.tensor=2", world=8)
-    with pytest.raises(ParallelError, match=r"parallel.virtual_stages is 2 and parallel.schedule is 1f1b"):
+    with pytest.raises(
+        ParallelError, match=r"parallel.virtual_stages is 2 and parallel.schedule is 1f1b"
+    ):
         planned(*settings, "parallel.pipeline=2", "parallel.virtual_stages=2", world=8)
-    split = planned(*settings, "parallel.pipeline=2", "parallel.pipeline_split=[10, 6]", "parallel.schedule=zero_bubble", world=8)
-    assert [len(stage) for stage in split.job.stages] == [10, 6] and split.job.layout.schedule == "zero_bubble"
+    split = planned(
+        *settings,
+        "parallel.pipeline=2",
+        "parallel.pipeline_split=[10, 6]",
+        "parallel.schedule=zero_bubble",
+        world=8,
+    )
+    assert [len(stage) for stage in split.job.stages] == [
+        10,
+        6,
+    ] and split.job.layout.schedule == "zero_bubble"
 
 
 def test_plans_of_every_shipped_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,13 @@ from headway.plan.result import Plan, as_dict, make_plan
 from headway.train.config import Recipe
 from headway.train.planning import PlanTarget, plan_job
 
-PAIRS = ("model.preset=llama-1b", "data.train=[{path: x, kind: preference}]", "data.seq_len=1024", "batch.rows=8", "batch.micro_rows=2")
+PAIRS = (
+    "model.preset=llama-1b",
+    "data.train=[{path: x, kind: preference}]",
+    "data.seq_len=1024",
+    "batch.rows=8",
+    "batch.micro_rows=2",
+)
 KIND = "reference model"
 
 
@@ -28,27 +34,47 @@ def plan_of(*settings: str, world: int = 1) -> Plan:
 
 def test_a_reference_in_memory_adds_a_frozen_copy_and_a_forward_pass() -> None:
     free, live, cached = (
-        plan_of("objective.kind=dpo", more) for more in ("objective.reference_free=true", "seed=0", "objective.reference_logps=cached")
+        plan_of("objective.kind=dpo", more)
+        for more in ("objective.reference_free=true", "seed=0", "objective.reference_logps=cached")
     )
-    assert KIND not in free.memory.kinds and cached.memory == free.memory and cached.step_seconds == free.step_seconds
+    assert (
+        KIND not in free.memory.kinds
+        and cached.memory == free.memory
+        and cached.step_seconds == free.step_seconds
+    )
     model = live.job.model
-    assert live.memory.kinds[KIND] == pytest.approx(2 * as_dict(live)["model"]["parameters"], rel=0.02)
-    assert {kind: size for kind, size in live.memory.kinds.items() if kind != KIND} == free.memory.kinds
+    assert live.memory.kinds[KIND] == pytest.approx(
+        2 * as_dict(live)["model"]["parameters"], rel=0.02
+    )
+    assert {
+        kind: size for kind, size in live.memory.kinds.items() if kind != KIND
+    } == free.memory.kinds
     forward = token_flops(model, 1024, training=()).causal
     assert live.flops.reference == forward == pytest.approx(free.flops.model.causal / 3, rel=0.01)
-    assert live.flops.hardware == free.flops.hardware + forward and live.flops.model == free.flops.model
+    assert (
+        live.flops.hardware == free.flops.hardware + forward
+        and live.flops.model == free.flops.model
+    )
     assert 1.2 < live.step_seconds / free.step_seconds < 1.4
-    assert as_dict(live)["model"]["reference"] == {"role": "reference", "parameters": as_dict(live)["model"]["parameters"]}
+    assert as_dict(live)["model"]["reference"] == {
+        "role": "reference",
+        "parameters": as_dict(live)["model"]["parameters"],
+    }
 
 
 def test_the_copy_is_divided_by_the_tensor_axis_alone_and_quantised_as_the_base_is() -> None:
     whole, data, tensor = (
-        job_of("objective.kind=dpo", f"parallel.tensor={size}", world=world).memory_job().reference_bytes
+        job_of("objective.kind=dpo", f"parallel.tensor={size}", world=world)
+        .memory_job()
+        .reference_bytes
         for size, world in ((1, 1), (1, 4), (4, 4))
     )
     assert data == whole and whole / 4 <= tensor < whole / 3.9
     lora, packed = (
-        job_of("objective.kind=dpo", "adapter.rank=8", f"adapter.base={form}").memory_job().reference_bytes for form in ("null", "nf4")
+        job_of("objective.kind=dpo", "adapter.rank=8", f"adapter.base={form}")
+        .memory_job()
+        .reference_bytes
+        for form in ("null", "nf4")
     )
     assert lora == whole  # an adapter's base is a model of its own here
     assert packed < 0.6 * whole  # embedding and head stay floats
@@ -63,13 +89,26 @@ def test_a_teacher_is_the_model_that_the_recipe_names(tmp_path: Path) -> None:
     from headway.model.layout import param_specs
 
     shape = load(Recipe, None, [*tiny_settings(tmp_path, "teacher"), "model.hidden_size=64"]).model
-    export_huggingface(shape, ((spec.name, torch.zeros(spec.shape)) for spec in param_specs(shape)), tmp_path / "teacher", tokenizer=None)
-    settings = ("objective.kind=distill", f"objective.teacher={tmp_path}/teacher", "data.tokenizer_unchecked=true")
-    job = plan_job(load(Recipe, None, [*tiny_settings(tmp_path, "run"), *settings]), PlanTarget(GPUS["h200"]))
+    export_huggingface(
+        shape,
+        ((spec.name, torch.zeros(spec.shape)) for spec in param_specs(shape)),
+        tmp_path / "teacher",
+        tokenizer=None,
+    )
+    settings = (
+        "objective.kind=distill",
+        f"objective.teacher={tmp_path}/teacher",
+        "data.tokenizer_unchecked=true",
+    )
+    job = plan_job(
+        load(Recipe, None, [*tiny_settings(tmp_path, "run"), *settings]), PlanTarget(GPUS["h200"])
+    )
     assert job.reference is not None and job.reference.role == "teacher"
     config = job.reference.model
     frozen = build_frozen_model(config, [], torch.device("cpu"), torch.bfloat16)
-    assert job.memory_job().reference_bytes == sum(p.numel() * p.element_size() for p in frozen.parameters())
+    assert job.memory_job().reference_bytes == sum(
+        p.numel() * p.element_size() for p in frozen.parameters()
+    )
     plan = make_plan(job)
     hidden = 2 * 64 * job.tokens
     assert plan.memory.kinds[KIND] == int((job.memory_job().reference_bytes + hidden) * ROUND)

@@ -21,7 +21,12 @@ def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")])
+    backend.add_special_tokens(
+        [
+            AddedToken(t, special=True, normalized=False)
+            for t in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+        ]
+    )
     Tokenizer(backend, {"bos": "<s>", "eos": "</s>"}).save(tmp_path / "tokenizer")
     monkeypatch.setattr(Tokenizer, "fingerprint", FINGERPRINT)
     return tmp_path / "tokenizer"
@@ -44,16 +49,28 @@ KEYS = KeyMap.of({"prompt": "instruction", "response": "output"})
         (CHAT, {"kind": "chat"}, "7e8ee744bcdbc646d4d6192215c01c9c"),
         (
             CHAT,
-            {"kind": "chat", "chat_template": "alpaca", "max_length": 256, "too_long": "drop", "keys": KEYS},
+            {
+                "kind": "chat",
+                "chat_template": "alpaca",
+                "max_length": 256,
+                "too_long": "drop",
+                "keys": KEYS,
+            },
             "c8168d65cc4e8aa9719a250472a1e163",
         ),
         (PAIR, {"kind": "preference", "max_length": 64}, "7cc08b3660e8446f293077d03418fab8"),
-        (PAIR, {"kind": "preference", "max_length": 64, "max_prompt_length": 20, "drop_bad": True}, "136ec27aa41fec9eb7662e4fd64865b4"),
+        (
+            PAIR,
+            {"kind": "preference", "max_length": 64, "max_prompt_length": 20, "drop_bad": True},
+            "136ec27aa41fec9eb7662e4fd64865b4",
+        ),
     ],
 )
 def test_cached_stores_keep_the_names_of_the_first_release(
     tmp_path: Path, tokenizer: Path, record: dict[str, str], options: dict[str, Any], name: str
 ) -> None:
     (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
-    store = cached_store([tmp_path / "data.jsonl"], tokenizer, tmp_path / "cache", BuildOptions(**options))
+    store = cached_store(
+        [tmp_path / "data.jsonl"], tokenizer, tmp_path / "cache", BuildOptions(**options)
+    )
     assert store.name == name

@@ -21,9 +21,17 @@ def record(**data: Any) -> Record:
     [
         ({"instruction": "Hi", "output": "Hello"}, [QUESTION, ANSWER]),
         ({"instruction": "Hi", "input": "", "output": "Hello"}, [QUESTION, ANSWER]),
-        ({"instruction": "Sort", "input": "b a", "output": "a b"}, [Turn("user", "Sort", context="b a"), Turn("assistant", "a b")]),
         (
-            {"instruction": "Hi", "output": "Hello", "system": "Be kind.", "history": [["a", "b"], ["c", "d"]]},
+            {"instruction": "Sort", "input": "b a", "output": "a b"},
+            [Turn("user", "Sort", context="b a"), Turn("assistant", "a b")],
+        ),
+        (
+            {
+                "instruction": "Hi",
+                "output": "Hello",
+                "system": "Be kind.",
+                "history": [["a", "b"], ["c", "d"]],
+            },
             [
                 Turn("system", "Be kind."),
                 Turn("user", "a"),
@@ -34,10 +42,43 @@ def record(**data: Any) -> Record:
                 ANSWER,
             ],
         ),
-        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, [QUESTION, ANSWER]),
-        ({"id": "x", "conversations": [{"from": "human", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]}, [QUESTION, ANSWER]),
-        ({"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, [QUESTION, ANSWER]),
-        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, [QUESTION, ANSWER]),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "gpt", "value": "Hello"},
+                ]
+            },
+            [QUESTION, ANSWER],
+        ),
+        (
+            {
+                "id": "x",
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "assistant", "value": "Hello"},
+                ],
+            },
+            [QUESTION, ANSWER],
+        ),
+        (
+            {
+                "conversations": [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "assistant", "content": "Hello"},
+                ]
+            },
+            [QUESTION, ANSWER],
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "assistant", "content": "Hello"},
+                ]
+            },
+            [QUESTION, ANSWER],
+        ),
         (
             {
                 "messages": [
@@ -51,7 +92,11 @@ def record(**data: Any) -> Record:
         (
             {
                 "messages": [
-                    {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "value": "i"}], "loss_weight": 0.0},
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "H"}, {"type": "text", "value": "i"}],
+                        "loss_weight": 0.0,
+                    },
                     {"role": "assistant", "content": "no", "loss_weight": 0.0},
                     {"role": "assistant", "content": "Hello", "weight": 1},
                 ]
@@ -59,7 +104,12 @@ def record(**data: Any) -> Record:
             [QUESTION, Turn("assistant", "no", learn=False), ANSWER],
         ),
         (
-            {"conversation": [{"system": "s", "input": "Hi", "output": "Hello"}, {"input": "a", "output": "b"}]},
+            {
+                "conversation": [
+                    {"system": "s", "input": "Hi", "output": "Hello"},
+                    {"input": "a", "output": "b"},
+                ]
+            },
             [Turn("system", "s"), QUESTION, ANSWER, Turn("user", "a"), Turn("assistant", "b")],
         ),
         ({"prompt": "Hi", "completion": "Hello"}, [QUESTION, ANSWER]),
@@ -88,7 +138,11 @@ def test_tool_calls_of_both_worlds_are_the_same() -> None:
         record(
             messages=[
                 {"role": "user", "content": "2?"},
-                {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"type": "function", "function": function}],
+                },
                 {"role": "tool", "content": "4"},
                 {"role": "assistant", "content": "four"},
             ],
@@ -109,24 +163,56 @@ def test_tool_calls_of_both_worlds_are_the_same() -> None:
         ({"instruction": "Hi", "output": 3}, "output is of type int"),
         ({"instruction": "Hi", "output": ""}, r"turn 1 \(assistant\) is empty"),
         ({"instruction": " ", "output": "x"}, r"turn 0 \(user\) is empty"),
-        ({"instruction": "Hi", "output": "x", "history": ["a"]}, r"history\[0\] must be \[question, answer\]"),
+        (
+            {"instruction": "Hi", "output": "x", "history": ["a"]},
+            r"history\[0\] must be \[question, answer\]",
+        ),
         ({"messages": []}, "messages must be a list of turns"),
         ({"messages": "Hi"}, "messages must be a list of turns"),
         ({"messages": ["Hi"]}, r"messages\[0\] must be an object"),
         ({"messages": [{"content": "Hi"}]}, "has no speaker"),
         ({"messages": [{"role": "user"}]}, "has no 'content'; its keys are role"),
-        ({"messages": [{"role": "narrator", "content": "x"}]}, "role is 'narrator'; it must be one of user"),
+        (
+            {"messages": [{"role": "narrator", "content": "x"}]},
+            "role is 'narrator'; it must be one of user",
+        ),
         ({"messages": [{"role": "user", "content": "Hi"}]}, "no turn of the assistant"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "a part of type 'image'"),
-        ({"messages": [{"role": "user", "content": "a", "loss_weight": 1}]}, "only the assistant's turns carry loss"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "weight is 0.5; it must be 0 or 1"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "must name a function"),
-        ({"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}], "system": "t"}, "two system prompts"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            "a part of type 'image'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a", "loss_weight": 1}]},
+            "only the assistant's turns carry loss",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
+            "weight is 0.5; it must be 0 or 1",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "must name a function",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "s"},
+                    {"role": "assistant", "content": "a"},
+                ],
+                "system": "t",
+            },
+            "two system prompts",
+        ),
         ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "lone surrogate"),
-        ({"instruction": "Hi", "output": "x", "tools": "[1]"}, "tools must be a list of JSON objects"),
+        (
+            {"instruction": "Hi", "output": "x", "tools": "[1]"},
+            "tools must be a list of JSON objects",
+        ),
     ],
 )
-def test_what_is_missing_or_wrong_is_named_with_file_and_line(data: dict[str, Any], message: str) -> None:
+def test_what_is_missing_or_wrong_is_named_with_file_and_line(
+    data: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DataError, match=message) as caught:
         parse_conversation(record(**data))
     assert str(caught.value).startswith("chat.jsonl:7: ") and "\n" not in str(caught.value)
@@ -142,13 +228,25 @@ GOOD, POOR = Turn("assistant", "Hello"), Turn("assistant", "Go away")
         {"question": "Hi", "chosen": "Hello", "rejected": "Go away"},
         {"instruction": "Hi", "input": "", "chosen": "Hello", "rejected": "Go away"},
         {
-            "chosen": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
-            "rejected": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Go away"}],
+            "chosen": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+            ],
+            "rejected": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Go away"},
+            ],
         },
         {
             "prompt": "Hi",
-            "chosen": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
-            "rejected": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Go away"}],
+            "chosen": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+            ],
+            "rejected": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Go away"},
+            ],
         },
         {
             "prompt": [{"role": "user", "content": "Hi"}],
@@ -173,9 +271,16 @@ def test_every_shape_of_a_preference_pair_is_known(data: dict[str, Any]) -> None
 
 
 def test_the_shared_beginning_of_two_conversations_is_the_prompt() -> None:
-    first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    first = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     pair = parse_preference(
-        record(chosen=[*first, {"role": "assistant", "content": "d"}], rejected=[*first, {"role": "assistant", "content": "e"}])
+        record(
+            chosen=[*first, {"role": "assistant", "content": "d"}],
+            rejected=[*first, {"role": "assistant", "content": "e"}],
+        )
     )
     assert [turn.content for turn in pair.prompt] == ["a", "b", "c"]
 
@@ -189,15 +294,26 @@ def test_the_shared_beginning_of_two_conversations_is_the_prompt() -> None:
         ({"prompt": "Hi", "chosen": "a", "rejected": ""}, r"rejected is an empty answer"),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, r"turn 0 \(user\) is empty"),
         (
-            {"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "human", "value": "a"}, "rejected": "b"},
+            {
+                "conversations": [{"from": "human", "value": "Hi"}],
+                "chosen": {"from": "human", "value": "a"},
+                "rejected": "b",
+            },
             "chosen must be an answer of the assistant",
         ),
         (
-            {"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]},
+            {
+                "chosen": [{"role": "assistant", "content": "a"}],
+                "rejected": [{"role": "assistant", "content": "b"}],
+            },
             "no prompt; its keys are chosen, rejected",
         ),
         (
-            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x"}], "chosen": "a", "rejected": "b"},
+            {
+                "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x"}],
+                "chosen": "a",
+                "rejected": "b",
+            },
             "the prompt ends with the assistant",
         ),
     ],

@@ -32,7 +32,10 @@ def write(path: Path, records: Sequence[dict[str, Any]]) -> str:
         ({"conversations": [{"from": "human", "value": "a"}]}, "chat (conversations), 2 records"),
         ({"instruction": "a", "input": "", "output": "b"}, "chat (instruction, output), 2 records"),
         ({"question": "a", "answer": "b", "source": "c"}, "chat (question, answer), 2 records"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference (prompt, chosen, rejected), 2 records"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "preference (prompt, chosen, rejected), 2 records",
+        ),
         ({**MESSAGES, "chosen": "b", "rejected": "c"}, "preference (chosen, rejected), 2 records"),
     ],
 )
@@ -45,7 +48,9 @@ def test_text_files_are_text_and_long_files_are_not_counted(tmp_path: Path) -> N
     (tmp_path / "x.txt").write_text("hello")
     assert detect(str(tmp_path / "x.txt"), SourceConfig(path="x")).describe() == "text, 1 file"
     path = write(tmp_path / "x.jsonl", [{"text": "a"}] * (SAMPLE_RECORDS + 1))
-    assert detect(path, SourceConfig(path=path)).describe() == "text (text), more than 2,000 records"
+    assert (
+        detect(path, SourceConfig(path=path)).describe() == "text (text), more than 2,000 records"
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +60,10 @@ def test_text_files_are_text_and_long_files_are_not_counted(tmp_path: Path) -> N
             [{**MESSAGES, "text": "a"}],
             r"could be chat or text: its records have the keys messages, text\. Say which, e\.g\. \{path: .*kind: chat\}",
         ),
-        ([{"text": "a"}, MESSAGES], r"holds records of different kinds: .*x\.jsonl:1 is text; .*x\.jsonl:2 is chat\."),
+        (
+            [{"text": "a"}, MESSAGES],
+            r"holds records of different kinds: .*x\.jsonl:1 is text; .*x\.jsonl:2 is chat\.",
+        ),
         (
             [{"id": "1", "content": "a text"}],
             r"the keys id, content do not say what the records are\. Text: name its key, e\.g\. .*text_key: content",
@@ -63,7 +71,9 @@ def test_text_files_are_text_and_long_files_are_not_counted(tmp_path: Path) -> N
         ([{"prompt": "a"}], r"the keys prompt do not say"),
     ],
 )
-def test_what_is_not_clear_is_asked_for_in_one_line(records: list[dict[str, Any]], asked: str, tmp_path: Path) -> None:
+def test_what_is_not_clear_is_asked_for_in_one_line(
+    records: list[dict[str, Any]], asked: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / "x.jsonl", records)
     with pytest.raises(ConfigError, match=asked) as said:
         detect(path, SourceConfig(path=path))
@@ -75,7 +85,10 @@ def test_given_settings_leave_fewer_kinds(tmp_path: Path) -> None:
     assert detect(path, SourceConfig(path=path, split="line")).kind == "text"
     assert detect(path, SourceConfig(path=path, drop_bad=True)).kind == "chat"
     named = write(tmp_path / "named.jsonl", [{"content": "a"}])
-    assert detect(named, SourceConfig(path=named, text_key="content")).describe() == "text (content), 1 record"
+    assert (
+        detect(named, SourceConfig(path=named, text_key="content")).describe()
+        == "text (content), 1 record"
+    )
     odd = write(tmp_path / "odd.jsonl", [{"q": "a", "a": "b"}])
     assert detect(odd, SourceConfig(path=odd, keys={"prompt": "q", "response": "a"})).kind == "chat"
     with pytest.raises(ConfigError, match="text_key, which is for text, and drop_bad"):
@@ -91,8 +104,15 @@ def test_a_damaged_file_is_explained_by_its_reader(tmp_path: Path) -> None:
 def test_a_resolved_recipe_states_what_was_detected(tmp_path: Path) -> None:
     """So that a resumed run is compared with what it trained on, also where an older version wrote `text` for every store."""
     train_bpe(["some text of some text"], vocab_size=262, out=tmp_path / "tokenizer")
-    chat, text = write(tmp_path / "chat.jsonl", [MESSAGES]), write(tmp_path / "text.jsonl", [{"text": "a"}])
-    recipe = load(Recipe, None, [f"tokenizer={tmp_path}/tokenizer", f"data.train=[{chat}, {text}, {tmp_path}/missing]"])
+    chat, text = (
+        write(tmp_path / "chat.jsonl", [MESSAGES]),
+        write(tmp_path / "text.jsonl", [{"text": "a"}]),
+    )
+    recipe = load(
+        Recipe,
+        None,
+        [f"tokenizer={tmp_path}/tokenizer", f"data.train=[{chat}, {text}, {tmp_path}/missing]"],
+    )
     found = resolve(recipe).recipe.data.train
     assert found is not None and [one.kind for one in found] == ["chat", "text", "text"]
     assert [one.chat_template for one in found] == ["chatml", "chatml", "chatml"]
@@ -101,7 +121,12 @@ def test_a_resolved_recipe_states_what_was_detected(tmp_path: Path) -> None:
 def test_the_tokenizers_own_template_is_used_where_it_has_one(tmp_path: Path) -> None:
     chat = write(tmp_path / "chat.jsonl", [MESSAGES])
     template = train_bpe(["some text of some text"], vocab_size=262, out=tmp_path / "tokenizer")
-    own = type(template)(template.backend, template.roles, template.config, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    own = type(template)(
+        template.backend,
+        template.roles,
+        template.config,
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
 
     def chosen(settings: str) -> str:
         found = with_kinds(load(DataConfig, None, [f"train={{path: {chat}{settings}}}"]), own).train

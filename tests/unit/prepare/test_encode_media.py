@@ -15,7 +15,9 @@ ALWAYS = MediaPositions({"image": 3, "audio": 2}, missing=True)
 HASH = {name: f"{number:064x}" for number, name in enumerate(("a", "b", "c"), 1)}
 
 
-def encoder_of(positions: MediaPositions = POSITIONS, max_length: int | None = None, template: str = "chatml") -> MediaEncoder:
+def encoder_of(
+    positions: MediaPositions = POSITIONS, max_length: int | None = None, template: str = "chatml"
+) -> MediaEncoder:
     tokenizer = byte_tokenizer()
     return MediaEncoder(tokenizer, find_template(template, tokenizer), positions, max_length)
 
@@ -41,9 +43,17 @@ def text_of(found: MediaDocument) -> str:
 
 
 def test_items_stand_at_their_marks_and_carry_no_loss() -> None:
-    found = document(asked("Is <image> like <audio>?"), [("image", HASH["a"]), ("audio", HASH["b"])])
-    assert text_of(found) == "<|im_start|>user\nIs [image] like [audio]?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
-    assert [(item.modality, item.content_hash) for item in found.items] == [("image", HASH["a"]), ("audio", HASH["b"])]
+    found = document(
+        asked("Is <image> like <audio>?"), [("image", HASH["a"]), ("audio", HASH["b"])]
+    )
+    assert (
+        text_of(found)
+        == "<|im_start|>user\nIs [image] like [audio]?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+    )
+    assert [(item.modality, item.content_hash) for item in found.items] == [
+        ("image", HASH["a"]),
+        ("audio", HASH["b"]),
+    ]
     for item in found.items:
         assert not found.mask[item.offset : item.offset + 3].any()
     assert byte_tokenizer().decode(found.ids[found.mask].tolist()) == "yes<|im_end|>"
@@ -54,13 +64,19 @@ def test_items_without_a_mark_stand_before_the_question_images_first() -> None:
     found = document(turns, [("audio", HASH["b"]), ("image", HASH["a"])])
     assert "<|im_start|>user\n[image][audio]\nWhat is it?" in text_of(found)
     mixed = document(asked("And <image>?"), [("image", HASH["a"]), ("image", HASH["c"])])
-    assert [item.content_hash for item in mixed.items] == [HASH["c"], HASH["a"]] and "[image]\nAnd [image]?" in text_of(mixed)
+    assert [item.content_hash for item in mixed.items] == [
+        HASH["c"],
+        HASH["a"],
+    ] and "[image]\nAnd [image]?" in text_of(mixed)
 
 
 def test_absent_items_have_positions_only_where_asked_for() -> None:
     assert not document(asked("Hi"), []).items
     found = document(asked("Hi <audio>"), [("audio", HASH["b"])], positions=ALWAYS)
-    assert [(item.modality, item.content_hash) for item in found.items] == [("image", None), ("audio", HASH["b"])]
+    assert [(item.modality, item.content_hash) for item in found.items] == [
+        ("image", None),
+        ("audio", HASH["b"]),
+    ]
     assert "user\n[image]\nHi [audio]<" in text_of(found)
 
 
@@ -95,11 +111,19 @@ def test_the_answer_is_budgeted_before_the_prompt(limit: int) -> None:
 
 def test_an_answer_is_cut_only_when_the_prompt_has_no_more_to_give() -> None:
     encoder = encoder_of(max_length=70)
-    (found,) = encoder.documents([place_media(asked("<image>" + "x" * 300, "y" * 300), [("image", HASH["a"])], POSITIONS)])
-    assert isinstance(found, MediaDocument) and len(found.ids) == 70 and encoder.counts["answers_truncated"] == 1
+    (found,) = encoder.documents(
+        [place_media(asked("<image>" + "x" * 300, "y" * 300), [("image", HASH["a"])], POSITIONS)]
+    )
+    assert (
+        isinstance(found, MediaDocument)
+        and len(found.ids) == 70
+        and encoder.counts["answers_truncated"] == 1
+    )
     kept = byte_tokenizer().decode(found.ids.tolist())
     assert kept.count("x") == 16 and kept.count("y") > 10 and found.items
-    (nothing,) = encoder_of(max_length=20).documents([place_media(asked("<image>" + "x" * 99), [("image", HASH["a"])], POSITIONS)])
+    (nothing,) = encoder_of(max_length=20).documents(
+        [place_media(asked("<image>" + "x" * 99), [("image", HASH["a"])], POSITIONS)]
+    )
     assert nothing is None
 
 

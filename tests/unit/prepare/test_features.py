@@ -13,7 +13,13 @@ from headway.errors import DataError
 from headway.media.items import ImageSpec
 from headway.media.png import write_png
 from headway.prepare import features
-from headway.prepare.features import EncoderRows, InputRows, SampleSet, prepare_samples, read_samples
+from headway.prepare.features import (
+    EncoderRows,
+    InputRows,
+    SampleSet,
+    prepare_samples,
+    read_samples,
+)
 from headway.prepare.media_inputs import ByteInput, ImageInput, content_hash
 
 
@@ -48,7 +54,9 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
 
 def prepared(data: Path, encoder: Means, name: str = "all.jsonl", **options: Any) -> SampleSet:
     makers = [InputRows("text", ByteInput(12)), EncoderRows(encoder)]
-    return prepare_samples(name, read_samples(str(data / name), ("text", "image")), makers, data / "cache", **options)
+    return prepare_samples(
+        name, read_samples(str(data / name), ("text", "image")), makers, data / "cache", **options
+    )
 
 
 def test_features_are_made_once_and_equal_pictures_share_a_row(data: Path) -> None:
@@ -56,7 +64,9 @@ def test_features_are_made_once_and_equal_pictures_share_a_row(data: Path) -> No
     found = prepared(data, encoder)
     assert encoder.encoded == 7 and len(found) == 8
     assert found.rows[0, 1] == found.rows[7, 1]
-    np.testing.assert_allclose(found.tables[1].rows(found.rows[:, 1])[:, 0, 0], [10 * (n % 7) for n in range(8)])
+    np.testing.assert_allclose(
+        found.tables[1].rows(found.rows[:, 1])[:, 0, 0], [10 * (n % 7) for n in range(8)]
+    )
     assert bytes(found.tables[0].rows([found.rows[3, 0]])[0, :9].astype(np.uint8)) == b"picture 3"
     again = prepared(data, Means())
     assert again.content_key == found.content_key
@@ -88,7 +98,9 @@ def test_a_killed_build_continues(data: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found.content_key == whole.content_key
 
 
-def test_a_broken_file_is_an_error_or_counted_and_listed(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_file_is_an_error_or_counted_and_listed(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (data / "3.png").write_bytes((data / "3.png").read_bytes()[:-20])
     (data / "5.png").unlink()
     with pytest.raises(DataError, match=r"all\.jsonl:\d+: .*drop_bad"):
@@ -99,7 +111,10 @@ def test_a_broken_file_is_an_error_or_counted_and_listed(data: Path, caplog: pyt
         found = prepared(data, Means(), skip_bad=True)
         assert (found.rows[:, 1] < 0).tolist() == [n in (3, 5) for n in range(8)]
         assert (found.rows[:, 0] >= 0).all()
-        assert len(found.bad) == 2 and {one.place.rsplit(":", 1)[1] for one in found.bad} == {"4", "6"}
+        assert len(found.bad) == 2 and {one.place.rsplit(":", 1)[1] for one in found.bad} == {
+            "4",
+            "6",
+        }
         assert "2 items cannot be read and are left out" in caplog.text
 
 
@@ -114,7 +129,10 @@ def test_a_changed_file_is_read_again(data: Path) -> None:
 def test_conversations_videos_and_two_pictures_are_refused(data: Path) -> None:
     cases: dict[str, dict[str, Any]] = {
         "a conversation": {
-            "messages": [{"role": "user", "content": "<image>x"}, {"role": "assistant", "content": "y"}],
+            "messages": [
+                {"role": "user", "content": "<image>x"},
+                {"role": "assistant", "content": "y"},
+            ],
             "images": ["0.png"],
         },
         "two of modality image": {"text": "x", "images": ["0.png", "1.png"]},
@@ -132,5 +150,9 @@ def test_columns_have_zeros_where_nothing_is(data: Path) -> None:
     media, present = columns_of(rows, found.tables)
     assert present[1].tolist() == [n != 1 for n in range(8)] and not media[1][1].any()
     source = SampleSource("x", found.modalities, rows, found.tables, "k")
-    assert (source.num_documents, source.num_tokens, source.lengths(0, 3).tolist()) == (8, 8, [1, 1, 1])
+    assert (source.num_documents, source.num_tokens, source.lengths(0, 3).tolist()) == (
+        8,
+        8,
+        [1, 1, 1],
+    )
     assert content_hash("a") != content_hash("b")

@@ -48,7 +48,9 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")]
+    )
     path = tmp_path_factory.mktemp("letters")
     Tokenizer(backend, {"eos": "<|im_end|>"}).save(path)
     return path
@@ -58,61 +60,149 @@ def test_what_a_refused_conversion_has_tokenized_is_not_taken_for_the_next_one(
     tmp_path: Path, words: Path, letters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "raw.jsonl").write_text('{"text": "a是"}\n{"text": "b和源"}\n', encoding="utf-8")
-    source = ["data", "tokenize", "--input", str(tmp_path / "raw.jsonl"), "--out", str(tmp_path / "out"), "--to", "zero2all"]
+    source = [
+        "data",
+        "tokenize",
+        "--input",
+        str(tmp_path / "raw.jsonl"),
+        "--out",
+        str(tmp_path / "out"),
+        "--to",
+        "zero2all",
+    ]
     assert main([*source, "--tokenizer", str(letters)]) == 2
     assert "need one begin token" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["raw.jsonl"], "nothing is left"
     assert main([*source, "--tokenizer", str(words), "--begin-id", "0", "--no-eos"]) == 0
     capsys.readouterr()
-    assert run(capsys, "inspect", tmp_path / "out")["dtype"] == "uint16" and not list(tmp_path.glob(".tmp-*"))
+    assert run(capsys, "inspect", tmp_path / "out")["dtype"] == "uint16" and not list(
+        tmp_path.glob(".tmp-*")
+    )
 
 
-def test_the_internlm_example_gives_offsets_0_90_208(tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_internlm_example_gives_offsets_0_90_208(
+    tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "raw_data.txt").write_text(LINES, encoding="utf-8")
-    source = ("tokenize", "--input", tmp_path / "raw_data.txt", "--tokenizer", words, "--to", "internlm", "--out")
+    source = (
+        "tokenize",
+        "--input",
+        tmp_path / "raw_data.txt",
+        "--tokenizer",
+        words,
+        "--to",
+        "internlm",
+        "--out",
+    )
     found = run(capsys, *source, tmp_path / "cn" / "output.bin")
     assert (found["documents"], found["tokens"]) == (3, 39)
     assert np.load(tmp_path / "cn" / "output.bin.meta").tolist() == [[0, 11], [90, 15], [208, 13]]
-    assert (tmp_path / "cn" / "output.bin").read_text().startswith('{"tokens": [73075, 75302, 69522, 69022, 98899,')
+    assert (
+        (tmp_path / "cn" / "output.bin")
+        .read_text()
+        .startswith('{"tokens": [73075, 75302, 69522, 69022, 98899,')
+    )
     inspected = run(capsys, "inspect", tmp_path / "cn")
-    assert (inspected["kind"], inspected["documents"], inspected["tokens"], inspected["longest"]) == ("internlm", 3, 39, 15)
+    assert (
+        inspected["kind"],
+        inspected["documents"],
+        inspected["tokens"],
+        inspected["longest"],
+    ) == ("internlm", 3, 39, 15)
     assert run(capsys, "inspect", tmp_path / "raw_data.txt")["bytes"] == len(LINES.encode())
-    assert inspected["bytes"] == sum(file.stat().st_size for file in (tmp_path / "cn").iterdir()) > 39
+    assert (
+        inspected["bytes"] == sum(file.stat().st_size for file in (tmp_path / "cn").iterdir()) > 39
+    )
     assert inspected["types"] == {"cn": {"documents": 3, "tokens": 39}}
     found = run(capsys, *source, tmp_path / "folder", "--type", "cn")
-    assert (tmp_path / "folder" / "cn" / "dataset.bin").read_bytes() == (tmp_path / "cn" / "output.bin").read_bytes()
+    assert (tmp_path / "folder" / "cn" / "dataset.bin").read_bytes() == (
+        tmp_path / "cn" / "output.bin"
+    ).read_bytes()
 
 
-def test_every_format_is_inspected_with_the_same_counts(tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_format_is_inspected_with_the_same_counts(
+    tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "hello"}\n{"text": "bye"}\n')
-    made = run(capsys, "tokenize", "--input", tmp_path / "t.jsonl", "--tokenizer", letters, "--out", tmp_path / "headway")
+    made = run(
+        capsys,
+        "tokenize",
+        "--input",
+        tmp_path / "t.jsonl",
+        "--tokenizer",
+        letters,
+        "--out",
+        tmp_path / "headway",
+    )
     assert (made["documents"], made["tokens"]) == (2, 10)
     store = run(capsys, "inspect", tmp_path / "headway")
-    assert (store["kind"], store["documents"], store["tokens"], store["dtype"], store["masked"]) == ("headway", 2, 10, "uint16", False)
+    assert (
+        store["kind"],
+        store["documents"],
+        store["tokens"],
+        store["dtype"],
+        store["masked"],
+    ) == ("headway", 2, 10, "uint16", False)
     assert len(store["fingerprint"]) == 64
     for to in ("internlm", "zero2all", "mds"):
         options = ("--begin-id", 7) if to == "zero2all" else ()
         run(capsys, "convert", tmp_path / "headway", tmp_path / to, "--to", to, *options)
         found = run(capsys, "inspect", tmp_path / to)
-        assert (found["kind"], found["documents"], found["tokens"]) == (to, 2, 12 if to == "zero2all" else 10)
+        assert (found["kind"], found["documents"], found["tokens"]) == (
+            to,
+            2,
+            12 if to == "zero2all" else 10,
+        )
     raw = run(capsys, "inspect", tmp_path / "t.jsonl")
     assert (raw["kind"], raw["documents"], raw["tokens"]) == ("raw", 2, None)
     assert run(capsys, "inspect", tmp_path / "t.jsonl", "--tokenizer", letters)["tokens"] == 8
     back = run(capsys, "convert", tmp_path / "mds", tmp_path / "back", "--tokenizer", letters)
-    assert back["documents"] == 2 and run(capsys, "inspect", tmp_path / "back")["fingerprint"] == store["fingerprint"]
+    assert (
+        back["documents"] == 2
+        and run(capsys, "inspect", tmp_path / "back")["fingerprint"] == store["fingerprint"]
+    )
 
 
-def test_samples_show_which_tokens_are_targets(tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_show_which_tokens_are_targets(
+    tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "c.jsonl").write_text('{"instruction": "Hi", "output": "Hello"}\n')
-    made = run(capsys, "tokenize", "--input", tmp_path / "c.jsonl", "--kind", "chat", "--tokenizer", letters, "--out", tmp_path / "chat")
+    made = run(
+        capsys,
+        "tokenize",
+        "--input",
+        tmp_path / "c.jsonl",
+        "--kind",
+        "chat",
+        "--tokenizer",
+        letters,
+        "--out",
+        tmp_path / "chat",
+    )
     assert made["targets"] == 6
     assert main(["data", "inspect", str(tmp_path / "chat"), "--tokenizer", str(letters)]) == 0
-    assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Hello<|im_end|>⟧\n" in capsys.readouterr().out
+    assert (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Hello<|im_end|>⟧\n"
+        in capsys.readouterr().out
+    )
 
 
-def test_preference_pairs_are_tokenized_from_the_command_line(tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preference_pairs_are_tokenized_from_the_command_line(
+    tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "p.json").write_text(json.dumps([{"prompt": "a", "chosen": "b", "rejected": "c"}]))
-    made = run(capsys, "tokenize", "--input", tmp_path / "p.json", "--kind", "preference", "--tokenizer", letters, "--out", tmp_path / "p")
+    made = run(
+        capsys,
+        "tokenize",
+        "--input",
+        tmp_path / "p.json",
+        "--kind",
+        "preference",
+        "--tokenizer",
+        letters,
+        "--out",
+        tmp_path / "p",
+    )
     assert (made["train_pairs"], made["targets"]) == (1, 4)
 
 
@@ -122,23 +212,40 @@ def test_preference_pairs_are_tokenized_from_the_command_line(tmp_path: Path, le
         (["--kind", "poem"], "--kind is 'poem'"),
         (["--max-length", "5"], "--max-length has no meaning with --kind text"),
         (["--kind", "chat", "--bos"], "--bos has no meaning with --kind chat"),
-        (["--kind", "preference", "--too-long", "drop"], "--too-long has no meaning with --kind preference"),
+        (
+            ["--kind", "preference", "--too-long", "drop"],
+            "--too-long has no meaning with --kind preference",
+        ),
         (["--type", "cn"], "--type has no meaning with --to headway"),
         (["--to", "zip"], "--to is 'zip'"),
         (["--kind", "preference", "--to", "mds"], "headway stores only"),
     ],
 )
 def test_flags_that_mean_nothing_together_are_refused(
-    tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+    tmp_path: Path,
+    letters: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
 ) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "hello"}\n')
-    given = ["--input", str(tmp_path / "t.jsonl"), "--tokenizer", str(letters), "--out", str(tmp_path / "out"), *flags]
+    given = [
+        "--input",
+        str(tmp_path / "t.jsonl"),
+        "--tokenizer",
+        str(letters),
+        "--out",
+        str(tmp_path / "out"),
+        *flags,
+    ]
     assert main(["data", "tokenize", *given]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", [["inspect"], ["convert"]])
-def test_unknown_things_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]) -> None:
+def test_unknown_things_end_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
     (tmp_path / "model.bin").write_bytes(b"123")
     more = [str(tmp_path / "out")] if verb == ["convert"] else []
     assert main(["data", *verb, str(tmp_path), *more]) == 2

@@ -20,8 +20,12 @@ BUILD = MediaBuild(MediaPositions({"image": 2, "audio": 3}, missing=True), max_l
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
-    write_media(folder, SyntheticMedia(samples=10, heldout=0, image_size=16, seconds=0.1, missing=0.2))
-    train_bpe(["What colour is the shape? red green low tone"] * 9, vocab_size=285, out=folder / "tok")
+    write_media(
+        folder, SyntheticMedia(samples=10, heldout=0, image_size=16, seconds=0.1, missing=0.2)
+    )
+    train_bpe(
+        ["What colour is the shape? red green low tone"] * 9, vocab_size=285, out=folder / "tok"
+    )
     return folder
 
 
@@ -29,15 +33,22 @@ def bytes_of(store: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in store.iterdir()}
 
 
-def test_several_processes_write_the_bytes_of_one(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_write_the_bytes_of_one(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(multimodal, "CHUNK_RECORDS", 5)
     source = shutil.copytree(made, tmp_path / "set") / "chat.jsonl"
-    one, two = (media_store(str(source), made / "tok", BUILD, tmp_path / f"cache{count}", count) for count in (1, 2))
+    one, two = (
+        media_store(str(source), made / "tok", BUILD, tmp_path / f"cache{count}", count)
+        for count in (1, 2)
+    )
     assert one.name == two.name and bytes_of(one) == bytes_of(two) and len(bytes_of(one)) >= 3
 
 
 @pytest.mark.drill
-def test_several_processes_report_the_bad_record_that_one_reports(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_report_the_bad_record_that_one_reports(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(multimodal, "CHUNK_RECORDS", 5)
     source = shutil.copytree(made, tmp_path / "set") / "chat.jsonl"
     lines = source.read_text().splitlines()
@@ -52,8 +63,15 @@ def test_several_processes_report_the_bad_record_that_one_reports(made: Path, tm
     assert said[0] == said[1] and f"{source}:8" in said[0]
 
 
-def test_data_prepare_makes_what_training_then_finds(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    conversation = {"messages": [{"role": "user", "content": "What colour?"}, {"role": "assistant", "content": "red"}]}
+def test_data_prepare_makes_what_training_then_finds(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = {
+        "messages": [
+            {"role": "user", "content": "What colour?"},
+            {"role": "assistant", "content": "red"},
+        ]
+    }
     (tmp_path / "chat.jsonl").write_text((json.dumps(conversation) + "\n") * 8)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
@@ -62,9 +80,18 @@ def test_data_prepare_makes_what_training_then_finds(made: Path, tmp_path: Path,
     )
     assert run_verb(["data", "prepare", str(recipe), "--workers", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["sources"]
-    assert [(one["set"], one["documents"]) for one in found] == [("train", 8)] and found[0]["tokens"] > 16
+    assert [(one["set"], one["documents"]) for one in found] == [("train", 8)] and found[0][
+        "tokens"
+    ] > 16
     assert (tmp_path / "cache/stores").is_dir()
     assert run_verb(["data", "prepare", str(recipe), "data.train=null"]) == 2
-    given = ["--input", str(tmp_path / "chat.jsonl"), "--tokenizer", "t", "--out", str(tmp_path / "o")]
+    given = [
+        "--input",
+        str(tmp_path / "chat.jsonl"),
+        "--tokenizer",
+        "t",
+        "--out",
+        str(tmp_path / "o"),
+    ]
     assert run_verb(["data", "tokenize", "--kind", "multimodal", *given]) == 2
     assert "headway data prepare RECIPE --workers N" in capsys.readouterr().err

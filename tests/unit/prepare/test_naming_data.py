@@ -44,15 +44,21 @@ def settings(tmp_path: Path) -> list[str]:
     ]
 
 
-def opened(recipe: str, settings: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+def opened(
+    recipe: str, settings: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> list[str]:
     """The lines about the data of a run that is opened."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "headway"):
         open_run_data(resolve(load(Recipe, find_recipe(recipe), settings)))
-    return [line.removeprefix(f"{tmp_path}/") for line in caplog.messages if "chat template" in line]
+    return [
+        line.removeprefix(f"{tmp_path}/") for line in caplog.messages if "chat template" in line
+    ]
 
 
-def test_the_models_own_template_is_the_default_in_every_spelling(settings: list[str], tmp_path: Path) -> None:
+def test_the_models_own_template_is_the_default_in_every_spelling(
+    settings: list[str], tmp_path: Path
+) -> None:
     chat = f"{tmp_path}/chat.json"
     spellings = (
         [f"data.train={chat}"],
@@ -63,12 +69,29 @@ def test_the_models_own_template_is_the_default_in_every_spelling(settings: list
     )
     for spelling in spellings:
         for recipe in ("laptop/sft", "laptop/lora", "node/sft"):
-            resolved = resolve(load(Recipe, find_recipe(recipe), [*settings, *spelling, "data.train.0.drop_bad=true", "precision=fp32"]))
+            resolved = resolve(
+                load(
+                    Recipe,
+                    find_recipe(recipe),
+                    [*settings, *spelling, "data.train.0.drop_bad=true", "precision=fp32"],
+                )
+            )
             sources = resolved.recipe.data.train
             assert sources is not None
-            assert [(one.path, one.kind, one.chat_template) for one in sources] == [(chat, "chat", "tokenizer")], (recipe, spelling)
-    chosen = resolve(load(Recipe, find_recipe("laptop/sft"), [*settings, f"data.train={chat}", "data.train.0.chat_template=chatml"]))
-    assert chosen.recipe.data.train is not None and chosen.recipe.data.train[0].chat_template == "chatml"
+            assert [(one.path, one.kind, one.chat_template) for one in sources] == [
+                (chat, "chat", "tokenizer")
+            ], (recipe, spelling)
+    chosen = resolve(
+        load(
+            Recipe,
+            find_recipe("laptop/sft"),
+            [*settings, f"data.train={chat}", "data.train.0.chat_template=chatml"],
+        )
+    )
+    assert (
+        chosen.recipe.data.train is not None
+        and chosen.recipe.data.train[0].chat_template == "chatml"
+    )
 
 
 @pytest.mark.parametrize("naming", ["data.train={}", "data.train.0.path={}"])
@@ -78,10 +101,14 @@ def test_one_line_names_records_template_and_what_was_dropped(
     given = [*settings, naming.format(f"{tmp_path}/chat.json"), "data.train.0.drop_bad=true"]
     line = "chat.json: 3 conversations of 4 records; chat template of the tokenizer; 1 dropped: 1 bad; 1 truncated to fit 256 tokens"
     assert opened("laptop/sft", given, tmp_path, caplog) == [line]
-    assert opened("laptop/sft", given, tmp_path, caplog) == [line], "a store of the cache is described as a new one"
+    assert opened("laptop/sft", given, tmp_path, caplog) == [line], (
+        "a store of the cache is described as a new one"
+    )
     (counts,) = (tmp_path / "cache/stores").glob("*/counts.json")
     counts.unlink()
-    assert opened("laptop/sft", given, tmp_path, caplog) == ["chat.json: 3 conversations; chat template of the tokenizer"]
+    assert opened("laptop/sft", given, tmp_path, caplog) == [
+        "chat.json: 3 conversations; chat template of the tokenizer"
+    ]
 
 
 def test_a_limit_and_the_file_may_come_in_any_order() -> None:
@@ -89,64 +116,134 @@ def test_a_limit_and_the_file_may_come_in_any_order() -> None:
     for order in permutations(keys):
         source = load(Recipe, find_recipe("laptop/sft"), list(order)).data.train
         assert source == (SourceConfig(path="a.json", limit=50, chat_template="chatml"),), order
-        assert read_plain(None, order)["data"]["train"] == [{"path": "a.json", "limit": 50, "chat_template": "chatml"}]
+        assert read_plain(None, order)["data"]["train"] == [
+            {"path": "a.json", "limit": 50, "chat_template": "chatml"}
+        ]
     for order in permutations(["data.train=[a.json, b.json@2]", "data.train.1.limit=50"]):
         sources = load(Recipe, None, [*order, "data.train.0=a.json@1"]).data.train
-        assert sources == (SourceConfig(path="a.json", weight=1.0), SourceConfig(path="b.json", weight=2.0, limit=50))
-    assert load(Recipe, None, ["data.train.0.path=a.json"]).data.train == (SourceConfig(path="a.json"),)
-    stages = load(Recipe, find_recipe("laptop/stages"), ["stages.2.data.train.0.limit=5", "stages.2.data.train=a.json"])
+        assert sources == (
+            SourceConfig(path="a.json", weight=1.0),
+            SourceConfig(path="b.json", weight=2.0, limit=50),
+        )
+    assert load(Recipe, None, ["data.train.0.path=a.json"]).data.train == (
+        SourceConfig(path="a.json"),
+    )
+    stages = load(
+        Recipe,
+        find_recipe("laptop/stages"),
+        ["stages.2.data.train.0.limit=5", "stages.2.data.train=a.json"],
+    )
     assert stages.stage_settings(2)["data"]["train"] == [{"path": "a.json", "limit": 5}]
-    changed = load(Recipe, None, ["data.train=a.json"]).with_({"data.train.0.limit": 5, "data.train": "b.json"})
+    changed = load(Recipe, None, ["data.train=a.json"]).with_(
+        {"data.train.0.limit": 5, "data.train": "b.json"}
+    )
     assert changed.data.train == (SourceConfig(path="b.json", limit=5),)
-    removed = load(Recipe, None, ["data.train=a.json", "data.valid.fraction=0.1", "data.valid=null"])
+    removed = load(
+        Recipe, None, ["data.train=a.json", "data.valid.fraction=0.1", "data.valid=null"]
+    )
     assert removed.data.valid is None, "null removes what was set before"
-    with pytest.raises(ConfigError, match=r"data\.train is a list of length 1; use an index below 1"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train is a list of length 1; use an index below 1"
+    ):
         load(Recipe, None, ["data.train=a.json", "data.train.1.limit=5"])
 
 
 def test_a_dry_run_of_a_file_and_a_limit_starts_no_foreign_code(
-    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    settings: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    more = ["data.train=chat.json", "data.train.0.limit=2", "data.train.0.drop_bad=true", "data.valid=held.json", "batch.rows=2"]
-    assert main(["train", "laptop/sft", "--dry-run", *settings, *more, "batch.micro_rows=null"]) == 0
+    more = [
+        "data.train=chat.json",
+        "data.train.0.limit=2",
+        "data.train.0.drop_bad=true",
+        "data.valid=held.json",
+        "batch.rows=2",
+    ]
+    assert (
+        main(["train", "laptop/sft", "--dry-run", *settings, *more, "batch.micro_rows=null"]) == 0
+    )
     said = capsys.readouterr()
     assert "outside of headway" not in said.out + said.err
-    assert "held.json: 3 conversations of 3 records; chat template of the tokenizer; none dropped" in said.err
+    assert (
+        "held.json: 3 conversations of 3 records; chat template of the tokenizer; none dropped"
+        in said.err
+    )
 
 
-def test_validation_data_is_named_as_training_data_is(settings: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_validation_data_is_named_as_training_data_is(
+    settings: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     chat, held = f"{tmp_path}/chat.json", f"{tmp_path}/held.json"
-    for order in permutations([f"data.valid={held}", "data.valid.0.limit=2", f"data.train={chat}", "data.train.0.drop_bad=true"]):
+    for order in permutations(
+        [
+            f"data.valid={held}",
+            "data.valid.0.limit=2",
+            f"data.train={chat}",
+            "data.train.0.drop_bad=true",
+        ]
+    ):
         recipe = load(Recipe, find_recipe("laptop/sft"), [*settings, *order])
         assert recipe.data.valid is not None and recipe.data.valid.fraction is None
         assert recipe.data.valid.sets == {"held": (SourceConfig(path=held, limit=2),)}
     given = [*settings, f"data.valid={held}", f"data.train={chat}", "data.train.0.drop_bad=true"]
     lines = opened("laptop/sft", given, tmp_path, caplog)
-    assert lines[1] == "held.json: 3 conversations of 3 records; chat template of the tokenizer; none dropped"
+    assert (
+        lines[1]
+        == "held.json: 3 conversations of 3 records; chat template of the tokenizer; none dropped"
+    )
     resolved = resolve(load(Recipe, find_recipe("laptop/sft"), given))
     data = open_run_data(resolved)
-    assert {name: sum(one.selection.num_documents for one in many) for name, many in data.valid.items()} == {"held": 3}
-    with pytest.raises(ConfigError, match=r"data.valid.sets is 'missing.json', and there is no such file or folder"):
-        open_run_data(resolve(load(Recipe, find_recipe("laptop/sft"), [*given, "data.valid=missing.json"])))
+    assert {
+        name: sum(one.selection.num_documents for one in many) for name, many in data.valid.items()
+    } == {"held": 3}
+    with pytest.raises(
+        ConfigError, match=r"data.valid.sets is 'missing.json', and there is no such file or folder"
+    ):
+        open_run_data(
+            resolve(load(Recipe, find_recipe("laptop/sft"), [*given, "data.valid=missing.json"]))
+        )
 
 
-def test_both_spellings_of_the_chat_template_are_one_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_spellings_of_the_chat_template_are_one_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     byte_tokenizer(OWN).save(tmp_path / "tokenizer")
     (tmp_path / "chat.json").write_text(json.dumps([RECORD]))
     stores = {}
     for number, flags in enumerate((["--template", "chatml"], ["--chat-template", "chatml"], [])):
         out = tmp_path / f"store{number}"
-        given = ["--input", f"{tmp_path}/chat.json", "--tokenizer", f"{tmp_path}/tokenizer", "--kind", "chat", "--out", str(out)]
+        given = [
+            "--input",
+            f"{tmp_path}/chat.json",
+            "--tokenizer",
+            f"{tmp_path}/tokenizer",
+            "--kind",
+            "chat",
+            "--out",
+            str(out),
+        ]
         assert main(["data", "tokenize", *given, *flags]) == 0
         stores[number] = (out / "tokens-00000.bin").read_bytes()
         said = capsys.readouterr().out
         assert said.endswith(f"chat template {'chatml' if flags else 'of the tokenizer'}\n")
     assert stores[0] == stores[1] != stores[2]
-    for verb in (["generate"], ["chat"], ["serve"], ["eval", "long"], ["eval", "reward"], ["eval", "compare"], ["data", "validate"]):
+    for verb in (
+        ["generate"],
+        ["chat"],
+        ["serve"],
+        ["eval", "long"],
+        ["eval", "reward"],
+        ["eval", "compare"],
+        ["data", "validate"],
+    ):
         assert main([*verb, "--help"]) == 0
         said = capsys.readouterr().out
-        assert "--chat-template" in said and "--template" in said.replace("--chat-template", ""), verb
+        assert "--chat-template" in said and "--template" in said.replace("--chat-template", ""), (
+            verb
+        )
 
 
 def test_recipes_of_older_runs_still_load() -> None:

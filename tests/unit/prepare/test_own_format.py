@@ -44,17 +44,26 @@ def test_a_file_a_folder_and_a_glob_are_read_once(lab: Path) -> None:
     assert texts(read_own_format("in/a.pct", "./my_format.py", lab / "cache")) == ["one", "two"]
     whole = read_own_format("in", "./my_format.py", lab / "cache")
     assert texts(whole) == ["one", "two", "three"] and len((lab / "calls").read_text()) == 3
-    assert read_own_format("in/*.pct", "./my_format.py", lab / "cache") == whole and len((lab / "calls").read_text()) == 3
+    assert (
+        read_own_format("in/*.pct", "./my_format.py", lab / "cache") == whole
+        and len((lab / "calls").read_text()) == 3
+    )
     (lab / "in" / "b.pct").write_text("four")
     assert texts(read_own_format("in", "./my_format.py", lab / "cache")) == ["one", "two", "four"]
     code = (lab / "my_format.py").read_text().replace("part.strip(), ", "part.strip().upper(), ")
     (lab / "my_format.py").write_text(code)
-    assert texts(read_own_format("in", "./my_format.py", lab / "cache")) == ["ONE", "TWO", "FOUR"], "other code, other records"
+    assert texts(read_own_format("in", "./my_format.py", lab / "cache")) == [
+        "ONE",
+        "TWO",
+        "FOUR",
+    ], "other code, other records"
 
 
 def test_faults_are_one_line(lab: Path) -> None:
     (lab / "in" / "b.pct").write_text("x % bad")
-    with pytest.raises(DataError, match=r"in/b.pct: ./my_format.py failed after record 1: ValueError: bad part"):
+    with pytest.raises(
+        DataError, match=r"in/b.pct: ./my_format.py failed after record 1: ValueError: bad part"
+    ):
         read_own_format("in", "./my_format.py", lab / "cache")
     with pytest.raises(DataError, match="there are no files"):
         read_own_format("none/*.pct", "./my_format.py", lab / "cache")
@@ -65,6 +74,17 @@ def test_faults_are_one_line(lab: Path) -> None:
 
 def test_the_verb_takes_it_too(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
     byte_tokenizer().save(lab / "tokenizer")
-    words = ["data", "tokenize", "--input", "in", "--format", "./my_format.py", "--tokenizer", "tokenizer", "--out", "store"]
+    words = [
+        "data",
+        "tokenize",
+        "--input",
+        "in",
+        "--format",
+        "./my_format.py",
+        "--tokenizer",
+        "tokenizer",
+        "--out",
+        "store",
+    ]
     assert main(words) == 0, capsys.readouterr().err
     assert open_store(lab / "store").num_documents == 3

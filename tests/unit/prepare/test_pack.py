@@ -42,15 +42,25 @@ def spans_of(store: Store) -> list[list[list[int]]]:
     return found
 
 
-def packed(folder: Path, lengths: list[int], masked: bool = False, **options: Any) -> tuple[list[list[list[int]]], PackReport]:
-    report = pack(make_store(folder / "in", lengths, masked), folder / "out", PackOptions(**options))
+def packed(
+    folder: Path, lengths: list[int], masked: bool = False, **options: Any
+) -> tuple[list[list[list[int]]], PackReport]:
+    report = pack(
+        make_store(folder / "in", lengths, masked), folder / "out", PackOptions(**options)
+    )
     store = open_store(folder / "out")
     store.verify()
-    assert store.fingerprint == "f" and report.tokens == store.num_tokens and report.packs == store.num_documents
+    assert (
+        store.fingerprint == "f"
+        and report.tokens == store.num_tokens
+        and report.packs == store.num_documents
+    )
     if masked:
         for i in range(store.num_documents):
             mask = store.document_mask(i)
-            assert mask is not None and mask.tolist() == [int(t) % 3 == 0 for t in store.document(i)]
+            assert mask is not None and mask.tolist() == [
+                int(t) % 3 == 0 for t in store.document(i)
+            ]
     return spans_of(store), report
 
 
@@ -62,11 +72,26 @@ def packed(folder: Path, lengths: list[int], masked: bool = False, **options: An
     min_length=st.sampled_from([1, 1, 5]),
     masked=st.booleans(),
 )
-def test_concat_and_best_fit_lose_nothing(tmp_path_factory, lengths, length, mode, min_length, masked) -> None:
+def test_concat_and_best_fit_lose_nothing(
+    tmp_path_factory, lengths, length, mode, min_length, masked
+) -> None:
     lengths = [*lengths, 5]
-    packs, report = packed(tmp_path_factory.mktemp("p"), lengths, masked, pack_length=length, mode=mode, min_length=min_length, workers=1)
+    packs, report = packed(
+        tmp_path_factory.mktemp("p"),
+        lengths,
+        masked,
+        pack_length=length,
+        mode=mode,
+        min_length=min_length,
+        workers=1,
+    )
     firsts = np.cumsum([1, *lengths])
-    kept = [t for first, n in zip(firsts, lengths, strict=False) if n >= min_length for t in range(first, first + n)]
+    kept = [
+        t
+        for first, n in zip(firsts, lengths, strict=False)
+        if n >= min_length
+        for t in range(first, first + n)
+    ]
     assert sorted(t for one in packs for span in one for t in span) == kept
     assert all(span == list(range(span[0], span[0] + len(span))) for one in packs for span in one)
     assert all(sum(map(len, one)) <= length for one in packs)
@@ -85,20 +110,35 @@ def test_prulong_drops_short_rests_and_the_last_buffer(tmp_path: Path) -> None:
 
 
 def test_prulong_keeps_long_rests_with_overlap(tmp_path: Path) -> None:
-    packs, report = packed(tmp_path, [6, 6, 11], pack_length=8, mode="prulong", overlap=1, keep_last=True)
-    assert packs == [[[1, 2, 3, 4, 5, 6], [7, 8]], [[8, 9, 10, 11, 12], [13, 14, 15]], [[15, 16, 17, 18, 19, 20, 21, 22]], [[22, 23]]]
+    packs, report = packed(
+        tmp_path, [6, 6, 11], pack_length=8, mode="prulong", overlap=1, keep_last=True
+    )
+    assert packs == [
+        [[1, 2, 3, 4, 5, 6], [7, 8]],
+        [[8, 9, 10, 11, 12], [13, 14, 15]],
+        [[15, 16, 17, 18, 19, 20, 21, 22]],
+        [[22, 23]],
+    ]
     assert (report.repeated_tokens, report.dropped_tokens) == (3, 0)
 
 
 def test_prulong_intact_never_continues_a_document(tmp_path: Path) -> None:
-    packs, report = packed(tmp_path, [6, 6, 11, 5], pack_length=8, mode="prulong", intact=True, keep_last=True)
+    packs, report = packed(
+        tmp_path, [6, 6, 11, 5], pack_length=8, mode="prulong", intact=True, keep_last=True
+    )
     assert packs == [[[1, 2, 3, 4, 5, 6], [7, 8]], [list(range(13, 21))], [[24, 25, 26, 27, 28]]]
     assert report.dropped_tokens == 4 + 3
 
 
 def test_prulong_splits_by_lengths_first(tmp_path: Path) -> None:
-    packs, report = packed(tmp_path, [7, 1, 12], pack_length=8, mode="prulong", split_by_lengths=(2, 4), keep_last=True)
-    assert packs == [[[1, 2, 3, 4], [5, 6], [9, 10]], [[11, 12], [13, 14, 15, 16], [17, 18]], [[19, 20]]]
+    packs, report = packed(
+        tmp_path, [7, 1, 12], pack_length=8, mode="prulong", split_by_lengths=(2, 4), keep_last=True
+    )
+    assert packs == [
+        [[1, 2, 3, 4], [5, 6], [9, 10]],
+        [[11, 12], [13, 14, 15, 16], [17, 18]],
+        [[19, 20]],
+    ]
     assert (report.short_documents, report.dropped_tokens) == (1, 2)
 
 
@@ -108,7 +148,12 @@ def test_the_loader_keeps_the_documents_of_a_pack_apart(tmp_path: Path) -> None:
     apart = {tuple(span) for one in spans_of(open_store(tmp_path / "out")) for span in one}
     found = set()
     for step, _ in Loader(
-        DataConfig(seq_len=16, max_documents=17, workers=0), sources=source, rows_per_step=2, micro_rows=2, seed=1, epochs=1
+        DataConfig(seq_len=16, max_documents=17, workers=0),
+        sources=source,
+        rows_per_step=2,
+        micro_rows=2,
+        seed=1,
+        epochs=1,
     ):
         batch = step.microbatches[0]
         for row in range(2):
@@ -121,7 +166,9 @@ def test_packing_packs_takes_them_apart(tmp_path: Path) -> None:
     first, _ = packed(tmp_path, [3, 4, 5, 2, 9], pack_length=12)
     pack(tmp_path / "out", tmp_path / "again", PackOptions(6))
     again = spans_of(open_store(tmp_path / "again"))
-    assert [t for one in again for span in one for t in span] == [t for one in first for span in one for t in span]
+    assert [t for one in again for span in one for t in span] == [
+        t for one in first for span in one for t in span
+    ]
     assert again[0] == [[1, 2, 3], [4, 5, 6]] and again[1][0] == [7]
 
 
@@ -142,7 +189,10 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], said: str
 
 def test_the_command_line_reports(tmp_path: Path, capsys) -> None:
     store = make_store(tmp_path / "s", [30, 50])
-    assert main(["data", "pack", str(store), str(tmp_path / "p"), "--pack-length", "16", "--json"]) == 0
+    assert (
+        main(["data", "pack", str(store), str(tmp_path / "p"), "--pack-length", "16", "--json"])
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     assert (report["packs"], report["utilisation"], report["dropped_tokens"]) == (5, 1.0, 0)
     arguments = ["--pack-length", "99", "--mode", "prulong", "--split-by-lengths", "1,x"]
@@ -160,7 +210,9 @@ def test_the_command_line_reports(tmp_path: Path, capsys) -> None:
     parts=st.lists(st.integers(1, 30), max_size=3, unique=True),
     kind=st.sampled_from(["headway", "mds", "packs"]),
 )
-def test_an_overlap_never_leaves_its_document(tmp_path_factory, lengths, pack_length, overlap, min_length, parts, kind) -> None:
+def test_an_overlap_never_leaves_its_document(
+    tmp_path_factory, lengths, pack_length, overlap, min_length, parts, kind
+) -> None:
     folder = tmp_path_factory.mktemp("overlap")
     overlap %= pack_length
     source = make_store(folder / "in", lengths, masked=True)
@@ -180,7 +232,9 @@ def test_an_overlap_never_leaves_its_document(tmp_path_factory, lengths, pack_le
     for one in range(store.num_documents):
         assert store.document_mask(one).tolist() == [int(t) % 3 == 0 for t in store.document(one)]
     for piece in (piece for one in spans_of(store) for piece in one):
-        assert piece == list(range(piece[0], piece[0] + len(piece))), "a piece is a stretch of the source"
+        assert piece == list(range(piece[0], piece[0] + len(piece))), (
+            "a piece is a stretch of the source"
+        )
         assert len({int(owner[token - 1]) for token in piece}) == 1, "of one document"
         for token in piece:
             seen[token] = seen.get(token, 0) + 1
@@ -190,7 +244,9 @@ def test_an_overlap_never_leaves_its_document(tmp_path_factory, lengths, pack_le
 
 
 def test_a_cut_in_a_documents_first_tokens_repeats_only_those(tmp_path: Path) -> None:
-    found, report = packed(tmp_path, [9, 20], pack_length=10, mode="prulong", overlap=4, keep_last=True)
+    found, report = packed(
+        tmp_path, [9, 20], pack_length=10, mode="prulong", overlap=4, keep_last=True
+    )
     # Document 2 (ids 10 to 29) is cut after its first token: the rest repeats that one, not three tokens of document 1.
     assert found[0] == [list(range(1, 10)), [10]]
     assert found[1][0] == list(range(10, 20))

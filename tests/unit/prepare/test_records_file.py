@@ -46,7 +46,9 @@ class _Dataset:
 
 
 def test_a_dataset_is_iterated(tmp_path: Path) -> None:
-    assert write_records(_Dataset(), tmp_path) == write_records([{"text": "a"}, {"text": "b"}], tmp_path)
+    assert write_records(_Dataset(), tmp_path) == write_records(
+        [{"text": "a"}, {"text": "b"}], tmp_path
+    )
 
 
 @pytest.mark.parametrize(

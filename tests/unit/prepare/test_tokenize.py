@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,11 @@ from headway.tokenizer.load import Tokenizer, load_tokenizer
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tokenizers
 
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|end|>": 0, "<unk>": 1, **{f"w{i}": i + 2 for i in range(90)}}, "<unk>"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(
+            {"<|end|>": 0, "<unk>": 1, **{f"w{i}": i + 2 for i in range(90)}}, "<unk>"
+        )
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens(["<|end|>"])
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -43,8 +48,14 @@ def corpus(tmp_path: Path) -> list[Path]:
     files = []
     for number in range(3):
         path = tmp_path / f"part-{number}.jsonl"
-        texts = [" ".join(f"w{(7 * number + line + i) % 90}" for i in range(line % 20)) for line in range(60)]
-        path.write_text("".join(json.dumps({"text": text, "title": "w1"}) + "\n" for text in texts), encoding="utf-8")
+        texts = [
+            " ".join(f"w{(7 * number + line + i) % 90}" for i in range(line % 20))
+            for line in range(60)
+        ]
+        path.write_text(
+            "".join(json.dumps({"text": text, "title": "w1"}) + "\n" for text in texts),
+            encoding="utf-8",
+        )
         files.append(path)
     return files
 
@@ -53,7 +64,9 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_documents_end_with_the_end_token_and_empty_ones_are_counted(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
+def test_documents_end_with_the_end_token_and_empty_ones_are_counted(
+    tmp_path: Path, tokenizer: Path, corpus: list[Path]
+) -> None:
     report = build_store(corpus, tokenizer, tmp_path / "s")
     store = open_store(tmp_path / "s")
     assert (
@@ -61,20 +74,34 @@ def test_documents_end_with_the_end_token_and_empty_ones_are_counted(tmp_path: P
         == (store.num_documents, 9, store.num_tokens)
         == (171, 9, store.num_tokens)
     )
-    assert store.document(0).tolist() == [3, 0] and store.fingerprint == load_tokenizer(tokenizer).fingerprint
-    build_store(corpus, tokenizer, tmp_path / "t", BuildOptions(append_eos=False, text_template="{title} {text}"))
+    assert (
+        store.document(0).tolist() == [3, 0]
+        and store.fingerprint == load_tokenizer(tokenizer).fingerprint
+    )
+    build_store(
+        corpus,
+        tokenizer,
+        tmp_path / "t",
+        BuildOptions(append_eos=False, text_template="{title} {text}"),
+    )
     assert open_store(tmp_path / "t").document(1).tolist() == [3, 3]
 
 
-def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
+def test_any_number_of_workers_gives_the_same_bytes(
+    tmp_path: Path, tokenizer: Path, corpus: list[Path]
+) -> None:
     build_store(corpus, tokenizer, tmp_path / "one", BuildOptions(workers=1))
     build_store(corpus, tokenizer, tmp_path / "two", BuildOptions(workers=2))
     build_store(corpus, tokenizer, tmp_path / "auto")
     assert content(tmp_path / "one") == content(tmp_path / "two") == content(tmp_path / "auto")
 
 
-def test_cleaning_on_the_way_leaves_out_duplicates_of_all_files(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
-    rules = CleanRules(min_characters=5, max_digits=1.0, max_signs=1.0, min_letters=0.0, duplicates="exact")
+def test_cleaning_on_the_way_leaves_out_duplicates_of_all_files(
+    tmp_path: Path, tokenizer: Path, corpus: list[Path]
+) -> None:
+    rules = CleanRules(
+        min_characters=5, max_digits=1.0, max_signs=1.0, min_letters=0.0, duplicates="exact"
+    )
     texts = {json.loads(line)["text"] for path in corpus for line in path.read_text().splitlines()}
     report = build_store([*corpus, corpus[0]], tokenizer, tmp_path / "s", BuildOptions(clean=rules))
     assert report.train_documents == len({text for text in texts if len(text) >= 5})
@@ -82,9 +109,18 @@ def test_cleaning_on_the_way_leaves_out_duplicates_of_all_files(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("stop_after", "rules"), [(0, None), (1, None), (9, None), (20, None), (4, CleanRules(max_digits=1.0, duplicates="exact"))]
+    ("stop_after", "rules"),
+    [
+        (0, None),
+        (1, None),
+        (9, None),
+        (20, None),
+        (4, CleanRules(max_digits=1.0, duplicates="exact")),
+    ],
 )
-def test_an_interrupted_build_ends_with_the_same_bytes(tmp_path: Path, tokenizer: Path, corpus, stop_after, rules, monkeypatch) -> None:
+def test_an_interrupted_build_ends_with_the_same_bytes(
+    tmp_path: Path, tokenizer: Path, corpus, stop_after, rules, monkeypatch
+) -> None:
     options = BuildOptions(clean=rules)
     build_store(corpus, tokenizer, tmp_path / "whole", options)
     encoded = []
@@ -108,11 +144,15 @@ def test_an_interrupted_build_ends_with_the_same_bytes(tmp_path: Path, tokenizer
     stop_after = 10**9
     build_store(corpus, tokenizer, tmp_path / "s", options)
     assert content(tmp_path / "s") == content(tmp_path / "whole")
-    assert len(encoded) == len({(chunk.unit, chunk.number) for chunk, _ in encoded}), "no chunk is encoded twice"
+    assert len(encoded) == len({(chunk.unit, chunk.number) for chunk, _ in encoded}), (
+        "no chunk is encoded twice"
+    )
 
 
 @pytest.mark.parametrize(("shards", "unit_bytes"), [(1, 10**9), (3, 10**9), (2, 100)])
-def test_merged_shards_are_the_undivided_store(tmp_path: Path, tokenizer: Path, corpus, shards: int, unit_bytes: int, monkeypatch) -> None:
+def test_merged_shards_are_the_undivided_store(
+    tmp_path: Path, tokenizer: Path, corpus, shards: int, unit_bytes: int, monkeypatch
+) -> None:
     monkeypatch.setattr(workers.make_units, "__defaults__", (unit_bytes,))
     monkeypatch.setattr(workers, "UNITS_PER_SHARD", 1)
     build_store(corpus, tokenizer, tmp_path / "whole")
@@ -130,9 +170,14 @@ def test_merged_shards_are_the_undivided_store(tmp_path: Path, tokenizer: Path, 
             merge([tmp_path / "whole", *parts], tmp_path / "mixed")
 
 
-def test_a_changed_file_or_option_does_not_continue_an_old_build(tmp_path: Path, tokenizer: Path, corpus, monkeypatch) -> None:
+def test_a_changed_file_or_option_does_not_continue_an_old_build(
+    tmp_path: Path, tokenizer: Path, corpus, monkeypatch
+) -> None:
     monkeypatch.setattr(workers.StoreWriter, "finish", lambda *_: None)
-    tokenize_quietly = lambda **options: build_store(corpus, tokenizer, tmp_path / "s", BuildOptions(**options))  # noqa: E731
+
+    def tokenize_quietly(**options: Any) -> Any:
+        return build_store(corpus, tokenizer, tmp_path / "s", BuildOptions(**options))
+
     with pytest.raises(DataError, match="unfinished"):
         tokenize_quietly()  # opening the store it was kept from finishing
     with pytest.raises(DataError, match="other files or with other options"):
@@ -144,7 +189,10 @@ def test_a_changed_file_or_option_does_not_continue_an_old_build(tmp_path: Path,
 
 def test_a_killed_process_continues(tmp_path: Path, tokenizer: Path) -> None:
     corpus = tmp_path / "c.jsonl"
-    corpus.write_text("".join(json.dumps({"text": f"w{i % 90} " * 400}) + "\n" for i in range(2500)), encoding="utf-8")
+    corpus.write_text(
+        "".join(json.dumps({"text": f"w{i % 90} " * 400}) + "\n" for i in range(2500)),
+        encoding="utf-8",
+    )
     script = (
         "import sys; import headway.prepare.workers as b; b.CHUNK_BYTES = 20000; b.COMMIT_SECONDS = 0.05;"
         "from headway.prepare.build import *; build_store([sys.argv[1]], sys.argv[2], sys.argv[3], BuildOptions(workers=1))"
@@ -177,13 +225,28 @@ def test_mistakes_are_one_line(tmp_path: Path, tokenizer: Path, corpus: list[Pat
         build_store(corpus, tokenizer, tmp_path / "done")
 
 
-def test_the_command_line_says_what_was_made(tmp_path: Path, tokenizer: Path, corpus: list[Path], capsys) -> None:
+def test_the_command_line_says_what_was_made(
+    tmp_path: Path, tokenizer: Path, corpus: list[Path], capsys
+) -> None:
     files = [str(path) for path in corpus]
     base = ["data", "tokenize", "--tokenizer", str(tokenizer), "--workers", "1"]
     assert main([*base, "--out", str(tmp_path / "a"), "--json", "--input", *files]) == 0
     assert json.loads(capsys.readouterr().out)["documents"] == 171
     assert main([*base, "--out", str(tmp_path / "b"), "--input", files[0], "--no-eos"]) == 0
-    assert main(["data", "merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "ab"), "--json"]) == 0
+    assert (
+        main(
+            [
+                "data",
+                "merge",
+                str(tmp_path / "a"),
+                str(tmp_path / "b"),
+                "--out",
+                str(tmp_path / "ab"),
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out.split("\n", 1)[1])["documents"] == 171 + 57
     assert main([*base, "--out", str(tmp_path / "d"), "--input", *files, "--clean"]) == 0
     assert "too short" in capsys.readouterr().out
@@ -210,33 +273,64 @@ def in_one_piece(folder: Path, tokenizer: Path, out: Path, shard_tokens: int) ->
     from headway.store.reader import StoreWriter
 
     loaded = load_tokenizer(tokenizer)
-    writer = StoreWriter(out, dtype="uint16", tokenizer_fingerprint=loaded.fingerprint, sources=[str(folder)], shard_tokens=shard_tokens)
+    writer = StoreWriter(
+        out,
+        dtype="uint16",
+        tokenizer_fingerprint=loaded.fingerprint,
+        sources=[str(folder)],
+        shard_tokens=shard_tokens,
+    )
     with writer:
         for path in sorted(folder.iterdir()):
-            writer.add([*loaded.fast.encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids, 0])
+            writer.add(
+                [
+                    *loaded.fast.encode(
+                        path.read_text(encoding="utf-8"), add_special_tokens=False
+                    ).ids,
+                    0,
+                ]
+            )
         writer.finish()
     return content(out)
 
 
-def test_a_document_longer_than_a_chunk_is_built_in_slices_into_the_same_bytes(tmp_path: Path, tokenizer: Path, long_text: Path) -> None:
+def test_a_document_longer_than_a_chunk_is_built_in_slices_into_the_same_bytes(
+    tmp_path: Path, tokenizer: Path, long_text: Path
+) -> None:
     from headway.prepare.encode import TextEncoder
 
     sizes: list[int] = []
     encode = TextEncoder.encode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TextEncoder, "encode", lambda self, items: (sizes.append(sum(len(i.text) for i in items)), encode(self, items))[1])
+        patch.setattr(
+            TextEncoder,
+            "encode",
+            lambda self, items: (
+                sizes.append(sum(len(i.text) for i in items)),
+                encode(self, items),
+            )[1],
+        )
         build_store([long_text], tokenizer, tmp_path / "s", BuildOptions(workers=1))
     whole = in_one_piece(long_text, tokenizer, tmp_path / "w", 1 << 30)
     assert max(sizes) < 300, "nobody holds more than a slice"
     assert content(tmp_path / "s") == whole
 
 
-def test_slices_are_divided_and_merged_as_whole_documents(tmp_path: Path, tokenizer: Path, long_text: Path) -> None:
+def test_slices_are_divided_and_merged_as_whole_documents(
+    tmp_path: Path, tokenizer: Path, long_text: Path
+) -> None:
     for number in range(3):
-        build_store([long_text], tokenizer, tmp_path / f"s{number}", BuildOptions(shard=(number, 3), workers=1))
+        build_store(
+            [long_text],
+            tokenizer,
+            tmp_path / f"s{number}",
+            BuildOptions(shard=(number, 3), workers=1),
+        )
     merge([tmp_path / f"s{number}" for number in range(3)], tmp_path / "m")
     whole = in_one_piece(long_text, tokenizer, tmp_path / "w", 1 << 30)
-    assert {k: v for k, v in content(tmp_path / "m").items() if k != "store.json"} == {k: v for k, v in whole.items() if k != "store.json"}
+    assert {k: v for k, v in content(tmp_path / "m").items() if k != "store.json"} == {
+        k: v for k, v in whole.items() if k != "store.json"
+    }
 
 
 def test_a_build_killed_inside_a_long_document_ends_with_the_same_bytes(
@@ -261,7 +355,9 @@ def test_a_build_killed_inside_a_long_document_ends_with_the_same_bytes(
 
 
 @pytest.mark.parametrize("shard_tokens", [40, 600, 2000, 2100, 2600])
-def test_a_document_in_parts_lies_in_the_shard_it_would_lie_in_as_a_whole(tmp_path: Path, shard_tokens: int) -> None:
+def test_a_document_in_parts_lies_in_the_shard_it_would_lie_in_as_a_whole(
+    tmp_path: Path, shard_tokens: int
+) -> None:
     import numpy as np
 
     from headway.store.reader import StoreWriter
@@ -269,14 +365,20 @@ def test_a_document_in_parts_lies_in_the_shard_it_would_lie_in_as_a_whole(tmp_pa
     lengths = [31, 30, 2001, 4, 501, 7]
     ids = np.arange(sum(lengths), dtype=np.uint16)
     ends = np.cumsum(lengths)
-    with StoreWriter(tmp_path / "whole", dtype="uint16", tokenizer_fingerprint=None, shard_tokens=shard_tokens) as writer:
+    with StoreWriter(
+        tmp_path / "whole", dtype="uint16", tokenizer_fingerprint=None, shard_tokens=shard_tokens
+    ) as writer:
         writer.add_many(ids, np.array(lengths))
         writer.finish()
-    with StoreWriter(tmp_path / "parts", dtype="uint16", tokenizer_fingerprint=None, shard_tokens=shard_tokens) as writer:
+    with StoreWriter(
+        tmp_path / "parts", dtype="uint16", tokenizer_fingerprint=None, shard_tokens=shard_tokens
+    ) as writer:
         for start in range(0, len(ids), 25):
             stop = min(start + 25, len(ids))
             inside = [end for end in ends.tolist() if start < end <= stop]
             parts = np.diff([start, *inside])
-            writer.add_many(ids[start:stop], parts, open_tokens=stop - (inside[-1] if inside else start))
+            writer.add_many(
+                ids[start:stop], parts, open_tokens=stop - (inside[-1] if inside else start)
+            )
         writer.finish()
     assert content(tmp_path / "parts") == content(tmp_path / "whole")

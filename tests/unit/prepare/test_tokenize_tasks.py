@@ -24,11 +24,18 @@ SMALL = Placement(task_bytes=9000)
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One id per byte, and the marks of chatml."""
-    vocabulary = {"<pad>": 0} | {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 1)}
+    vocabulary = {"<pad>": 0} | {
+        letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 1)
+    }
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")])
+    backend.add_special_tokens(
+        [
+            AddedToken(t, special=True, normalized=False)
+            for t in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+        ]
+    )
     path = tmp_path_factory.mktemp("tokenizer")
     Tokenizer(backend, {"bos": "<s>", "eos": "</s>"}).save(path)
     return path
@@ -40,7 +47,11 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> OneProcessExecutor:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def records(path: Path, kind: str, count: int = 90) -> Path:
@@ -48,14 +59,22 @@ def records(path: Path, kind: str, count: int = 90) -> Path:
     for number, text in enumerate(texts(count, seed=2)):
         answer = text or "none"
         pair = {"prompt": f"say {number}", "chosen": answer, "rejected": f"{answer} no"}
-        rows.append({"instruction": f"say {number}", "output": answer, "id": number} if kind == "chat" else pair)
+        rows.append(
+            {"instruction": f"say {number}", "output": answer, "id": number}
+            if kind == "chat"
+            else pair
+        )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 @pytest.mark.parametrize("clean", [None, CleanRules()])
 def test_texts_of_every_kind_of_file(
-    tmp_path: Path, tokenizer: Path, inside: OneProcessExecutor, clean: CleanRules | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tokenizer: Path,
+    inside: OneProcessExecutor,
+    clean: CleanRules | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tasks, "BLOCK_TOKENS", 3000)
     monkeypatch.setattr("headway.prepare.workers.CHUNK_BYTES", 4000)
@@ -66,12 +85,17 @@ def test_texts_of_every_kind_of_file(
     many = build_store(inputs, tokenizer, tmp_path / "many", replace(options, placement=SMALL))
     assert content(tmp_path / "many") == content(tmp_path / "one")
     assert {**many.fields(), "out": 0, "seconds": 0} == {**one.fields(), "out": 0, "seconds": 0}
-    assert sum(name.startswith("encode") for name in inside.ran) > 5 and not (tmp_path / "many.work").exists()
+    assert (
+        sum(name.startswith("encode") for name in inside.ran) > 5
+        and not (tmp_path / "many.work").exists()
+    )
 
 
 @pytest.mark.parametrize("kind", ["chat", "preference"])
 @pytest.mark.parametrize("fraction", [0.0, 0.2])
-def test_records_and_their_split(tmp_path: Path, tokenizer: Path, inside: OneProcessExecutor, kind: Any, fraction: float) -> None:
+def test_records_and_their_split(
+    tmp_path: Path, tokenizer: Path, inside: OneProcessExecutor, kind: Any, fraction: float
+) -> None:
     inputs = [records(tmp_path / "a.jsonl", kind), records(tmp_path / "b.jsonl", kind, 30)]
     options = BuildOptions(kind, workers=1, max_length=300, valid_fraction=fraction, seed=4)
     one = build_store(inputs, tokenizer, tmp_path / "one", options)
@@ -80,9 +104,13 @@ def test_records_and_their_split(tmp_path: Path, tokenizer: Path, inside: OnePro
     assert {**many.fields(), "out": 0} == {**one.fields(), "out": 0}
 
 
-def test_other_formats_and_refusals(tmp_path: Path, tokenizer: Path, inside: OneProcessExecutor) -> None:
+def test_other_formats_and_refusals(
+    tmp_path: Path, tokenizer: Path, inside: OneProcessExecutor
+) -> None:
     inputs = [tmp_path / "a.jsonl"]
-    inputs[0].write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(90)), encoding="utf-8")
+    inputs[0].write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts(90)), encoding="utf-8"
+    )
     options = BuildOptions(workers=1, to="internlm")
     build_converted(inputs, tokenizer, tmp_path / "one", options)
     build_converted(inputs, tokenizer, tmp_path / "many", replace(options, placement=SMALL))
@@ -91,7 +119,9 @@ def test_other_formats_and_refusals(tmp_path: Path, tokenizer: Path, inside: One
         build_store(inputs, tokenizer, tmp_path / "s", BuildOptions(shard=(0, 2), placement=SMALL))
     chat = records(tmp_path / "chat.jsonl", "chat")
     lines = chat.read_text(encoding="utf-8").splitlines()
-    chat.write_text("\n".join([*lines[:70], '{"instruction": "what?"}', *lines[70:]]), encoding="utf-8")
+    chat.write_text(
+        "\n".join([*lines[:70], '{"instruction": "what?"}', *lines[70:]]), encoding="utf-8"
+    )
     options = BuildOptions("chat", workers=1)
     with pytest.raises(DataError) as one:
         build_store([chat], tokenizer, tmp_path / "bad", options)
@@ -99,7 +129,12 @@ def test_other_formats_and_refusals(tmp_path: Path, tokenizer: Path, inside: One
         build_store([chat], tokenizer, tmp_path / "bad", replace(options, placement=SMALL))
     assert str(many.value) == str(one.value) and "chat.jsonl:71" in str(one.value)
     build_store([chat], tokenizer, tmp_path / "one-dropped", replace(options, drop_bad=True))
-    build_store([chat], tokenizer, tmp_path / "many-dropped", replace(options, drop_bad=True, placement=SMALL))
+    build_store(
+        [chat],
+        tokenizer,
+        tmp_path / "many-dropped",
+        replace(options, drop_bad=True, placement=SMALL),
+    )
     assert content(tmp_path / "many-dropped") == content(tmp_path / "one-dropped")
 
 
@@ -107,7 +142,9 @@ def test_a_driver_killed_while_it_writes_continues(
     tmp_path: Path, tokenizer: Path, inside: OneProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = [tmp_path / "a.jsonl"]
-    inputs[0].write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(150)), encoding="utf-8")
+    inputs[0].write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts(150)), encoding="utf-8"
+    )
     build_store(inputs, tokenizer, tmp_path / "one", BuildOptions(workers=1))
     monkeypatch.setattr(tasks, "COMMIT_SECONDS", 0.0)
     append, calls = tasks._append_part, list[Path]()  # pyright: ignore[reportPrivateUsage]
@@ -123,5 +160,7 @@ def test_a_driver_killed_while_it_writes_continues(
         build_store(inputs, tokenizer, tmp_path / "many", BuildOptions(placement=SMALL))
     ran = len(inside.ran)
     build_store(inputs, tokenizer, tmp_path / "many", BuildOptions(placement=SMALL))
-    assert len(inside.ran) == ran and calls[3] == calls[2], "no task runs twice, and what was committed is not written again"
+    assert len(inside.ran) == ran and calls[3] == calls[2], (
+        "no task runs twice, and what was committed is not written again"
+    )
     assert content(tmp_path / "many") == content(tmp_path / "one")

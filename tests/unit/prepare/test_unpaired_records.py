@@ -22,13 +22,19 @@ from headway.text.document import Record
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.load import load_tokenizer
 
-USER, GOOD_ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
+USER, GOOD_ANSWER = (
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "Because."},
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "trl text": {"prompt": "Why?", "completion": "Because.", "label": True},
     "trl messages": {"prompt": [USER], "completion": [GOOD_ANSWER], "label": True},
     "llamafactory": {"instruction": "Why?", "input": "", "output": "Because.", "kto_tag": True},
     "llamafactory messages": {"messages": [USER, GOOD_ANSWER], "label": True},
-    "sharegpt": {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}], "kto_tag": True},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}],
+        "kto_tag": True,
+    },
     "axolotl argilla_chat": {"completion": [USER, GOOD_ANSWER], "label": True},
     "prompt messages, answer text": {"messages": [USER], "response": "Because.", "label": 1},
     "a word for the label": {"question": "Why?", "answer": "Because.", "label": "True"},
@@ -48,9 +54,22 @@ def test_a_prompt_and_a_labelled_answer_are_found(shape: str) -> None:
 
 
 def test_the_last_answer_of_a_dialogue_is_labelled_with_its_tools_and_system_prompt() -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
-    turns = [USER, GOOD_ANSWER, {"role": "user", "content": "How?"}, call, {"role": "tool", "content": "4"}, GOOD_ANSWER]
-    found = parse_unpaired(record({"messages": turns, "label": False, "system": "Be brief.", "id": 3}))
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    }
+    turns = [
+        USER,
+        GOOD_ANSWER,
+        {"role": "user", "content": "How?"},
+        call,
+        {"role": "tool", "content": "4"},
+        GOOD_ANSWER,
+    ]
+    found = parse_unpaired(
+        record({"messages": turns, "label": False, "system": "Be brief.", "id": 3})
+    )
     assert [turn.role for turn in found.prompt] == ["system", "user", "assistant", "user"]
     assert [turn.role for turn in found.answer] == ["assistant", "tool", "assistant"]
     assert not found.is_good and found.unread == ("id",)
@@ -64,8 +83,14 @@ def test_keys_of_the_user() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"label": None}, "r.jsonl:7: no label; its keys are prompt, completion, label. Expected prompt, completion and label"),
-        ({"label": "maybe"}, "r.jsonl:7: label is 'maybe'; it must be true (a good answer) or false (a bad one)."),
+        (
+            {"label": None},
+            "r.jsonl:7: no label; its keys are prompt, completion, label. Expected prompt, completion and label",
+        ),
+        (
+            {"label": "maybe"},
+            "r.jsonl:7: label is 'maybe'; it must be true (a good answer) or false (a bad one).",
+        ),
         ({"label": 0.5}, "label is '0.5'"),
         ({"completion": None}, "no answer; its keys are"),
         ({"completion": "  "}, "turn 1 (assistant) is empty"),
@@ -78,7 +103,11 @@ def test_keys_of_the_user() -> None:
 def test_a_wrong_record_is_one_line_with_its_place(change: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError) as caught:
         parse_unpaired(record(SHAPES["trl text"] | change))
-    assert said in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).startswith("r.jsonl:7: ")
+    assert (
+        said in str(caught.value)
+        and "\n" not in str(caught.value)
+        and str(caught.value).startswith("r.jsonl:7: ")
+    )
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -88,9 +117,16 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 def test_a_label_decides_the_kind_for_kto_alone(tmp_path: Path) -> None:
     path = str(write(tmp_path / "r.jsonl", [SHAPES["trl text"]]))
-    assert detect(path, SourceConfig(path=path), unpaired=True).describe() == "unpaired (prompt, completion, label), 1 record"
+    assert (
+        detect(path, SourceConfig(path=path), unpaired=True).describe()
+        == "unpaired (prompt, completion, label), 1 record"
+    )
     assert detect(path, SourceConfig(path=path)).kind == "chat"
-    pairs = str(write(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c", "label": True}]))
+    pairs = str(
+        write(
+            tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c", "label": True}]
+        )
+    )
     assert detect(pairs, SourceConfig(path=pairs), unpaired=True).kind == "preference"
 
 
@@ -109,21 +145,38 @@ def test_a_store_holds_documents_with_labels_the_same_in_one_process_and_by_task
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside = run_inside(monkeypatch)
-    records = [{"prompt": f"Question {n}?", "completion": "yes" * (n + 1), "label": n % 3 == 0} for n in range(7)]
+    records = [
+        {"prompt": f"Question {n}?", "completion": "yes" * (n + 1), "label": n % 3 == 0}
+        for n in range(7)
+    ]
     bad = {"prompt": "?", "completion": "!", "label": "no idea"}
     path = write(tmp_path / "r.jsonl", [*records[:4], bad, *records[4:]])
     with pytest.raises(DataError, match=r"r.jsonl:5: label is 'no idea'"):
         build_store([path], tokenizer, tmp_path / "refused", BuildOptions("unpaired"))
-    report = build_store([path], tokenizer, tmp_path / "store", BuildOptions("unpaired", max_length=48, drop_bad=True))
-    assert report.fields()["train_answers"] == 7 and report.fields()[GOOD] == 3 and report.fields()["bad"] == 1
-    assert "7 labelled answers of 8 records" in report.describe() and "3 desirable, 4 undesirable" in report.describe()
+    report = build_store(
+        [path],
+        tokenizer,
+        tmp_path / "store",
+        BuildOptions("unpaired", max_length=48, drop_bad=True),
+    )
+    assert (
+        report.fields()["train_answers"] == 7
+        and report.fields()[GOOD] == 3
+        and report.fields()["bad"] == 1
+    )
+    assert (
+        "7 labelled answers of 8 records" in report.describe()
+        and "3 desirable, 4 undesirable" in report.describe()
+    )
     store = open_store(tmp_path / "store")
     assert labels(store) == [GOOD if one["label"] else BAD for one in records]
     assert int(store.lengths(0, 7).max()) <= 48 and UnpairedSource(store, 48).count_good() == 3
     loaded, mask = byte_tokenizer("<|im_start|>", "<|im_end|>"), store.document_mask(0)
     assert mask is not None and loaded.decode(store.document(0)[mask].tolist()) == "yes<|im_end|>"
 
-    placed = BuildOptions("unpaired", max_length=48, drop_bad=True, placement=Placement(task_bytes=100))
+    placed = BuildOptions(
+        "unpaired", max_length=48, drop_bad=True, placement=Placement(task_bytes=100)
+    )
     build_store([path], tokenizer, tmp_path / "tasks", placed)
     assert len(inside.ran) > 2
     for file in sorted((tmp_path / "store").glob("*-*.bin")):
@@ -131,7 +184,17 @@ def test_a_store_holds_documents_with_labels_the_same_in_one_process_and_by_task
 
 
 def test_validation_lists_every_wrong_record(tmp_path: Path, tokenizer: Path) -> None:
-    path = write(tmp_path / "r.jsonl", [SHAPES["trl text"], {"prompt": "a", "completion": "b"}, SHAPES["llamafactory"] | {"kto_tag": 3}])
+    path = write(
+        tmp_path / "r.jsonl",
+        [
+            SHAPES["trl text"],
+            {"prompt": "a", "completion": "b"},
+            SHAPES["llamafactory"] | {"kto_tag": 3},
+        ],
+    )
     for how in ((None, None), (load_tokenizer(tokenizer), None), (None, "chatml")):
         report = validate([path], ValidateOptions("unpaired", *how))
-        assert report.good == 1 and [one.place.rpartition(":")[2] for one in report.bad] == ["2", "3"]
+        assert report.good == 1 and [one.place.rpartition(":")[2] for one in report.bad] == [
+            "2",
+            "3",
+        ]

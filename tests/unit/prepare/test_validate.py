@@ -15,7 +15,10 @@ GOOD = '{"instruction": "Hi", "output": "Hello"}\n'
 
 
 def places(report_paths: list[Path], reading: ValidateOptions) -> list[tuple[str, int | None, str]]:
-    return [(Path(bad.file).name, bad.line, bad.message) for bad in validate(list(report_paths), reading).bad]
+    return [
+        (Path(bad.file).name, bad.line, bad.message)
+        for bad in validate(list(report_paths), reading).bad
+    ]
 
 
 def test_one_bad_line_hides_no_other(tmp_path: Path) -> None:
@@ -31,7 +34,9 @@ def test_one_bad_line_hides_no_other(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_bytes(b"".join(lines))
     report = validate([tmp_path / "c.jsonl"], ValidateOptions("chat"))
     assert [bad.line for bad in report.bad] == [2, 4, 5, 6]
-    assert [bad.place for bad in report.bad] == [f"{tmp_path}/c.jsonl:{line}" for line in (2, 4, 5, 6)]
+    assert [bad.place for bad in report.bad] == [
+        f"{tmp_path}/c.jsonl:{line}" for line in (2, 4, 5, 6)
+    ]
     assert (report.files, report.records, report.good) == (1, 6, 2)
     messages = [bad.message for bad in report.bad]
     assert (
@@ -58,7 +63,9 @@ def test_lists_are_read_to_where_they_are_damaged(tmp_path: Path) -> None:
     assert report.good == 1 and len(report.bad) == 2 and report.bad[-1].line is not None
 
 
-@pytest.mark.parametrize("content", [b"", gzip.compress(b'{"text": "a"}\n' * 100, mtime=0)[:-9]], ids=["empty", "cut"])
+@pytest.mark.parametrize(
+    "content", [b"", gzip.compress(b'{"text": "a"}\n' * 100, mtime=0)[:-9]], ids=["empty", "cut"]
+)
 def test_empty_and_damaged_files_are_bad_records(tmp_path: Path, content: bytes) -> None:
     name = "x.jsonl.gz" if content else "x.jsonl"
     (tmp_path / name).write_bytes(content)
@@ -67,21 +74,36 @@ def test_empty_and_damaged_files_are_bad_records(tmp_path: Path, content: bytes)
 
 
 def test_texts_are_judged_by_key_and_emptiness(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "one two"}\n{"text": " "}\n{"body": "x"}\n{"text": 3}\n')
+    (tmp_path / "t.jsonl").write_text(
+        '{"text": "one two"}\n{"text": " "}\n{"body": "x"}\n{"text": 3}\n'
+    )
     (tmp_path / "t.txt").write_text("a whole document")
     found = places([tmp_path / "t.jsonl", tmp_path / "t.txt"], ValidateOptions("text"))
-    assert [(name, line) for name, line, _ in found] == [("t.jsonl", 2), ("t.jsonl", 3), ("t.jsonl", 4)]
+    assert [(name, line) for name, line, _ in found] == [
+        ("t.jsonl", 2),
+        ("t.jsonl", 3),
+        ("t.jsonl", 4),
+    ]
     assert len(places([tmp_path / "t.jsonl"], ValidateOptions("text", text=TextOf("body")))) == 3
 
 
 def test_lengths_are_counted_by_powers_of_two(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": "a" * size}) + "\n" for size in (1, 2, 3, 8, 9, 15)))
+    (tmp_path / "t.jsonl").write_text(
+        "".join(json.dumps({"text": "a" * size}) + "\n" for size in (1, 2, 3, 8, 9, 15))
+    )
     report = validate([tmp_path / "t.jsonl"], ValidateOptions("text"))
-    assert [(b.low, b.high, b.records) for b in report.histogram()] == [(1, 1, 1), (2, 3, 2), (4, 7, 0), (8, 15, 3)]
+    assert [(b.low, b.high, b.records) for b in report.histogram()] == [
+        (1, 1, 1),
+        (2, 3, 2),
+        (4, 7, 0),
+        (8, 15, 3),
+    ]
     assert (report.total, report.longest, report.unit) == (38, 15, "characters")
 
 
-def test_the_verb_prints_every_bad_record_and_a_chart_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_prints_every_bad_record_and_a_chart_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "good.jsonl").write_text(GOOD * 3)
     (tmp_path / "bad.jsonl").write_text(GOOD + '{"instruction": "x"}\n')
     assert main(["data", "validate", str(tmp_path / "good.jsonl"), "--kind", "chat"]) == 0

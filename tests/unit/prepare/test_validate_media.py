@@ -19,12 +19,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_generated_set_is_good(made: Path) -> None:
     report = validate_media([made / "captions.jsonl", made / "chat.jsonl"], ValidateMediaOptions())
-    lines = sum(len((made / f"{name}.jsonl").read_text().splitlines()) for name in ("captions", "chat"))
+    lines = sum(
+        len((made / f"{name}.jsonl").read_text().splitlines()) for name in ("captions", "chat")
+    )
     assert not report.bad and report.records == report.good == lines and report.captions == 12
     assert report.media["image"] > 30 and report.media["audio"] > 30
 
 
-def test_every_broken_file_is_reported_with_its_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_broken_file_is_reported_with_its_line(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "cut.png").write_bytes((made / "images").joinpath("000001.png").read_bytes()[:300])
     (tmp_path / "cut.wav").write_bytes(b"RIFF0000WAVE")
     (tmp_path / "ok.png").write_bytes((made / "images").joinpath("000001.png").read_bytes())
@@ -37,7 +41,13 @@ def test_every_broken_file_is_reported_with_its_line(made: Path, tmp_path: Path,
         json.dumps({"text": "a", "image": "cut.png"}),
         json.dumps({"instruction": "a", "response": "{}", "image": "ok.png"}),
         json.dumps(
-            {"messages": [{"role": "user", "content": "<image><image>"}, {"role": "assistant", "content": "b"}], "images": ["ok.png"]}
+            {
+                "messages": [
+                    {"role": "user", "content": "<image><image>"},
+                    {"role": "assistant", "content": "b"},
+                ],
+                "images": ["ok.png"],
+            }
         ),
     ]
     file = tmp_path / "a.jsonl"
@@ -46,15 +56,33 @@ def test_every_broken_file_is_reported_with_its_line(made: Path, tmp_path: Path,
     found = json.loads(capsys.readouterr().out)
     assert (found["records"], found["good"], found["bad_records"]) == (8, 2, 6)
     assert [one["line"] for one in found["bad"]] == [2, 2, 3, 4, 5, 6, 8]
-    assert run_verb(["data", "validate", str(file), "--kind", "multimodal", "--schema", "purrsight_v3"]) == 1
+    assert (
+        run_verb(
+            ["data", "validate", str(file), "--kind", "multimodal", "--schema", "purrsight_v3"]
+        )
+        == 1
+    )
     shown = capsys.readouterr().out
-    assert f"{file}:7: answer has no 'diagnostic'." in shown and "8 records in 1 files: 0 good, 8 bad" in shown
+    assert (
+        f"{file}:7: answer has no 'diagnostic'." in shown
+        and "8 records in 1 files: 0 good, 8 bad" in shown
+    )
 
 
 REPORT = {
     "diagnostic": {
-        "physical_markers": {"ears": "forward", "tail": "neutral", "posture": "relaxed", "vocalization": "purr"},
-        "classification": {"ethogram_group": "maintenance", "affective_state": "content", "arousal_level": "low", "risk_rating": 1},
+        "physical_markers": {
+            "ears": "forward",
+            "tail": "neutral",
+            "posture": "relaxed",
+            "vocalization": "purr",
+        },
+        "classification": {
+            "ethogram_group": "maintenance",
+            "affective_state": "content",
+            "arousal_level": "low",
+            "risk_rating": 1,
+        },
     },
     "behavioral_summary": "The cat rests.",
     "human_actionable_insight": "让它休息。",
@@ -69,19 +97,40 @@ TURNS = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "cont
         ({"instruction": "a", "response": ANSWER, "image": "ok.png"}, None, None),
         ({"instruction": "a", "response": ANSWER}, None, "no picture, sound or video"),
         ({"instruction": "a", "response": ANSWER, "image": ""}, None, "no picture, sound or video"),
-        ({"instruction": "a", "response": ANSWER, "images": ["ok.png"]}, None, "no picture, sound or video"),
+        (
+            {"instruction": "a", "response": ANSWER, "images": ["ok.png"]},
+            None,
+            "no picture, sound or video",
+        ),
         ({"prompt": "a", "response": ANSWER, "image": "ok.png"}, None, "no instruction, which"),
-        ({"prompt": "a", "answer": ANSWER, "image": "ok.png"}, None, "no instruction and no response, which"),
+        (
+            {"prompt": "a", "answer": ANSWER, "image": "ok.png"},
+            None,
+            "no instruction and no response, which",
+        ),
         ({"text": "a cat", "image": "ok.png"}, None, "no instruction and no response, which"),
-        ({"instruction": "a", "response": ANSWER.replace("1", "4.0"), "image": "ok.png"}, None, "risk_rating is of type number"),
-        ({"prompt": "a", "answer": ANSWER, "image": "ok.png"}, "prompt=prompt,response=answer", None),
+        (
+            {"instruction": "a", "response": ANSWER.replace("1", "4.0"), "image": "ok.png"},
+            None,
+            "risk_rating is of type number",
+        ),
+        (
+            {"prompt": "a", "answer": ANSWER, "image": "ok.png"},
+            "prompt=prompt,response=answer",
+            None,
+        ),
         ({"messages": TURNS, "images": ["ok.png"]}, "messages=messages", None),
         ({"messages": TURNS}, "messages=messages", "no picture, sound or video"),
         ({"text": "a cat", "image": "ok.png"}, "messages=messages", "without a question"),
     ],
 )
 def test_what_purrsights_own_validator_refuses_is_refused(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: dict[str, object], keys: str | None, problem: str | None
+    made: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    record: dict[str, object],
+    keys: str | None,
+    problem: str | None,
 ) -> None:
     (tmp_path / "ok.png").write_bytes((made / "images").joinpath("000001.png").read_bytes())
     file = tmp_path / "a.jsonl"
@@ -104,7 +153,23 @@ def test_options_of_other_kinds_are_refused(made: Path) -> None:
     assert run_verb(["data", "validate", file, "--kind", "nothing"]) == 2
 
 
-def test_the_verb_writes_the_generated_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_verb(["data", "synthetic-media", str(tmp_path / "out"), "--samples", "3", "--heldout", "2", "--json"]) == 0
+def test_the_verb_writes_the_generated_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run_verb(
+            [
+                "data",
+                "synthetic-media",
+                str(tmp_path / "out"),
+                "--samples",
+                "3",
+                "--heldout",
+                "2",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert Path(json.loads(capsys.readouterr().out)["chat_heldout"]).is_file()
     assert run_verb(["data", "synthetic-media", str(tmp_path / "out"), "--samples", "0"]) == 2

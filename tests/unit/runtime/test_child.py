@@ -28,7 +28,9 @@ time.sleep(30)
 """
 
 
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, Interrupted), (signal.SIGTERM, Terminated)])
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, Interrupted), (signal.SIGTERM, Terminated)]
+)
 def test_a_signal_goes_to_the_command_and_ends_this_one_after_it(
     number: signal.Signals, raised: type[BaseException], tmp_path: Path
 ) -> None:
@@ -48,7 +50,14 @@ def test_a_signal_goes_to_the_command_and_ends_this_one_after_it(
 
 
 def test_without_a_signal_the_result_comes_back() -> None:
-    done = run_command([sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"], captures_errors=True)
+    done = run_command(
+        [
+            sys.executable,
+            "-c",
+            "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)",
+        ],
+        captures_errors=True,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
 
 
@@ -64,11 +73,17 @@ if __name__ == "__main__":
 
 def test_workers_end_with_the_process_they_work_for(tmp_path: Path) -> None:
     (tmp_path / "pool.py").write_text(POOL)
-    with subprocess.Popen([sys.executable, str(tmp_path / "pool.py")], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "pool.py")], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         worker = int(process.stdout.readline())
         process.kill()
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and Path(f"/proc/{worker}/stat").exists() and " Z " not in Path(f"/proc/{worker}/stat").read_text():
+    while (
+        time.monotonic() < deadline
+        and Path(f"/proc/{worker}/stat").exists()
+        and " Z " not in Path(f"/proc/{worker}/stat").read_text()
+    ):
         time.sleep(0.05)
     assert time.monotonic() < deadline, "the worker waits for work that nobody will give it"

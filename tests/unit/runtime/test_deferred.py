@@ -52,7 +52,9 @@ def test_lines_wait_in_order_and_are_reported_once(tmp_path: Path, disk: dict[st
     assert said[1] == "the disk can be written again; all pending lines were written"
 
 
-def test_what_waits_is_bounded_and_the_loss_is_reported(tmp_path: Path, disk: dict[str, bool]) -> None:
+def test_what_waits_is_bounded_and_the_loss_is_reported(
+    tmp_path: Path, disk: dict[str, bool]
+) -> None:
     said: list[str] = []
     writes = Deferred(limit_bytes=10, retry_seconds=0)
     writes.recovered = said.append
@@ -65,7 +67,9 @@ def test_what_waits_is_bounded_and_the_loss_is_reported(tmp_path: Path, disk: di
     assert said == ["the disk can be written again; all pending lines were written except 3"]
 
 
-def test_nothing_is_tried_at_every_step_while_it_fails(tmp_path: Path, disk: dict[str, bool]) -> None:
+def test_nothing_is_tried_at_every_step_while_it_fails(
+    tmp_path: Path, disk: dict[str, bool]
+) -> None:
     writes = Deferred(retry_seconds=3600)
     disk["full"] = True
     writes.append(tmp_path / "lines", b"0\n")

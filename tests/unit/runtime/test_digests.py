@@ -8,7 +8,13 @@ import pytest
 from support.rot import rot
 
 from headway.errors import DataError
-from headway.runtime.digests import DIGESTS, check_digests, read_digests, record_digests, write_digests
+from headway.runtime.digests import (
+    DIGESTS,
+    check_digests,
+    read_digests,
+    record_digests,
+    write_digests,
+)
 
 
 @pytest.fixture
@@ -31,14 +37,18 @@ def test_only_what_is_read_is_listed_and_other_files_may_come_and_change(folder:
 def test_a_changed_a_longer_and_a_missing_file_are_named_with_the_remedy(folder: Path) -> None:
     remedy = f"`headway verify folder {folder} --update`"
     rot(folder / "config.json", 9)
-    with pytest.raises(DataError, match=r"config\.json: damaged, or changed since headway wrote it") as refused:
+    with pytest.raises(
+        DataError, match=r"config\.json: damaged, or changed since headway wrote it"
+    ) as refused:
         check_digests(folder)
     assert remedy in str(refused.value)
     (folder / "config.json").write_text('{"a": 1} ')
     with pytest.raises(DataError, match=r"config\.json: damaged"):
         check_digests(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(DataError, match=r"config\.json: is missing, but headway_digests\.json lists it") as refused:
+    with pytest.raises(
+        DataError, match=r"config\.json: is missing, but headway_digests\.json lists it"
+    ) as refused:
         check_digests(folder)
     assert remedy in str(refused.value)
 
@@ -79,7 +89,9 @@ def test_a_reader_that_stops_early_leaves_no_thread(folder: Path) -> None:
     assert not [one for one in threading.enumerate() if one.name.startswith("headway-digests")]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"checksum": 1}', b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b'{"checksum": 1}', b"\xff\xfe", b"[" * 100_000]
+)
 def test_a_damaged_list_is_refused_in_one_line(folder: Path, content: bytes) -> None:
     (folder / DIGESTS).write_bytes(content)
     with pytest.raises(DataError, match="damaged") as refused:
@@ -105,7 +117,11 @@ def test_files_written_beside_others_are_added_to_the_list(folder: Path) -> None
     (folder / "masks.tsv").write_text("1.0\n")
     record_digests(folder, ("masks.tsv", "masks.json"))
     digests = read_digests(folder)
-    assert digests is not None and sorted(digests.files) == ["config.json", "masks.tsv", "model.safetensors"]
+    assert digests is not None and sorted(digests.files) == [
+        "config.json",
+        "masks.tsv",
+        "model.safetensors",
+    ]
     (folder / "masks.tsv").write_text("0.0\n")
     with pytest.raises(DataError, match=r"masks\.tsv"):
         check_digests(folder, ("masks.tsv",))

@@ -14,7 +14,9 @@ from headway.parallel.collectives import RankGroup
 from headway.runtime.flight import explain_flight, flight_recorder, read_flight
 
 
-def dump(folder: Path, rank: int, *collectives: tuple[str, int, bool], group: str = "default_pg") -> Path:
+def dump(
+    folder: Path, rank: int, *collectives: tuple[str, int, bool], group: str = "default_pg"
+) -> Path:
     """A file as torch writes it, without what is not read here."""
     entries = [
         {
@@ -30,11 +32,15 @@ def dump(folder: Path, rank: int, *collectives: tuple[str, int, bool], group: st
 
 
 def test_who_waited_and_who_never_came_is_one_sentence(tmp_path: Path) -> None:
-    dump(tmp_path, 0, ("all_gather", 16, True), ("all_reduce", 17, False), ("all_reduce", 18, False))
+    dump(
+        tmp_path, 0, ("all_gather", 16, True), ("all_reduce", 17, False), ("all_reduce", 18, False)
+    )
     dump(tmp_path, 1, ("all_gather", 16, True))
     dump(tmp_path, 2, ("all_gather", 16, True), ("all_reduce", 17, False))
     said = explain_flight(tmp_path)
-    assert said.startswith("NCCL: rank 0 waited in all_reduce 17 of 1024 x 8 BFloat16 in default_pg; rank 2 waited in all_reduce 17")
+    assert said.startswith(
+        "NCCL: rank 0 waited in all_reduce 17 of 1024 x 8 BFloat16 in default_pg; rank 2 waited in all_reduce 17"
+    )
     assert "rank 1 never came to all_reduce 17, its last was 16" in said and "\n" not in said
 
 
@@ -73,7 +79,9 @@ def test_torchs_own_dump_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         late = group.all_reduce(torch.ones(5)) if group.rank == 0 else None
         dump_path = tmp_path / f"flight-rank-{group.rank}"
         dump_path.write_bytes(c10d._dump_fr_trace(True, True, False))
-        while not read_flight(dump_path)[0].is_done:  # the recorder marks an exchange done a moment after wait() returns
+        while not read_flight(dump_path)[
+            0
+        ].is_done:  # the recorder marks an exchange done a moment after wait() returns
             time.sleep(0.01)
             dump_path.write_bytes(c10d._dump_fr_trace(True, True, False))
         (tmp_path / f"written-{group.rank}").touch()
@@ -82,5 +90,10 @@ def test_torchs_own_dump_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (late or group.all_reduce(torch.ones(5))).wait()
 
     run_ranks(work, 2)
-    assert [(one.name, one.is_done) for one in read_flight(tmp_path / "flight-rank-0")][-1] == ("all_reduce", False)
-    assert "rank 0 waited in all_reduce" in explain_flight(tmp_path) and "rank 1 never came" in explain_flight(tmp_path)
+    assert [(one.name, one.is_done) for one in read_flight(tmp_path / "flight-rank-0")][-1] == (
+        "all_reduce",
+        False,
+    )
+    assert "rank 0 waited in all_reduce" in explain_flight(
+        tmp_path
+    ) and "rank 1 never came" in explain_flight(tmp_path)

@@ -9,7 +9,9 @@ from headway.errors import DataError
 from headway.runtime.json_file import load_json, read_bounded, read_object
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff\xfe\x00", b'{"a": NaN, }', b"nul", b"\x00" * 50])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[" * 100_000, b"\xff\xfe\x00", b'{"a": NaN, }', b"nul", b"\x00" * 50]
+)
 def test_what_is_no_json_is_a_value_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"."):
@@ -22,7 +24,13 @@ def test_devices_pipes_folders_and_large_files_are_os_errors(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "endless").symlink_to("/dev/zero")
     (tmp_path / "large").write_bytes(b"0" * 11)
-    for path in (tmp_path, tmp_path / "pipe", tmp_path / "endless", tmp_path / "large", tmp_path / "missing"):
+    for path in (
+        tmp_path,
+        tmp_path / "pipe",
+        tmp_path / "endless",
+        tmp_path / "large",
+        tmp_path / "missing",
+    ):
         with pytest.raises(OSError, match=r"."):
             read_bounded(path, largest=10)
     assert read_bounded(tmp_path / "large", largest=11) == b"0" * 11

@@ -22,7 +22,9 @@ def _levels() -> Iterator[None]:
     logging.getLogger().setLevel(before[1])
 
 
-def test_lines_go_to_standard_error_and_to_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_go_to_standard_error_and_to_the_run_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with start_logging(tmp_path, "INFO"):
         LOG.info("a line")
         LOG.debug("too much")
@@ -36,7 +38,9 @@ def test_lines_go_to_standard_error_and_to_the_run_folder(tmp_path: Path, capsys
     assert kept[0][:2] == "20"
 
 
-def test_a_resumed_run_continues_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_continues_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for text in ("first", "second"):
         with start_logging(tmp_path, "INFO"):
             LOG.info(text)
@@ -56,7 +60,9 @@ def test_a_run_inside_other_work_does_not_double_its_lines_and_gives_the_log_bac
     assert len((tmp_path / "train.log").read_text().splitlines()) == 1
 
 
-def test_other_ranks_have_their_own_file_and_only_warn_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_have_their_own_file_and_only_warn_on_the_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with start_logging(tmp_path, "DEBUG", rank=3):
         LOG.debug("detail")
         LOG.warning("slow")
@@ -84,17 +90,26 @@ def test_an_unknown_level_is_refused() -> None:
         start_logging(level="LOUD")
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(progress_module, "LINE_EVERY_SECONDS", 0.0)
-    with caplog.at_level(logging.INFO, "headway"), progress("tokenize", total=4000, unit="bytes") as advance:
+    with (
+        caplog.at_level(logging.INFO, "headway"),
+        progress("tokenize", total=4000, unit="bytes") as advance,
+    ):
         advance(1000)
         advance(3000)
     assert len(caplog.messages) == 3
-    assert caplog.messages[0].startswith("tokenize: 1.0 kB/4.0 kB (25%)") and caplog.messages[0].endswith(" left")
+    assert caplog.messages[0].startswith("tokenize: 1.0 kB/4.0 kB (25%)") and caplog.messages[
+        0
+    ].endswith(" left")
     assert caplog.messages[-1].startswith("tokenize: done, 4.0 kB")
 
 
-def test_on_a_terminal_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_terminal_progress_is_a_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with progress("count", total=2, unit="files") as advance:
         advance(1)
@@ -103,6 +118,21 @@ def test_on_a_terminal_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_numbers_and_times_read_well() -> None:
-    assert [quantity(n, "bytes") for n in (0, 999, 1500, 2.5e9)] == ["0 B", "999 B", "1.5 kB", "2.5 GB"]
-    assert [quantity(n, "tokens") for n in (12, 65536, 1e12)] == ["12 tokens", "65.5k tokens", "1.0T tokens"]
-    assert [duration(s) for s in (0, 59.6, 245, 11220, 187200)] == ["0s", "1m 00s", "4m 05s", "3h 07m", "2d 04h"]
+    assert [quantity(n, "bytes") for n in (0, 999, 1500, 2.5e9)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "2.5 GB",
+    ]
+    assert [quantity(n, "tokens") for n in (12, 65536, 1e12)] == [
+        "12 tokens",
+        "65.5k tokens",
+        "1.0T tokens",
+    ]
+    assert [duration(s) for s in (0, 59.6, 245, 11220, 187200)] == [
+        "0s",
+        "1m 00s",
+        "4m 05s",
+        "3h 07m",
+        "2d 04h",
+    ]

@@ -51,7 +51,9 @@ def test_a_type_without_a_unit_has_none() -> None:
     assert peak_flops("NVIDIA H200", "tf32") == 494e12
 
 
-def test_what_is_recorded_is_plain_data_without_host_user_or_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_recorded_is_plain_data_without_host_user_or_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "very-secret-key")
     found = json.dumps(environment())
     assert "very-secret-key" not in found and f'"{platform.node()}"' not in found
@@ -80,7 +82,9 @@ def test_memory_is_counted_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_memory_is_what_the_control_group_and_those_above_it_have(tmp_path: Path, version: int) -> None:
+def test_memory_is_what_the_control_group_and_those_above_it_have(
+    tmp_path: Path, version: int
+) -> None:
     root = tmp_path / "memory" if version == 1 else tmp_path
     limit, used, cached = (
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -117,4 +121,9 @@ def test_a_gpu_is_described_and_its_load_is_asked_by_uuid() -> None:
         assert load == GpuLoad(None, None, None)
     else:
         assert load.utilisation is not None and 0 <= load.utilisation <= 1
-        assert load.power_watts is not None and load.power_watts > 10 and load.memory_used is not None and load.memory_used > 0
+        assert (
+            load.power_watts is not None
+            and load.power_watts > 10
+            and load.memory_used is not None
+            and load.memory_used > 0
+        )

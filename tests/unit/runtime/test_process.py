@@ -9,24 +9,61 @@ from headway.errors import LaunchError
 from headway.runtime.device import gpu_of_rank
 from headway.runtime.process import ChildFailureError, Process, from_environment, run_in_child
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
-OPENMPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
 MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
-SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"}
-BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "2"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+BATCH_SCRIPT = {
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NNODES": "2",
+}
 
 
-@pytest.mark.parametrize("environment", [TORCHRUN, OPENMPI, MPICH, SLURM], ids=["torchrun", "openmpi", "mpich", "slurm"])
+@pytest.mark.parametrize(
+    "environment", [TORCHRUN, OPENMPI, MPICH, SLURM], ids=["torchrun", "openmpi", "mpich", "slurm"]
+)
 def test_each_launcher_names_the_process(environment: dict[str, str]) -> None:
-    assert from_environment(environment) == Process(rank=5, local_rank=1, world=8, node=1, num_nodes=2)
+    assert from_environment(environment) == Process(
+        rank=5, local_rank=1, world=8, node=1, num_nodes=2
+    )
 
 
 def test_torchrun_inside_a_slurm_step_wins() -> None:
-    step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"}
+    step = {
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_NODES": "2",
+    }
     assert from_environment({**step, **TORCHRUN}).world == 8
 
 
-@pytest.mark.parametrize("environment", [{}, BATCH_SCRIPT, {"RANK": "3"}], ids=["nothing", "sbatch without srun", "half set"])
+@pytest.mark.parametrize(
+    "environment",
+    [{}, BATCH_SCRIPT, {"RANK": "3"}],
+    ids=["nothing", "sbatch without srun", "half set"],
+)
 def test_without_a_launcher_it_is_one_process(environment: dict[str, str]) -> None:
     assert from_environment(environment) == Process(0, 0, 1, 0, 1)
     assert from_environment(environment).is_first
@@ -43,7 +80,9 @@ def test_wrong_values_are_refused(wrong: dict[str, str]) -> None:
 
 
 def test_a_slurm_task_without_its_step_does_not_train_a_run_of_its_own() -> None:
-    with pytest.raises(LaunchError, match=r"SLURM_PROCID is 1 and SLURM_STEP_NUM_TASKS is not set.*srun"):
+    with pytest.raises(
+        LaunchError, match=r"SLURM_PROCID is 1 and SLURM_STEP_NUM_TASKS is not set.*srun"
+    ):
         from_environment({**BATCH_SCRIPT, "SLURM_PROCID": "1", "SLURM_JOB_ID": "7"})
     assert from_environment({**BATCH_SCRIPT, "SLURM_JOB_ID": "7"}).is_first
 
@@ -61,7 +100,11 @@ def test_a_function_in_a_process_of_its_own_answers_or_says_why_not() -> None:
 
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "3"}
-MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+}
 MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
 

@@ -33,7 +33,9 @@ def leave(folder: Path, holder: Holder) -> Path:
 def test_a_second_holder_is_refused_with_who_and_the_remedy(tmp_path: Path) -> None:
     first, second = RunLock(tmp_path / "run", 60), RunLock(tmp_path / "run", 60)
     first.take()
-    with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on .*, since 20.*headway stop"):
+    with pytest.raises(
+        ConfigError, match=rf"in use by process {os.getpid()} on .*, since 20.*headway stop"
+    ):
         second.take()
     first.release()
     second.take()
@@ -46,25 +48,33 @@ def test_a_killed_holder_of_this_machine_is_replaced_at_once(tmp_path: Path) -> 
         "import sys, time; from headway.runtime.run_lock import RunLock; from pathlib import Path; "
         "RunLock(Path(sys.argv[1]), 60).take(); print(flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None and child.stdout.readline()
         with pytest.raises(ConfigError, match=f"process {child.pid} "):
             RunLock(tmp_path, 60).take()
         os.kill(child.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # not collected yet: a zombie is dead
+        os.waitid(
+            os.P_PID, child.pid, os.WEXITED | os.WNOWAIT
+        )  # not collected yet: a zombie is dead
         lock = RunLock(tmp_path, takeover_seconds=3600)
         lock.take()
         lock.release()
 
 
 def test_a_process_that_has_the_same_id_is_not_the_holder(tmp_path: Path) -> None:
-    lock = RunLock(leave(tmp_path / "run", replace(this_process(), started="1")), takeover_seconds=3600)
+    lock = RunLock(
+        leave(tmp_path / "run", replace(this_process(), started="1")), takeover_seconds=3600
+    )
     lock.take()
     lock.release()
 
 
 @pytest.mark.parametrize("elsewhere", [{"host": "node7"}, {"machine": "another boot or container"}])
-def test_a_holder_elsewhere_is_dead_once_its_lock_has_not_changed_for_long_by_our_clock(tmp_path: Path, elsewhere: dict[str, str]) -> None:
+def test_a_holder_elsewhere_is_dead_once_its_lock_has_not_changed_for_long_by_our_clock(
+    tmp_path: Path, elsewhere: dict[str, str]
+) -> None:
     folder = leave(tmp_path / "run", replace(this_process(), **elsewhere))
     os.utime(folder / LOCK, (2e9, 2e9))  # a clock far ahead of ours says nothing
     began = time.monotonic()
@@ -74,7 +84,9 @@ def test_a_holder_elsewhere_is_dead_once_its_lock_has_not_changed_for_long_by_ou
     lock.release()
 
 
-def test_a_holder_elsewhere_whose_lock_changes_is_refused_without_waiting_long(tmp_path: Path) -> None:
+def test_a_holder_elsewhere_whose_lock_changes_is_refused_without_waiting_long(
+    tmp_path: Path,
+) -> None:
     folder = leave(tmp_path / "run", replace(this_process(), host="node7"))
     over = threading.Event()
     times = iter(range(10**6))
@@ -146,10 +158,18 @@ def test_a_lock_follows_its_folder_to_the_new_one(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_lock_that_cannot_be_removed_hides_no_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_lock_that_cannot_be_removed_hides_no_error_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     lock = RunLock(tmp_path / "run", 60)
     lock.take()
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", lambda self, missing_ok=False: (_ for _ in ()).throw(OSError(116, "Stale file handle", str(self))))
+        patched.setattr(
+            Path,
+            "unlink",
+            lambda self, missing_ok=False: (_ for _ in ()).throw(
+                OSError(116, "Stale file handle", str(self))
+            ),
+        )
         lock.release()
     assert "could not be removed: Stale file handle" in caplog.text

@@ -28,8 +28,18 @@ def planted(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+def run(
+    command: list[str], folder: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_a_child_of_headway_imports_nothing_from_the_working_directory(planted: Path) -> None:
@@ -52,7 +62,9 @@ def test_workers_import_nothing_from_the_working_directory(planted: Path) -> Non
 
 
 def test_a_supervised_torchrun_is_protected_and_another_command_is_left_alone() -> None:
-    assert safe_environment(["torchrun", "--nproc-per-node", "2", "-m", "headway", "train"], {"A": "1"}) == {
+    assert safe_environment(
+        ["torchrun", "--nproc-per-node", "2", "-m", "headway", "train"], {"A": "1"}
+    ) == {
         "A": "1",
         "PYTHONSAFEPATH": "1",
     }
@@ -60,13 +72,23 @@ def test_a_supervised_torchrun_is_protected_and_another_command_is_left_alone() 
 
 
 def test_every_start_of_headway_goes_through_one_function() -> None:
-    found = [path.name for path in SOURCE.rglob("*.py") if '"-m", "headway", ' in path.read_text(encoding="utf-8")]
+    found = [
+        path.name
+        for path in SOURCE.rglob("*.py")
+        if '"-m", "headway", ' in path.read_text(encoding="utf-8")
+    ]
     assert found == ["process.py"]
-    pools = [path.name for path in SOURCE.rglob("*.py") if "ProcessPoolExecutor(" in path.read_text(encoding="utf-8")]
+    pools = [
+        path.name
+        for path in SOURCE.rglob("*.py")
+        if "ProcessPoolExecutor(" in path.read_text(encoding="utf-8")
+    ]
     assert pools == ["process.py"]
 
 
-def test_no_program_that_a_repository_names_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_program_that_a_repository_names_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         monkeypatch.delenv(name, raising=False)
     evil = tmp_path / "evil"
@@ -95,14 +117,27 @@ def test_no_program_that_a_repository_names_is_run(tmp_path: Path, monkeypatch: 
 
 
 def test_no_error_shows_the_password_of_an_address() -> None:
-    shown = str(ConfigError("s3: cannot reach https://user:hunter2@store.example:9000/bucket and http://a:b@c"))
+    shown = str(
+        ConfigError(
+            "s3: cannot reach https://user:hunter2@store.example:9000/bucket and http://a:b@c"
+        )
+    )
     assert shown == "s3: cannot reach https://***@store.example:9000/bucket and http://***@c"
-    assert hide_credentials("runs/a@0.3 and https://x.example/@me") == "runs/a@0.3 and https://x.example/@me"
+    assert (
+        hide_credentials("runs/a@0.3 and https://x.example/@me")
+        == "runs/a@0.3 and https://x.example/@me"
+    )
 
 
 def test_workers_do_not_run_a_script_again_that_has_no_guard(tmp_path: Path) -> None:
     script = "from headway.runtime.process import worker_pool\nprint('once')\n"
     script += "with worker_pool(1) as pool:\n    print(pool.submit(abs, -3).result())\n"
     (tmp_path / "script.py").write_text(script + "print(__file__)\n")
-    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout == f"once\n3\n{tmp_path / 'script.py'}\n", done.stderr

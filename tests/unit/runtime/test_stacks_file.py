@@ -8,7 +8,9 @@ import pytest
 from headway.runtime.heartbeat import STACK_SIGNAL, Heartbeat, stacks_file
 
 
-def test_where_the_file_cannot_be_opened_stacks_go_to_standard_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_where_the_file_cannot_be_opened_stacks_go_to_standard_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     stacks_file(tmp_path, 0).parent.mkdir()
     stacks_file(tmp_path, 0).mkdir()  # no file can be opened there
     heart = Heartbeat(0)

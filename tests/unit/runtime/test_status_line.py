@@ -46,7 +46,9 @@ def test_a_resized_window_is_right_with_the_next_drawing(monkeypatch: pytest.Mon
         terminal.resize(30)
         line.show(lambda width: "y" * width)
         settle()
-        assert terminal.text.endswith("\x1b[2A\r\x1b[J" + "y" * 29), "the folded line is erased, all three rows of it"
+        assert terminal.text.endswith("\x1b[2A\r\x1b[J" + "y" * 29), (
+            "the folded line is erased, all three rows of it"
+        )
         terminal.resize(200)
         line.show(lambda width: "z" * width)
         line.close()
@@ -70,18 +72,28 @@ def test_a_closed_terminal_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("term", ["dumb", ""])
-def test_a_terminal_that_cannot_erase_has_no_line(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_cannot_erase_has_no_line(
+    term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with on_terminal(monkeypatch, term=term), standard_streams():
         assert StatusLine.on_terminal() is None
 
 
-def test_a_pipe_has_no_line_and_neither_has_a_program_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_has_no_line_and_neither_has_a_program_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert StatusLine.on_terminal() is None
     with on_terminal(monkeypatch):
-        assert StatusLine.on_terminal() is None, "outside of the command line others own the terminal"
+        assert StatusLine.on_terminal() is None, (
+            "outside of the command line others own the terminal"
+        )
 
 
 def test_colours_follow_the_environment() -> None:
-    assert wants_colour({"TERM": "xterm"}) and not wants_colour({"TERM": "xterm", "NO_COLOR": "1"}) and not wants_colour({"TERM": "dumb"})
+    assert (
+        wants_colour({"TERM": "xterm"})
+        and not wants_colour({"TERM": "xterm", "NO_COLOR": "1"})
+        and not wants_colour({"TERM": "dumb"})
+    )
     assert columns("\x1b[32mab\x1b[0mc漢") == 5
     assert Lossy(None).status is None

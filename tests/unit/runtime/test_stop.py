@@ -23,7 +23,9 @@ def heard() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_the_first_signal_only_asks_and_the_handlers_come_back(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_signal_only_asks_and_the_handlers_come_back(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
     with StopSignal() as stop:
         assert stop.requested is None
@@ -45,8 +47,16 @@ def test_a_ctrl_c_after_any_request_stops_at_once(first: signal.Signals) -> None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize(("step", "kept"), [(0, "nothing is kept: no checkpoint was saved yet"), (40, "the checkpoint of step 40 is kept")])
-def test_stopping_at_once_says_what_is_kept(step: int, kept: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("step", "kept"),
+    [
+        (0, "nothing is kept: no checkpoint was saved yet"),
+        (40, "the checkpoint of step 40 is kept"),
+    ],
+)
+def test_stopping_at_once_says_what_is_kept(
+    step: int, kept: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with StopSignal() as stop:
         stop.saved_step = lambda: step
         os.kill(os.getpid(), signal.SIGTERM)
@@ -99,17 +109,23 @@ def blocked(numbers: list[int], stop: StopSignal) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def test_a_second_ctrl_c_works_while_the_main_thread_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_works_while_the_main_thread_is_blocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stop_module, "AT_ONCE_SECONDS", 0.1)
     assert blocked([signal.SIGTERM, signal.SIGINT], StopSignal()) == 130
 
 
-def test_the_grace_period_ends_a_blocked_process_unless_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grace_period_ends_a_blocked_process_unless_it_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert blocked([signal.SIGUSR1], StopSignal(grace_seconds=0.2)) == 138
     monkeypatch.setattr(stop_module, "AT_ONCE_SECONDS", 0.1)
     saving = StopSignal(grace_seconds=0.2)
     saving.is_saving = lambda: True
-    assert blocked([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], saving) == 130  # neither of the first two ended it
+    assert (
+        blocked([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], saving) == 130
+    )  # neither of the first two ended it
 
 
 def test_who_has_nothing_to_save_leaves_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,16 +136,26 @@ def test_who_has_nothing_to_save_leaves_soon(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "code"), [("SIGINT", Interrupted, 130), ("SIGTERM", Terminated, 143), ("SIGHUP", Terminated, 129)]
+    ("name", "kind", "code"),
+    [("SIGINT", Interrupted, 130), ("SIGTERM", Terminated, 143), ("SIGHUP", Terminated, 129)],
 )
-def test_a_program_learns_of_the_signal_by_a_typed_exception(name: str, kind: type[Terminated], code: int) -> None:
-    before = signal.signal(signal.Signals[name], signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+def test_a_program_learns_of_the_signal_by_a_typed_exception(
+    name: str, kind: type[Terminated], code: int
+) -> None:
+    before = signal.signal(
+        signal.Signals[name], signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+    )
     try:
         with pytest.raises(kind) as caught:
             raise_for_signal(name, "saved", {"run": "runs/a"})
     finally:
         signal.signal(signal.Signals[name], before)
-    assert (caught.value.code, caught.value.exit_code, caught.value.run, str(caught.value)) == (code, code, "runs/a", "saved")
+    assert (caught.value.code, caught.value.exit_code, caught.value.run, str(caught.value)) == (
+        code,
+        code,
+        "runs/a",
+        "saved",
+    )
     assert isinstance(caught.value, KeyboardInterrupt) == (name == "SIGINT")
     raise_for_signal(None, "", {})
     raise_for_signal("headway stop", "", {})

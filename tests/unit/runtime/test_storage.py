@@ -9,10 +9,20 @@ import pytest
 
 from headway.errors import ConfigError, TrainingError
 from headway.runtime import storage
-from headway.runtime.storage import check_writable, link_atomic, remove_folder, require_space, sha256_file, write_atomic, writing
+from headway.runtime.storage import (
+    check_writable,
+    link_atomic,
+    remove_folder,
+    require_space,
+    sha256_file,
+    write_atomic,
+    writing,
+)
 
 
-def test_a_failed_write_leaves_the_old_content_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_content_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.json"
     write_atomic(path, "old")
 
@@ -20,7 +30,9 @@ def test_a_failed_write_leaves_the_old_content_and_nothing_else(tmp_path: Path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(storage.os, "fsync", full)
-    with pytest.raises(TrainingError, match=r"a\.json: the disk is full: 3 bytes needed, \d+ bytes free\."):
+    with pytest.raises(
+        TrainingError, match=r"a\.json: the disk is full: 3 bytes needed, \d+ bytes free\."
+    ):
         write_atomic(path, b"new")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
 
@@ -42,7 +54,10 @@ def test_a_file_where_a_folder_should_be_is_refused(tmp_path: Path) -> None:
         check_writable(tmp_path / "runs" / "a")
 
 
-@pytest.mark.parametrize(("number", "says"), [(errno.EACCES, "no permission"), (errno.EROFS, "read-only"), (errno.EDQUOT, "quota")])
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [(errno.EACCES, "no permission"), (errno.EROFS, "read-only"), (errno.EDQUOT, "quota")],
+)
 def test_what_the_file_system_refuses_is_one_line_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
 ) -> None:
@@ -62,7 +77,12 @@ def test_a_write_that_cannot_fit_is_refused_before_it_begins(tmp_path: Path) -> 
 
 
 def test_other_errors_name_the_file_they_are_about(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"out: cannot be written: No such file or directory \(.*missing\)"), writing(Path("out")):
+    with (
+        pytest.raises(
+            TrainingError, match=r"out: cannot be written: No such file or directory \(.*missing\)"
+        ),
+        writing(Path("out")),
+    ):
         (tmp_path / "missing").read_text()
 
 

@@ -10,7 +10,12 @@ import pytest
 
 from headway.runtime import temporary
 from headway.runtime.storage import write_atomic
-from headway.runtime.temporary import clear_leftovers, make_temporary_folder, temporary_folder, temporary_name
+from headway.runtime.temporary import (
+    clear_leftovers,
+    make_temporary_folder,
+    temporary_folder,
+    temporary_name,
+)
 
 
 def left_by_a_dead_process(make: str, folder: Path) -> Path:
@@ -18,7 +23,9 @@ def left_by_a_dead_process(make: str, folder: Path) -> Path:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        path = temporary_name(folder / "final") if make == "name" else make_temporary_folder("drill")
+        path = (
+            temporary_name(folder / "final") if make == "name" else make_temporary_folder("drill")
+        )
         path.mkdir(exist_ok=True)
         (path / "model.safetensors").write_bytes(b"0" * 1000)
         os.write(writing, str(path).encode())
@@ -30,7 +37,9 @@ def left_by_a_dead_process(make: str, folder: Path) -> Path:
     return path
 
 
-def test_what_a_killed_process_left_is_cleared_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_cleared_and_what_a_living_one_writes_is_not(
+    tmp_path: Path,
+) -> None:
     left = left_by_a_dead_process("name", tmp_path)
     mine, other = temporary_name(tmp_path / "final"), temporary_name(tmp_path / "final-2")
     for path in (mine, other):
@@ -50,7 +59,10 @@ def test_a_process_id_that_was_given_again_does_not_protect_a_leftover(tmp_path:
 
 
 def test_what_another_machine_writes_stays_for_a_day(tmp_path: Path) -> None:
-    there, old, legacy = (tmp_path / f".tmp-final-{name}" for name in ("0badcafe.7.7.00000000", "0badcafe.8.8.00000000", "4711"))
+    there, old, legacy = (
+        tmp_path / f".tmp-final-{name}"
+        for name in ("0badcafe.7.7.00000000", "0badcafe.8.8.00000000", "4711")
+    )
     for path in (there, old, legacy):
         path.mkdir()
     long_ago = time.time() - 25 * 3600
@@ -59,7 +71,9 @@ def test_what_another_machine_writes_stays_for_a_day(tmp_path: Path) -> None:
     assert there.exists() and legacy.exists() and not old.exists()
 
 
-def test_folders_of_killed_launchers_go_with_the_next_of_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_killed_launchers_go_with_the_next_of_their_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = left_by_a_dead_process("folder", tmp_path)
     assert left.is_dir()
@@ -69,7 +83,9 @@ def test_folders_of_killed_launchers_go_with_the_next_of_their_kind(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_planted_link_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_link_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     victim, target = tmp_path / "victim", tmp_path / "state.json"
     victim.write_text("untouched")
     planted = temporary_name(target)

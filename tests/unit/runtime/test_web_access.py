@@ -28,7 +28,9 @@ def test_names_of_headers_are_compared_without_case(spell) -> None:
 def test_a_deciding_header_that_is_given_twice_is_refused() -> None:
     access = Access("127.0.0.1", None)
     for name in ("Host", "Origin", "Authorization", "Sec-Fetch-Site"):
-        refusal = access.check([("Host", "localhost"), (name, "localhost"), (name.lower(), "evil.example")])
+        refusal = access.check(
+            [("Host", "localhost"), (name, "localhost"), (name.lower(), "evil.example")]
+        )
         assert refusal is not None and refusal.status == 400 and name.lower() in refusal.text
     cookies = [("Host", "localhost"), ("Cookie", "a=b"), ("cookie", f"headway-board={TOKEN}")]
     assert Access("127.0.0.1", TOKEN).check(cookies) is None

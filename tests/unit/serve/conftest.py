@@ -23,5 +23,7 @@ def server() -> Iterator[RunningServer]:
         "--max-running",
         "8",
     )
-    with serving("--model", "m=stand-in", "--model", "plain=no-template", "--adapter", "m:ad=x", *options) as found:
+    with serving(
+        "--model", "m=stand-in", "--model", "plain=no-template", "--adapter", "m:ad=x", *options
+    ) as found:
         yield found

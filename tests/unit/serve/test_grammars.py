@@ -17,7 +17,12 @@ from headway.infer.load import LoadedModel, load_model
 from headway.infer.sampling import Sampling
 from headway.serve import constraints, grammar_check
 from headway.serve.api_errors import ApiError
-from headway.serve.constraints import GrammarConstraint, call_grammar, constraints_of, schema_grammar
+from headway.serve.constraints import (
+    GrammarConstraint,
+    call_grammar,
+    constraints_of,
+    schema_grammar,
+)
 from headway.serve.grammar_check import GrammarChecker
 
 pytest.importorskip("llguidance")
@@ -64,13 +69,32 @@ def test_no_schema_ends_or_delays_the_engine_or_its_neighbours(
     used = {name: grammar for name, (grammar, _) in verdicts.items() if grammar is not None}
     # Some of both, so that the test tests something; which library version refuses which is its own affair.
     assert {"list", "300 properties", "pattern of Chinese", "empty", "dates"} <= set(used)
-    assert {"itself", "3000 properties", "array of itself, never empty", "900 deep", "not", "no type"}.isdisjoint(used)
-    assert {"unknown type", "nowhere", "pattern that is wrong", "another site", "too long"}.isdisjoint(used)
+    assert {
+        "itself",
+        "3000 properties",
+        "array of itself, never empty",
+        "900 deep",
+        "not",
+        "no type",
+    }.isdisjoint(used)
+    assert {
+        "unknown type",
+        "nowhere",
+        "pattern that is wrong",
+        "another site",
+        "too long",
+    }.isdisjoint(used)
     neighbour = EngineRequest((1, 2, 3), 40, Sampling(0.9, seed=4), ignore_eos=True)
     alone = InferenceEngine(loaded, EngineOptions())
     alone.submit(neighbour)
-    expected = [token for _ in range(99) if alone.busy for event in alone.step() for token in event.tokens]
-    engine = InferenceEngine(loaded, EngineOptions(max_running=8, page_tokens=8, max_waiting=4096), constraints=constraints_of(loaded))
+    expected = [
+        token for _ in range(99) if alone.busy for event in alone.step() for token in event.tokens
+    ]
+    engine = InferenceEngine(
+        loaded,
+        EngineOptions(max_running=8, page_tokens=8, max_waiting=4096),
+        constraints=constraints_of(loaded),
+    )
     first = engine.submit(neighbour)
     for number, grammar in enumerate(used.values()):
         engine.submit(EngineRequest((5, 6), 12, Sampling(1.0, seed=number), constraint=grammar))
@@ -90,7 +114,9 @@ def test_no_schema_ends_or_delays_the_engine_or_its_neighbours(
     assert engine.stats().cache_bytes_used == 0
 
 
-def test_a_schema_that_takes_hours_to_compile_is_refused_and_the_next_one_is_checked(checker: GrammarChecker) -> None:
+def test_a_schema_that_takes_hours_to_compile_is_refused_and_the_next_one_is_checked(
+    checker: GrammarChecker,
+) -> None:
     began = time.monotonic()
     grammar, problem = checked(checker, SLOW_SCHEMAS["multiples of many primes"])
     assert grammar is None and REFUSED_FOR_TIME in problem
@@ -113,7 +139,9 @@ def test_a_verdict_is_remembered(checker: GrammarChecker, monkeypatch: pytest.Mo
     assert "no text that ends" in checked(checker, {"$ref": "#"})[1]
 
 
-def test_more_grammars_than_may_wait_are_refused(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_grammars_than_may_wait_are_refused(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_check, "MAX_PENDING", 0)
     with pytest.raises(ApiError) as caught:
         asyncio.run(checker.check(schema_grammar({"const": "many"}), "response_format"))
@@ -130,7 +158,12 @@ def test_the_process_ends_with_its_pipe_and_is_started_again(checker: GrammarChe
 
 
 def test_the_grammar_of_a_tool_call_is_checked_in_the_same_way(checker: GrammarChecker) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/properties/arguments"}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"$ref": "#/properties/arguments"}},
+        }
+    ]
     with pytest.raises(ApiError, match="tool_choice cannot be used as a grammar"):
         asyncio.run(checker.check(call_grammar("tags", tools, None), "tool_choice"))
     deep = [{"type": "function", "function": {"name": "f", "parameters": SCHEMAS["900 deep"]}}]
@@ -138,7 +171,9 @@ def test_the_grammar_of_a_tool_call_is_checked_in_the_same_way(checker: GrammarC
         call_grammar("tags", deep, None)
 
 
-def test_masks_that_take_too_long_end_their_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_that_take_too_long_end_their_answer(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     factory = constraints_of(loaded)
     assert factory is not None
     constraint: GrammarConstraint = factory(schema_grammar({"type": "string"}))

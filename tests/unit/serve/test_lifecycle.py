@@ -23,9 +23,13 @@ MODEL = ("--model", "m=stand-in")
 SLOW = {"model": "m", "prompt": "[sleep][[" + "x" * 40 + "]]", "max_tokens": 1000}
 
 
-def started_in_thread(server: RunningServer, body: dict[str, object]) -> tuple[threading.Thread, list[httpx.Response]]:
+def started_in_thread(
+    server: RunningServer, body: dict[str, object]
+) -> tuple[threading.Thread, list[httpx.Response]]:
     found: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: found.append(server.client().post("/v1/completions", json=body)))
+    thread = threading.Thread(
+        target=lambda: found.append(server.client().post("/v1/completions", json=body))
+    )
     thread.start()
     deadline = time.monotonic() + 10
     while not server.client().get("/api/live").json()["running"] and time.monotonic() < deadline:
@@ -39,7 +43,11 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones() -> None:
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         refused = server.client().post("/v1/completions", json=SLOW)
-        assert refused.status_code == 503 and refused.headers["Retry-After"] and "stopping" in refused.json()["error"]["message"]
+        assert (
+            refused.status_code == 503
+            and refused.headers["Retry-After"]
+            and "stopping" in refused.json()["error"]["message"]
+        )
         assert server.client().get("/health").status_code == 503
         thread.join()
         assert found[0].json()["choices"][0]["text"] == "x" * 40
@@ -51,15 +59,21 @@ def test_requests_that_do_not_end_in_time_are_cut_off_and_a_second_signal_ends_a
         thread, found = started_in_thread(server, {"model": "m", "prompt": "[wait]"})
         server.process.send_signal(signal.SIGTERM)
         thread.join()
-        assert found[0].status_code == 503 and "stopped before" in found[0].json()["error"]["message"]
+        assert (
+            found[0].status_code == 503 and "stopped before" in found[0].json()["error"]["message"]
+        )
         assert server.wait() == 0
 
 
 def test_a_second_signal_ends_at_once() -> None:
     with serving(*MODEL) as server:
         body = json.dumps({"model": "m", "prompt": "[wait]"})
-        with closing(socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))) as connection:
-            connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        with closing(
+            socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        ) as connection:
+            connection.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+            )
             while not server.client().get("/api/live").json()["running"]:
                 time.sleep(0.02)
             server.process.send_signal(signal.SIGINT)
@@ -70,7 +84,9 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 def test_ctrl_c_at_the_terminal_of_a_background_job_is_not_for_the_server() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what a process started now inherits, as from a shell's `&`
+    before = signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # what a process started now inherits, as from a shell's `&`
     try:
         with serving(*MODEL) as server:
             server.process.send_signal(signal.SIGINT)
@@ -87,7 +103,10 @@ def test_an_engine_that_dies_fails_what_it_computes_and_runs_again() -> None:
         died = server.client().post("/v1/completions", json={"model": "m", "prompt": "[die]"})
         thread.join()
         for answer in (died, found[0]):
-            assert answer.status_code == 503 and "ended with exit code 3" in answer.json()["error"]["message"]
+            assert (
+                answer.status_code == 503
+                and "ended with exit code 3" in answer.json()["error"]["message"]
+            )
         seen: set[int] = set()
         while 200 not in seen or server.client().get("/health").status_code != 200:
             seen.add(server.client().get("/health").status_code)
@@ -100,12 +119,26 @@ def test_a_model_that_cannot_be_loaded_again_is_tried_ever_less_often() -> None:
     with serving(*MODEL, "--model", "g=gone") as server:
         (server.signs / "gone").touch()
         server.client().post("/v1/completions", json={"model": "g", "prompt": "[kill]"})
-        while "cannot be started" not in json.dumps(health := server.client().get("/health").json()):
+        while "cannot be started" not in json.dumps(
+            health := server.client().get("/health").json()
+        ):
             time.sleep(0.05)
-        assert health["status"] == "degraded" and "model is 'gone', which is not a folder" in health["down"]["g"]["reason"]
+        assert (
+            health["status"] == "degraded"
+            and "model is 'gone', which is not a folder" in health["down"]["g"]["reason"]
+        )
         refused = server.client().post("/v1/completions", json={"model": "g", "prompt": "[[a]]"})
-        assert refused.status_code == 503 and "not a folder" in refused.json()["error"]["message"] and refused.headers["Retry-After"]
-        assert server.client().post("/v1/completions", json={"model": "m", "prompt": "[[a]]"}).status_code == 200
+        assert (
+            refused.status_code == 503
+            and "not a folder" in refused.json()["error"]["message"]
+            and refused.headers["Retry-After"]
+        )
+        assert (
+            server.client()
+            .post("/v1/completions", json={"model": "m", "prompt": "[[a]]"})
+            .status_code
+            == 200
+        )
         while server.log().count("It is started again in") < 3:
             time.sleep(0.05)
         waits = re.findall(r"It is started again in ([\d.]+) s", server.log())
@@ -118,10 +151,15 @@ def test_a_model_that_cannot_be_loaded_again_is_tried_ever_less_often() -> None:
 
 
 def test_an_error_in_a_stream_is_its_last_event() -> None:
-    with serving(*MODEL) as server, server.client().stream("POST", "/v1/completions", json={**SLOW, "stream": True}) as answer:
+    with (
+        serving(*MODEL) as server,
+        server.client().stream("POST", "/v1/completions", json={**SLOW, "stream": True}) as answer,
+    ):
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
-        os.kill(int(subprocess.check_output(["pgrep", "-P", str(server.process.pid)])), signal.SIGKILL)
+        os.kill(
+            int(subprocess.check_output(["pgrep", "-P", str(server.process.pid)])), signal.SIGKILL
+        )
         last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["message"].count("SIGKILL") == 1
 
@@ -130,26 +168,44 @@ def test_a_client_that_takes_no_bytes_is_cut_and_connections_are_bounded() -> No
     limits = ("--stalled-seconds", "0.5", "--max-connections", "3", "--max-running", "1")
     with serving(*MODEL, *limits) as server:
         # logprobs make an answer that fills the buffers of both ends
-        body = json.dumps({"model": "m", "prompt": "[[" + "x" * 2000 + "]]", "max_tokens": 2000, "n": 16, "logprobs": 5, "stream": True})
+        body = json.dumps(
+            {
+                "model": "m",
+                "prompt": "[[" + "x" * 2000 + "]]",
+                "max_tokens": 2000,
+                "n": 16,
+                "logprobs": 5,
+                "stream": True,
+            }
+        )
         port = int(server.url.rsplit(":", 1)[1])
         with closing(socket.socket()) as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect(("127.0.0.1", port))
-            reader.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            reader.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+            )
             deadline = time.monotonic() + 20
-            while "slow_readers_cut_total 1" not in server.client().get("/metrics").text and time.monotonic() < deadline:
+            while (
+                "slow_readers_cut_total 1" not in server.client().get("/metrics").text
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.1)
         assert "slow_readers_cut_total 1" in server.client().get("/metrics").text
         # An idle connection gives way; where all are being answered, the next one is refused.
         body = json.dumps({"model": "m", "prompt": "[wait]", "stream": True})
         with ExitStack() as held:
             for _ in range(3):
-                connection = held.enter_context(closing(socket.create_connection(("127.0.0.1", port), timeout=20)))
+                connection = held.enter_context(
+                    closing(socket.create_connection(("127.0.0.1", port), timeout=20))
+                )
                 connection.sendall(
                     f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
                 )
                 assert b" 200 OK" in connection.recv(1000)
-            refused = held.enter_context(closing(socket.create_connection(("127.0.0.1", port), timeout=20)))
+            refused = held.enter_context(
+                closing(socket.create_connection(("127.0.0.1", port), timeout=20))
+            )
             assert b"503 Service Unavailable" in refused.recv(1000)
 
 
@@ -159,9 +215,19 @@ def test_another_address_needs_a_token() -> None:
         url = f"http://127.0.0.1:{server.url.rsplit(':', 1)[1]}"
         with httpx.Client(base_url=url) as client:
             refused = client.get("/v1/models")
-            assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
-            assert client.get("/v1/models", headers={"Authorization": "Bearer " + "b" * 20}).status_code == 401
-            assert client.get("/v1/models", headers={"Authorization": f"Bearer {token}"}).status_code == 200
+            assert (
+                refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+            )
+            assert (
+                client.get(
+                    "/v1/models", headers={"Authorization": "Bearer " + "b" * 20}
+                ).status_code
+                == 401
+            )
+            assert (
+                client.get("/v1/models", headers={"Authorization": f"Bearer {token}"}).status_code
+                == 200
+            )
             assert client.get("/").status_code == 200 and client.get("/health").status_code == 200
             assert client.get("/metrics").status_code == 401
             moved = client.get(f"/?token={token}")
@@ -175,7 +241,11 @@ def test_mistakes_end_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         cases = {
             (*MODEL, "--port", str(taken.getsockname()[1])): "Choose another --port",
-            (*MODEL, "--host", "0.0.0.0"): "no token is set. Set HEADWAY_SERVE_TOKEN or --token-file",
+            (
+                *MODEL,
+                "--host",
+                "0.0.0.0",
+            ): "no token is set. Set HEADWAY_SERVE_TOKEN or --token-file",
             (*MODEL, "--token-file", "nowhere"): "cannot be read",
             (*MODEL, *MODEL): "two models have the same name",
             (*MODEL, "--adapter", "m=x"): "is taken",
@@ -190,5 +260,15 @@ def test_mistakes_end_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
             errors = capfd.readouterr().err
             assert errors.count("\n") == 1 and expected in errors, errors
     command = [sys.executable, "-c", STAND_IN, "serve", "--port", "0", "--model", "a=broken"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": searched()}, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (2, "error: model is 'broken', which is not a folder.\n")
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": searched()},
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: model is 'broken', which is not a folder.\n",
+    )

@@ -46,7 +46,9 @@ class MeanColour:
         return self
 
     def encode(self, inputs: np.ndarray) -> np.ndarray:
-        return np.repeat(inputs.mean(axis=(1, 2, 3))[:, None, None] / 8, 6, axis=2).astype(np.float32)
+        return np.repeat(inputs.mean(axis=(1, 2, 3))[:, None, None] / 8, 6, axis=2).astype(
+            np.float32
+        )
 
 
 def png(value: int, side: int = 8) -> bytes:
@@ -57,19 +59,36 @@ def png(value: int, side: int = 8) -> bytes:
 
 
 def ask(model: ServedModel, parts: list[dict[str, Any]]) -> Any:
-    body = {"model": "m", "messages": [{"role": "user", "content": parts}], "max_tokens": 12, "temperature": 0}
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
     return model._chat(read_chat(json.dumps(body).encode(), 1))
 
 
 def picture(value: int) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(png(value)).decode()}"}}
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(png(value)).decode()}"},
+    }
 
 
-def test_a_picture_in_a_request_is_answered_as_the_same_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_in_a_request_is_answered_as_the_same_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = CONFIG.with_(max_seq_len=256, media=MediaShape((MediaInput("image", 6, 3),), hidden=8))
-    weights = [(spec.name, initial_value(spec.name, spec.shape, config, 4)) for spec in param_specs(config)]
+    weights = [
+        (spec.name, initial_value(spec.name, spec.shape, config, 4)) for spec in param_specs(config)
+    ]
     tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
-    loaded = LoadedModel(build_frozen_model(config, weights, torch.device("cpu"), torch.float32), config, tokenizer, tmp_path)
+    loaded = LoadedModel(
+        build_frozen_model(config, weights, torch.device("cpu"), torch.float32),
+        config,
+        tokenizer,
+        tmp_path,
+    )
     monkeypatch.setattr("headway.infer.media.open_encoder", lambda *given: MeanColour())
     encoding = MediaEncoding(loaded)
     assert config.media is not None
@@ -88,7 +107,10 @@ def test_a_picture_in_a_request_is_answered_as_the_same_file_is(tmp_path: Path, 
         media_inputs=encoding.inputs,
     )
     client: Any = SimpleNamespace(setup=SimpleNamespace(path="m"), check_alive=lambda: None)
-    model, engine = ServedModel(client, facts, None, ServeLimits()), InferenceEngine(loaded, EngineOptions(max_running=2))
+    model, engine = (
+        ServedModel(client, facts, None, ServeLimits()),
+        InferenceEngine(loaded, EngineOptions(max_running=2)),
+    )
 
     async def decode(prompt: PreparedPrompt) -> PreparedPrompt:
         decoders = WorkerPool("decode the media", 1, ServeLimits().media_bytes)
@@ -105,14 +127,26 @@ def test_a_picture_in_a_request_is_answered_as_the_same_file_is(tmp_path: Path, 
         while request is None:
             request = encoding(prepared.requests[0], prepared.decoded)
         engine.submit(request)
-        return [token for _ in range(100) if engine.busy for event in engine.step() for token in event.tokens]
+        return [
+            token
+            for _ in range(100)
+            if engine.busy
+            for event in engine.step()
+            for token in event.tokens
+        ]
 
     def expected(content: str, *values: int) -> list[int]:
         media = tuple(MediaRef("image", data=png(value)) for value in values)
-        return answer_media(loaded, [MediaQuestion((Turn("user", content),), media)], "chatml", GenerateOptions(12))[0].token_ids
+        return answer_media(
+            loaded, [MediaQuestion((Turn("user", content),), media)], "chatml", GenerateOptions(12)
+        )[0].token_ids
 
     text = {"type": "text", "text": "\nwhat?"}
-    assert answered([picture(10), text]) == expected("<image>\nwhat?", 10) != expected("<image>\nwhat?", 200)
+    assert (
+        answered([picture(10), text])
+        == expected("<image>\nwhat?", 10)
+        != expected("<image>\nwhat?", 200)
+    )
     assert answered([picture(10), text, picture(200)]) == expected("<image>\nwhat?<image>", 10, 200)
     many = [10 * number for number in range(12)]
     assert answered([*map(picture, many), text]) == expected("<image>" * 12 + "\nwhat?", *many)

@@ -19,36 +19,67 @@ needs_node = pytest.mark.skipif(NODE is None, reason="needs node")
 def test_the_page_is_made_of_its_own_files_and_names_no_other_host() -> None:
     page = (PAGE / "index.html").read_text(encoding="utf-8")
     named = re.findall(r'(?:src|href)="([^"]+)"', page)
-    assert named and all(one.startswith("static/") and (PAGE / one.removeprefix("static/")).is_file() for one in named)
-    assert "<script>" not in page and "<style" not in page and not re.search(r"\son\w+=|\sstyle=", page), "the policy allows files alone"
+    assert named and all(
+        one.startswith("static/") and (PAGE / one.removeprefix("static/")).is_file()
+        for one in named
+    )
+    assert (
+        "<script>" not in page
+        and "<style" not in page
+        and not re.search(r"\son\w+=|\sstyle=", page)
+    ), "the policy allows files alone"
     for file in (*SCRIPTS, *PAGE.glob("*.css")):
         text = file.read_text(encoding="utf-8")
         assert text.count("\n") <= 400, file.name
-        hosts = [one for one in re.findall(r"(?:https?:)?//[\w.-]+\.\w{2,}[^\s\"'`)]*", text) if not one.startswith("http://www.w3.org/")]
+        hosts = [
+            one
+            for one in re.findall(r"(?:https?:)?//[\w.-]+\.\w{2,}[^\s\"'`)]*", text)
+            if not one.startswith("http://www.w3.org/")
+        ]
         assert not [one for one in hosts if one.startswith("http")], f"{file.name}: {hosts}"
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), file.name
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text
+        ), file.name
         for other in re.findall(r'from "\./([^"]+)"', text):
             assert (PAGE / other).is_file(), f"{file.name} imports {other}"
 
 
-def test_the_server_gives_every_file_under_a_policy_that_allows_its_own_alone(server: RunningServer) -> None:
+def test_the_server_gives_every_file_under_a_policy_that_allows_its_own_alone(
+    server: RunningServer,
+) -> None:
     for file in sorted(PAGE.iterdir()):
         answer = server.client().get("/" if file.name == "index.html" else f"/static/{file.name}")
         assert answer.status_code == 200 and answer.content == file.read_bytes(), file.name
-        policy = dict(part.strip().split(" ", 1) for part in answer.headers["Content-Security-Policy"].split(";") if part.strip())
-        assert policy["default-src"] == "'none'" and policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        policy = dict(
+            part.strip().split(" ", 1)
+            for part in answer.headers["Content-Security-Policy"].split(";")
+            if part.strip()
+        )
+        assert (
+            policy["default-src"] == "'none'"
+            and policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        )
         assert "data:" in policy["img-src"] and "data:" in policy["media-src"], "uploads are shown"
 
 
 def test_both_languages_say_everything_that_the_page_says() -> None:
     text = (PAGE / "words.js").read_text(encoding="utf-8")
     english, chinese = (
-        dict(re.findall(r'(\w+): "((?:[^"\\]|\\.)*)"', text[text.index(f"const {name} ") :].split("\n};")[0])) for name in ("EN", "ZH")
+        dict(
+            re.findall(
+                r'(\w+): "((?:[^"\\]|\\.)*)"', text[text.index(f"const {name} ") :].split("\n};")[0]
+            )
+        )
+        for name in ("EN", "ZH")
     )
     assert english.keys() == chinese.keys()
     for key, words in english.items():
         assert set(re.findall(r"\{\w+\}", words)) == set(re.findall(r"\{\w+\}", chinese[key])), key
-    used = {key for file in SCRIPTS for key in re.findall(r'say\("(\w+)"', file.read_text(encoding="utf-8"))}
+    used = {
+        key
+        for file in SCRIPTS
+        for key in re.findall(r'say\("(\w+)"', file.read_text(encoding="utf-8"))
+    }
     assert used <= english.keys(), used - english.keys()
 
 
@@ -59,7 +90,9 @@ def in_node(folder: Path, script: str, given: Any = None) -> Any:
         shutil.copy(file, folder / file.name)
     (folder / "package.json").write_text('{"type": "module"}')
     (folder / "given.json").write_text(json.dumps(given), encoding="utf-8")
-    done = subprocess.run([NODE, script], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [NODE, script], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -67,11 +100,23 @@ def in_node(folder: Path, script: str, given: Any = None) -> Any:
 @needs_node
 def test_versions_of_questions_and_answers_keep_what_followed(tmp_path: Path) -> None:
     seen = in_node(tmp_path, "page_branches.js")
-    assert seen["plain"] == "q1|a1|q2|a2" and seen["regenerated"] == "q1|a1b", "a new answer has no continuation yet"
-    assert seen["back"] == "q1|a1|q2|a2" and seen["edited"] == "q1|a1|q2b|a2b" and seen["unedited"] == "q1|a1|q2|a2"
-    assert seen["dog"] == "Be brief.|q1|a1|q2|a2|q3|dog 3|q4", "a model that joined later takes the first one's answers before it"
+    assert seen["plain"] == "q1|a1|q2|a2" and seen["regenerated"] == "q1|a1b", (
+        "a new answer has no continuation yet"
+    )
+    assert (
+        seen["back"] == "q1|a1|q2|a2"
+        and seen["edited"] == "q1|a1|q2b|a2b"
+        and seen["unedited"] == "q1|a1|q2|a2"
+    )
+    assert seen["dog"] == "Be brief.|q1|a1|q2|a2|q3|dog 3|q4", (
+        "a model that joined later takes the first one's answers before it"
+    )
     assert seen["copied"] and seen["read"] and seen["mediaRead"] == 1
-    assert seen["hostile"][:5] == [[], [], [], [], []] and seen["hostile"][5] == [0, 0, 0] and seen["hostile"][6] == []
+    assert (
+        seen["hostile"][:5] == [[], [], [], [], []]
+        and seen["hostile"][5] == [0, 0, 0]
+        and seen["hostile"][6] == []
+    )
     assert seen["circle"] == 1
     assert seen["kept"] == [None, None, None, ["a"], 0, ["t"]]
     assert [part["type"] for part in seen["media"]] == ["image_url", "input_audio", "text"]
@@ -123,16 +168,24 @@ def test_markdown_is_read_and_nothing_in_it_becomes_more_than_text(tmp_path: Pat
     lists = {"inline": [*INLINE], "blocks": [*BLOCKS], "addresses": [*ADDRESSES]}
     seen = in_node(tmp_path, "page_markdown.js", lists)
     assert seen["inline"] == INLINE and seen["blocks"] == BLOCKS and seen["addresses"] == ADDRESSES
-    assert [(one["thoughts"], one["rest"]) for one in seen["thoughts"]] == [("a", ""), ("a", "b"), (None, "b <think>")]
+    assert [(one["thoughts"], one["rest"]) for one in seen["thoughts"]] == [
+        ("a", ""),
+        ("a", "b"),
+        (None, "b <think>"),
+    ]
     assert "lost" not in seen, seen["lost"]
     assert "grown" not in seen, seen["grown"]
     assert seen["milliseconds"] < 8000, "a hostile answer must not freeze the page"
 
 
 @needs_node
-def test_streams_are_read_whatever_their_pieces_and_old_turns_are_left_out_when_the_context_is_full(tmp_path: Path) -> None:
+def test_streams_are_read_whatever_their_pieces_and_old_turns_are_left_out_when_the_context_is_full(
+    tmp_path: Path,
+) -> None:
     seen = in_node(tmp_path, "page_stream.js")
     assert seen["events"] == ['{"a":"你"}', "1\n2", "[DONE]"] and seen["cuts"]
-    assert seen["fits"] == [{"leftOut": 2}, {"text": "hi"}, {"finish": "stop"}] and seen["asked"] == [0, 1, 2]
+    assert seen["fits"] == [{"leftOut": 2}, {"text": "hi"}, {"finish": "stop"}] and seen[
+        "asked"
+    ] == [0, 1, 2]
     assert seen["never"] == ["too long"], "the question alone is too long"
     assert "connection ended" in seen["cutOff"][-1] and "does not answer" in seen["offline"][-1]

@@ -63,22 +63,34 @@ def test_an_answer_that_is_a_call_as_a_whole() -> None:
     }.items():
         reader = ToolCallReader("whole")
         pieces = [reader.add(character) for character in text] + [reader.finish()]
-        assert ("".join(said for said, _ in pieces), [call.name for _, calls in pieces for call in calls]) == expected
+        assert (
+            "".join(said for said, _ in pieces),
+            [call.name for _, calls in pieces for call in calls],
+        ) == expected
 
 
 def test_the_format_of_calls_is_that_of_the_template() -> None:
     tokenizer = byte_tokenizer()
-    found = {name: tool_format(BUILT_IN[name].export(tokenizer) or "") for name in ("chatml", "qwen", "llama3", "alpaca")}
+    found = {
+        name: tool_format(BUILT_IN[name].export(tokenizer) or "")
+        for name in ("chatml", "qwen", "llama3", "alpaca")
+    }
     assert found == {"chatml": "tags", "qwen": "tags", "llama3": "whole", "alpaca": None}
 
 
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}, {"type": "function", "function": {"name": "now"}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
 
 
 def generated(grammar: str, seed: int) -> str:
@@ -91,7 +103,9 @@ def generated(grammar: str, seed: int) -> str:
     while not constraint.is_finished:
         mask = np.zeros(vocab // 32, np.int32)
         constraint.fill_mask(mask)
-        token = int(rng.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))))
+        token = int(
+            rng.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")))
+        )
         if token == tokenizer.eos_id:
             break
         constraint.accept(token)
@@ -113,8 +127,12 @@ def test_random_tokens_under_a_schema_are_a_valid_object() -> None:
     assert len(calls) == 1 and calls[0].name in ("weather", "now")
 
 
-@pytest.mark.parametrize(("reason", "reported"), [("grammar", 2), ("eos", 1), ("stop", 1), ("length", 2)])
-def test_a_text_that_its_grammar_completes_keeps_the_log_probability_of_its_last_token(reason: Any, reported: int) -> None:
+@pytest.mark.parametrize(
+    ("reason", "reported"), [("grammar", 2), ("eos", 1), ("stop", 1), ("length", 2)]
+)
+def test_a_text_that_its_grammar_completes_keeps_the_log_probability_of_its_last_token(
+    reason: Any, reported: int
+) -> None:
     """An end id is no part of the text, and its log-probability is left out; the last token of a grammar's text is."""
     tokenizer = byte_tokenizer()
     assert tokenizer.eos_id is not None
@@ -148,7 +166,9 @@ def test_frames_survive_any_cut() -> None:
     data = b"".join(map(pack, messages))
     for size in (1, 7, 64, len(data)):
         reader = FrameReader()
-        assert [one for at in range(0, len(data), size) for one in reader.feed(data[at : at + size])] == messages
+        assert [
+            one for at in range(0, len(data), size) for one in reader.feed(data[at : at + size])
+        ] == messages
 
 
 def test_restarts_wait_longer_each_time_until_the_engine_has_run_for_a_while() -> None:
@@ -164,7 +184,13 @@ def test_a_histogram_counts_what_is_below_each_bound() -> None:
     found = Histogram((0.1, 1.0))
     for value in (0.05, 0.1, 0.5, 9.0):
         found.add(value)
-    assert [line.split()[-1] for line in found.lines("x", 'm="a"')] == ["2", "3", "4", "9.650000", "4"]
+    assert [line.split()[-1] for line in found.lines("x", 'm="a"')] == [
+        "2",
+        "3",
+        "4",
+        "9.650000",
+        "4",
+    ]
 
 
 def test_names_of_models_and_adapters(tmp_path) -> None:
@@ -180,8 +206,18 @@ def test_names_of_models_and_adapters(tmp_path) -> None:
 
 
 def test_masks_of_all_models_or_of_one() -> None:
-    chosen = ServedModels(["a", "b"], masks=["b=masks.tsv", "none"], adapter=[], equal_per_layer=False, stream_window=64, stream_sinks=None)
-    assert {name: choice.masks for name, choice in chosen._masks(["a", "b"]).items()} == {"a": "none", "b": "masks.tsv"}
+    chosen = ServedModels(
+        ["a", "b"],
+        masks=["b=masks.tsv", "none"],
+        adapter=[],
+        equal_per_layer=False,
+        stream_window=64,
+        stream_sinks=None,
+    )
+    assert {name: choice.masks for name, choice in chosen._masks(["a", "b"]).items()} == {
+        "a": "none",
+        "b": "masks.tsv",
+    }
     assert [choice.window for choice in chosen._masks(["a", "b"]).values()] == [None, 64]
 
 
@@ -189,7 +225,9 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     """Answers when the whole body has arrived."""
     while (await receive()).get("more_body"):
         continue
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]}
+    )
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -197,7 +235,9 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 async def listening_with(most: int) -> AsyncIterator[tuple[str, int]]:
     """The address of a server with at most so many connections."""
     protocol = connections.bounded_protocol(most, 1.0)
-    http = _http_server(uvicorn.Config(answer, http=protocol, lifespan="off", log_config=None, ws="none"))
+    http = _http_server(
+        uvicorn.Config(answer, http=protocol, lifespan="off", log_config=None, ws="none")
+    )
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(http.serve(sockets=[listening]))
         yield listening.getsockname()
@@ -207,7 +247,11 @@ async def listening_with(most: int) -> AsyncIterator[tuple[str, int]]:
 
 @pytest.mark.parametrize(
     "begun",
-    [b"", b"GET / HTTP/1.1\r\nHost:", b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf"],
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost:",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf",
+    ],
     ids=["silent", "half a head", "half a body"],
 )
 def test_half_open_connections_lock_nobody_out(begun: bytes) -> None:
@@ -231,7 +275,10 @@ def test_half_open_connections_lock_nobody_out(begun: bytes) -> None:
 
 
 def test_connections_leave_room_for_the_other_files_of_a_server() -> None:
-    found = {limit: connections.affordable_connections(1024, limit) for limit in (100, 256, 1024, 1152, 20_000)}
+    found = {
+        limit: connections.affordable_connections(1024, limit)
+        for limit in (100, 256, 1024, 1152, 20_000)
+    }
     assert found == {100: 1, 256: 128, 1024: 896, 1152: 1024, 20_000: 1024}
 
 

@@ -55,7 +55,9 @@ def continued(server: LocalServer, beginning: str, **fields: Any) -> dict[str, A
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_of_several_stop_texts_the_earliest_ends_the_answer(server: LocalServer, steps: int) -> None:
+def test_of_several_stop_texts_the_earliest_ends_the_answer(
+    server: LocalServer, steps: int
+) -> None:
     server.engines[0].steps_at_once = steps
     for stops, text in {
         ("four", "two"): "one ",
@@ -68,18 +70,28 @@ def test_of_several_stop_texts_the_earliest_ends_the_answer(server: LocalServer,
     }.items():
         choice = complete(server, "a", stop=list(stops))["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (text, "stop"), stops
-        streamed = server.events("/v1/completions", model="m", prompt="a", temperature=0, stop=list(stops))
+        streamed = server.events(
+            "/v1/completions", model="m", prompt="a", temperature=0, stop=list(stops)
+        )
         assert "".join(event["choices"][0]["text"] for event in streamed) == text, stops
     server.engines[0].steps_at_once = 1
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_log_probabilities_end_with_the_token_that_completes_a_stop_text(server: LocalServer, steps: int) -> None:
+def test_log_probabilities_end_with_the_token_that_completes_a_stop_text(
+    server: LocalServer, steps: int
+) -> None:
     server.engines[0].steps_at_once = steps
     found = complete(server, "a", stop="wo", logprobs=0)
-    assert found["choices"][0]["logprobs"]["tokens"] == ["one ", "two "] and found["usage"]["completion_tokens"] == 2
+    assert (
+        found["choices"][0]["logprobs"]["tokens"] == ["one ", "two "]
+        and found["usage"]["completion_tokens"] == 2
+    )
     chat = server.ask("/v1/chat/completions", **continued(server, "a", stop=["wo"], logprobs=True))
-    assert [entry["token"] for entry in chat["choices"][0]["logprobs"]["content"]] == ["one ", "two "]
+    assert [entry["token"] for entry in chat["choices"][0]["logprobs"]["content"]] == [
+        "one ",
+        "two ",
+    ]
     assert chat["choices"][0]["message"]["content"] == "one t"
     # The end token is no part of the text, so it has no log-probability either.
     whole = complete(server, "a", logprobs=0)
@@ -88,18 +100,30 @@ def test_log_probabilities_end_with_the_token_that_completes_a_stop_text(server:
     server.engines[0].steps_at_once = 1
 
 
-def test_an_id_that_stops_an_answer_and_is_text_keeps_its_log_probability(server: LocalServer) -> None:
+def test_an_id_that_stops_an_answer_and_is_text_keeps_its_log_probability(
+    server: LocalServer,
+) -> None:
     word = server.engines[0].facts.tokenizer.vocab_size  # pyright: ignore[reportOptionalMemberAccess]
-    number = next(token for token in range(256, word) if server.state.bases[0].tokenizer.decode([token]) == "three ")
+    number = next(
+        token
+        for token in range(256, word)
+        if server.state.bases[0].tokenizer.decode([token]) == "three "
+    )
     choice = complete(server, "a", stop_token_ids=[number], logprobs=0)["choices"][0]
-    assert choice["text"] == "one two three " and choice["logprobs"]["tokens"] == ["one ", "two ", "three "]
+    assert choice["text"] == "one two three " and choice["logprobs"]["tokens"] == [
+        "one ",
+        "two ",
+        "three ",
+    ]
     assert choice["finish_reason"] == "stop"
 
 
 def test_a_grammar_that_ends_in_text_keeps_its_last_log_probability(server: LocalServer) -> None:
     pytest.importorskip("llguidance")
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": "ok"}}}
-    chat = server.ask("/v1/chat/completions", **continued(server, "a", response_format=schema, logprobs=True))
+    chat = server.ask(
+        "/v1/chat/completions", **continued(server, "a", response_format=schema, logprobs=True)
+    )
     content = chat["choices"][0]["logprobs"]["content"]
     assert chat["choices"][0]["message"]["content"] == '"ok"'
     assert "".join(entry["token"] for entry in content) == '"ok"'
@@ -109,7 +133,9 @@ def test_cached_tokens_are_those_of_each_prompt_once(server: LocalServer) -> Non
     prompts = ["cache one " * 4 + "a", "cache two " * 3 + "a"]
     ids = [len(server.state.bases[0].tokenizer.encode(prompt)) for prompt in prompts]
     first = complete(server, prompts, n=3, max_tokens=1)["usage"]
-    assert first["prompt_tokens"] == sum(ids) and first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert (
+        first["prompt_tokens"] == sum(ids) and first["prompt_tokens_details"]["cached_tokens"] == 0
+    )
     again = complete(server, prompts, n=3, max_tokens=1)["usage"]
     # Whole pages are found again: 41 tokens have two of 16, 31 have one.
     assert ids == [41, 31] and again["prompt_tokens_details"]["cached_tokens"] == 2 * PAGE + PAGE
@@ -120,10 +146,21 @@ def test_cached_tokens_are_those_of_each_prompt_once(server: LocalServer) -> Non
 def test_the_offset_of_a_token_counts_characters(server: LocalServer) -> None:
     choice = complete(server, "b", logprobs=0)["choices"][0]
     assert choice["text"] == "né 你x ü"
-    assert choice["logprobs"]["tokens"] == ["né ", "bytes:\\xe4", "bytes:\\xbd", "bytes:\\xa0", "x ", "ü"]
+    assert choice["logprobs"]["tokens"] == [
+        "né ",
+        "bytes:\\xe4",
+        "bytes:\\xbd",
+        "bytes:\\xa0",
+        "x ",
+        "ü",
+    ]
     assert choice["logprobs"]["text_offset"] == [0, 3, 3, 3, 4, 6]
     streamed = server.events("/v1/completions", model="m", prompt="b", temperature=0, logprobs=0)
-    offsets = [offset for event in streamed for offset in (event["choices"][0]["logprobs"] or {"text_offset": []})["text_offset"]]
+    offsets = [
+        offset
+        for event in streamed
+        for offset in (event["choices"][0]["logprobs"] or {"text_offset": []})["text_offset"]
+    ]
     assert offsets == [0, 3, 3, 3, 4, 6]
 
 
@@ -134,12 +171,16 @@ def test_offsets_of_an_echoed_prompt_are_those_of_the_text(server: LocalServer) 
     assert choice["text"] == "ébné 你"
     assert choice["logprobs"]["tokens"][:5] == ["<s>", "bytes:\\xc3", "bytes:\\xa9", "b", "né "]
     assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 2, 5, 5, 5]
-    assert choice["logprobs"]["token_logprobs"][0] is None and all(value < 0 for value in choice["logprobs"]["token_logprobs"][1:])
+    assert choice["logprobs"]["token_logprobs"][0] is None and all(
+        value < 0 for value in choice["logprobs"]["token_logprobs"][1:]
+    )
 
 
 def test_an_answer_that_fills_the_context_ends_with_length(server: LocalServer) -> None:
     found = complete(server, "-" * (CONTEXT - 21) + "d", max_tokens=1000)
-    assert found["choices"][0]["finish_reason"] == "length" and found["choices"][0]["text"].startswith("say over again say over")
+    assert found["choices"][0]["finish_reason"] == "length" and found["choices"][0][
+        "text"
+    ].startswith("say over again say over")
     assert found["usage"] == {**found["usage"], "completion_tokens": 20, "total_tokens": CONTEXT}
     # Where the engine itself comes to the end of the context, clients read the same.
     stream = RequestStream(1, Mailbox(), 1, False)
@@ -172,16 +213,33 @@ def test_a_token_that_cannot_follow_has_a_number_in_json(server: LocalServer) ->
     found = [(97, -math.inf, ((98, -0.5), (99, -math.inf), (100, math.nan)))]
     chat = json.loads(ENCODE(chat_logprobs(tokenizer, found)), parse_constant=pytest.fail)
     assert chat["content"][0]["logprob"] == -9999.0
-    assert [entry["logprob"] for entry in chat["content"][0]["top_logprobs"]] == [-0.5, -9999.0, -9999.0]
-    text = json.loads(ENCODE(text_logprobs(tokenizer, found, TokenOffsets(tokenizer))), parse_constant=pytest.fail)
-    assert text["token_logprobs"] == [-9999.0] and sorted(text["top_logprobs"][0].values()) == [-9999.0, -9999.0, -0.5]
+    assert [entry["logprob"] for entry in chat["content"][0]["top_logprobs"]] == [
+        -0.5,
+        -9999.0,
+        -9999.0,
+    ]
+    text = json.loads(
+        ENCODE(text_logprobs(tokenizer, found, TokenOffsets(tokenizer))), parse_constant=pytest.fail
+    )
+    assert text["token_logprobs"] == [-9999.0] and sorted(text["top_logprobs"][0].values()) == [
+        -9999.0,
+        -9999.0,
+        -0.5,
+    ]
 
 
 def test_likely_tokens_that_are_parts_of_characters_stay_apart(server: LocalServer) -> None:
     tokenizer = server.state.bases[0].tokenizer
-    parts = [token for token in range(256) if len(tokenizer.decode_bytes([token]).decode("utf-8", "ignore")) == 0][:3]
+    parts = [
+        token
+        for token in range(256)
+        if len(tokenizer.decode_bytes([token]).decode("utf-8", "ignore")) == 0
+    ][:3]
     top = tuple((token, -1.0) for token in parts)
-    assert len(text_logprobs(tokenizer, [(97, -1.0, top)], TokenOffsets(tokenizer))["top_logprobs"][0]) == 3
+    assert (
+        len(text_logprobs(tokenizer, [(97, -1.0, top)], TokenOffsets(tokenizer))["top_logprobs"][0])
+        == 3
+    )
 
 
 def test_an_answer_goes_on_with_the_words_it_is_given(server: LocalServer) -> None:
@@ -189,7 +247,10 @@ def test_an_answer_goes_on_with_the_words_it_is_given(server: LocalServer) -> No
     assert found["choices"][0]["message"]["content"] == "one two three four"
     body = continued(server, "a")
     del body["add_generation_prompt"]
-    assert server.ask("/v1/chat/completions", **body)["choices"][0]["message"]["content"] == "one two three four"
+    assert (
+        server.ask("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+        == "one two three four"
+    )
     for changes, param in (
         ({"add_generation_prompt": True}, "add_generation_prompt"),
         ({"continue_final_message": False}, "add_generation_prompt"),

@@ -41,11 +41,19 @@ def bomb(side: int) -> MediaRef:
     """A picture that claims to be large, of a few bytes."""
     head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     chunk = b"IHDR" + head
-    data = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    data = (
+        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    )
     return MediaRef("image", data=data + bytes(20), name="bomb")
 
 
-def with_pool(work: Callable[[WorkerPool], Awaitable[T]], *, count: int = 1, memory: int = LIMITS.media_bytes, waiting: int = 64) -> T:
+def with_pool(
+    work: Callable[[WorkerPool], Awaitable[T]],
+    *,
+    count: int = 1,
+    memory: int = LIMITS.media_bytes,
+    waiting: int = 64,
+) -> T:
     """Run with a pool that is closed at the end."""
 
     async def run() -> T:
@@ -58,8 +66,12 @@ def with_pool(work: Callable[[WorkerPool], Awaitable[T]], *, count: int = 1, mem
     return asyncio.run(run())
 
 
-async def decoded(pool: WorkerPool, *refs: MediaRef, pixels: int = LIMITS.media_pixels, seconds: float = 30) -> bytes:
-    return await pool.run(("media", [(ref, SPEC) for ref in refs], pixels), seconds, ARRAY_BYTES * len(refs))
+async def decoded(
+    pool: WorkerPool, *refs: MediaRef, pixels: int = LIMITS.media_pixels, seconds: float = 30
+) -> bytes:
+    return await pool.run(
+        ("media", [(ref, SPEC) for ref in refs], pixels), seconds, ARRAY_BYTES * len(refs)
+    )
 
 
 async def refused(work: Awaitable[Any]) -> ApiError:
@@ -81,7 +93,9 @@ def test_what_a_worker_meets_is_the_error_of_one_request_and_the_next_one_is_rea
         assert wrong.status == 400 and "x.png: not a PNG, JPEG or WebP picture" in str(wrong)
         process = pool.idle[0]
         # The first answer left the process as it was: the next job is its.
-        assert await decoded(pool, png(value=3)) == bytes([3]) * ARRAY_BYTES and pool.idle == [process]
+        assert await decoded(pool, png(value=3)) == bytes([3]) * ARRAY_BYTES and pool.idle == [
+            process
+        ]
         # A process that is killed in the middle of a job.
         waiting = asyncio.create_task(decoded(pool, png(), seconds=30))
         os.kill(process.pid, signal.SIGSTOP)
@@ -89,7 +103,9 @@ def test_what_a_worker_meets_is_the_error_of_one_request_and_the_next_one_is_rea
             await asyncio.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
         died = await refused(waiting)
-        assert (died.status, died.code) == (500, "worker_died") and "was killed by SIGKILL" in str(died)
+        assert (died.status, died.code) == (500, "worker_died") and "was killed by SIGKILL" in str(
+            died
+        )
         assert await decoded(pool, png(value=4)) == bytes([4]) * ARRAY_BYTES
         # A process that takes too long.
         os.kill(pool.idle[0].pid, signal.SIGSTOP)
@@ -137,8 +153,12 @@ def test_a_client_that_leaves_ends_its_decoder_and_a_full_queue_refuses() -> Non
 
 
 def test_bodies_are_read_in_a_worker_as_in_the_server() -> None:
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 100_000}]}).encode()
-    wrong = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 100_000}], "n": 99}).encode()
+    body = json.dumps(
+        {"model": "m", "messages": [{"role": "user", "content": "x" * 100_000}]}
+    ).encode()
+    wrong = json.dumps(
+        {"model": "m", "messages": [{"role": "user", "content": "x" * 100_000}], "n": 99}
+    ).encode()
     many = b'{"model": "m", "messages": [' + b"[]," * 210_000 + b"0]}"
 
     head, packed = answer(("body", "chat", body, 4))
@@ -147,7 +167,14 @@ def test_bodies_are_read_in_a_worker_as_in_the_server() -> None:
     assert (head["status"], head["param"]) == (400, "n")
     head, _ = answer(("body", "chat", many, 4))
     assert head["status"] == 400 and "more than 200000 lists, objects and texts" in head["message"]
-    head, _ = answer(("body", "completion", json.dumps({"model": "m", "prompt": [0] * (4 << 20 | 1)}).encode(), 4))
+    head, _ = answer(
+        (
+            "body",
+            "completion",
+            json.dumps({"model": "m", "prompt": [0] * (4 << 20 | 1)}).encode(),
+            4,
+        )
+    )
     assert head["status"] == 400 and "at most 4194304" in head["message"]
 
 
@@ -162,7 +189,11 @@ def test_a_worker_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if os.path.exists("/proc/self/environ"):
         environment = with_pool(work)
-        assert b"b" * 20 not in environment and b"c" * 20 not in environment and b"PATH=" in environment
+        assert (
+            b"b" * 20 not in environment
+            and b"c" * 20 not in environment
+            and b"PATH=" in environment
+        )
 
 
 def test_an_answer_larger_than_expected_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +208,10 @@ def test_an_answer_larger_than_expected_is_never_read(monkeypatch: pytest.Monkey
 def test_a_picture_in_a_request_is_base64(monkeypatch: pytest.MonkeyPatch) -> None:
     data = png().data
     assert data is not None
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(data).decode()}}
+    part = {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64," + base64.b64encode(data).decode()},
+    }
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": [part]}]}).encode()
     head, packed = answer(("body", "chat", body, 4))
     assert head == {"status": 200} and data in packed

@@ -40,8 +40,13 @@ def wait_until_done(found: Checksums) -> None:
         time.sleep(0.001)
 
 
-def test_small_stores_are_hashed_and_large_ones_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = make_store(tmp_path / "small", [100, 200]), make_store(tmp_path / "large", [900, 900])
+def test_small_stores_are_hashed_and_large_ones_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = (
+        make_store(tmp_path / "small", [100, 200]),
+        make_store(tmp_path / "large", [900, 900]),
+    )
     cache = tmp_path / "cache"
     for path, expected in {**small, **large}.items():
         Checksums(cache).require(path, expected)
@@ -50,20 +55,26 @@ def test_small_stores_are_hashed_and_large_ones_left(tmp_path: Path, monkeypatch
     rot(list(large)[1], 5, cache)
     assert Checksums(cache).verify_now([large, small]) == large
     rot(list(small)[1], 5, cache)
-    Checksums(cache).require(list(small)[1], small[list(small)[1]])  # the cache still says that it is good
+    Checksums(cache).require(
+        list(small)[1], small[list(small)[1]]
+    )  # the cache still says that it is good
     with pytest.raises(DataError, match=r"small/tokens-00001\.bin: damaged"):
         Checksums(cache).verify_now([large, small])
     with pytest.raises(DataError, match=r"large/tokens-00001\.bin: damaged"):
         Checksums(cache).verify_now([large], everything=True)
 
 
-def test_a_start_takes_no_longer_than_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_takes_no_longer_than_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make_store(tmp_path / "store", [100, 100])
     monkeypatch.setattr(checksums, "AT_START_SECONDS", -1.0)
     assert Checksums(tmp_path / "cache").verify_now([store]) == store
 
 
-def test_what_this_process_has_hashed_is_not_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_process_has_hashed_is_not_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make_store(tmp_path / "store", [100])
     found = Checksums(tmp_path / "cache")
     (path,) = store
@@ -81,7 +92,11 @@ def test_the_thread_finds_what_the_cache_does_not_know(tmp_path: Path) -> None:
     found = Checksums(cache)
     found.verify_in_background(store)
     wait_until_done(found)
-    assert found.damage is not None and found.damage.path == bad and f"{bad}: damaged" in found.damage.problem
+    assert (
+        found.damage is not None
+        and found.damage.path == bad
+        and f"{bad}: damaged" in found.damage.problem
+    )
     assert isinstance(found.failed, DataError)
     found.is_watched = True
     assert found.failed is None
@@ -111,7 +126,9 @@ def test_files_that_were_not_hashed_for_the_longest_time_come_first_and_those_in
     assert order == [paths[2], paths[1], paths[3], paths[0], paths[4]]
 
 
-def test_the_thread_sleeps_most_of_the_time_and_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_sleeps_most_of_the_time_and_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make_store(tmp_path / "store", [1000])
     monkeypatch.setattr(checksums, "CHUNK_BYTES", 10)
     slept: list[float] = []
@@ -127,7 +144,11 @@ def test_the_thread_sleeps_most_of_the_time_and_ends_at_once(tmp_path: Path, mon
     monkeypatch.setattr(found._background, "_is_over", Over())  # pyright: ignore[reportPrivateUsage]
     found.verify_in_background(store)
     assert begun.wait(30)
-    (worker,) = [one for one in threading.enumerate() if one.name == "headway-checksums" and one is found._background._worker]  # pyright: ignore[reportPrivateUsage]
+    (worker,) = [
+        one
+        for one in threading.enumerate()
+        if one.name == "headway-checksums" and one is found._background._worker
+    ]  # pyright: ignore[reportPrivateUsage]
     found.end()
     worker.join(10)
     assert not worker.is_alive() and found.waiting == list(store) and slept[0] > 0
@@ -155,7 +176,9 @@ def test_a_checksum_that_was_misread_once_is_no_damage_for_ever(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("verb", ["merge", "convert", "pack"])
-def test_nothing_is_made_of_a_large_damaged_store(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_made_of_a_large_damaged_store(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The check of a large file ends after the verb has read it: what was made would have good checksums of bad tokens."""
     monkeypatch.setattr(checksums, "AT_ONCE_BYTES", 0)
     with StoreWriter(tmp_path / "store", dtype="uint16", tokenizer_fingerprint="f") as writer:

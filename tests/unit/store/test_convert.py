@@ -35,21 +35,30 @@ def native(folder: Path, given_documents: list[list[tuple[int, bool]]], masked: 
 def content(path: Path) -> list[tuple[list[int], list[bool] | None]]:
     """Ids, and the mask of what can be a target: all but the first token."""
     source = open_source(path)
-    return [(item.ids.tolist(), None if item.mask is None else item.mask.tolist()[1:]) for item in iter_documents(source)]
+    return [
+        (item.ids.tolist(), None if item.mask is None else item.mask.tolist()[1:])
+        for item in iter_documents(source)
+    ]
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @settings(deadline=None, max_examples=12)
 @given(given_documents=documents)
 def test_a_store_comes_back_unchanged_from_every_format(
-    masked: bool, given_documents: list[list[tuple[int, bool]]], tmp_path_factory: pytest.TempPathFactory
+    masked: bool,
+    given_documents: list[list[tuple[int, bool]]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     root = tmp_path_factory.mktemp("convert")
     begin = [(65001, True)]
     store = native(root / "native", [begin + d for d in given_documents], masked)
     for target in TARGETS:
         report = convert(store, root / target, target)
-        assert (report.documents, report.begins_added, report.empty_dropped) == (len(given_documents), 0, 0)
+        assert (report.documents, report.begins_added, report.empty_dropped) == (
+            len(given_documents),
+            0,
+            0,
+        )
         convert(root / target, root / f"{target} back", "headway")
         back, expected = content(root / f"{target} back"), content(store)
         assert [ids for ids, _ in back] == [ids for ids, _ in expected]
@@ -67,7 +76,9 @@ def test_types_become_folders_and_domains(tmp_path: Path) -> None:
     convert(tmp_path / "in", tmp_path / "mds", "mds", ConvertOptions(compression="zstd"))
     assert [d.type for d in open_mds(tmp_path / "mds").documents()] == ["cn", "en"]
     convert(tmp_path / "mds", tmp_path / "out", "internlm")
-    assert sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*.bin")) == [
+    assert sorted(
+        p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*.bin")
+    ) == [
         "cn/dataset.bin",
         "en/dataset.bin",
     ]
@@ -75,8 +86,12 @@ def test_types_become_folders_and_domains(tmp_path: Path) -> None:
     assert open_internlm(tmp_path / "one").type_of(1) == "code"
 
 
-def test_packs_stay_packs_where_the_format_knows_them_and_are_split_where_not(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path / "packs", dtype="uint32", tokenizer_fingerprint=None, spans=True) as writer:
+def test_packs_stay_packs_where_the_format_knows_them_and_are_split_where_not(
+    tmp_path: Path,
+) -> None:
+    with StoreWriter(
+        tmp_path / "packs", dtype="uint32", tokenizer_fingerprint=None, spans=True
+    ) as writer:
         writer.add(np.arange(1, 11), None, np.array([0, 4]))
         writer.finish()
     convert(tmp_path / "packs", tmp_path / "mds", "mds")
@@ -87,7 +102,9 @@ def test_packs_stay_packs_where_the_format_knows_them_and_are_split_where_not(tm
 
 
 def test_begin_tokens_are_named_or_found_and_counted(tmp_path: Path) -> None:
-    store = native(tmp_path / "native", [[(1, True), (2, True)], [(3, True), (4, True)]], masked=False)
+    store = native(
+        tmp_path / "native", [[(1, True), (2, True)], [(3, True), (4, True)]], masked=False
+    )
     with pytest.raises(ConfigError, match="--begin-id"):
         convert(store, tmp_path / "a", "zero2all")
     between = tmp_path / ".tmp-a-tokens"

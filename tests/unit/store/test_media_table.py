@@ -33,7 +33,12 @@ def write(folder: Path, first: int = 0, last: int = 20, finish: bool = True) -> 
 def test_rows_and_keys_come_back_in_any_order_across_shards(tmp_path: Path) -> None:
     write(tmp_path / "t")
     table = open_table(tmp_path / "t")
-    assert (len(table), table.shape, table.dtype.name, table.identity) == (20, (2, 3), "float32", "test")
+    assert (len(table), table.shape, table.dtype.name, table.identity) == (
+        20,
+        (2, 3),
+        "float32",
+        "test",
+    )
     assert len(table.manifest.shards) == 3
     wanted = [19, 0, 7, 7, 6, 13]
     np.testing.assert_array_equal(table.rows(wanted), some_rows(0, 20)[wanted])
@@ -59,7 +64,9 @@ def test_a_killed_build_continues_and_the_bytes_are_the_same(tmp_path: Path) -> 
         file.write(b"written after the last commit")
     with pytest.raises(DataError, match="unfinished table"):
         open_table(tmp_path / "killed")
-    with MediaTableWriter(tmp_path / "killed", (2, 3), "float32", "test", shard_bytes=7 * 24) as writer:
+    with MediaTableWriter(
+        tmp_path / "killed", (2, 3), "float32", "test", shard_bytes=7 * 24
+    ) as writer:
         assert writer.known == set(keys(0, 9)) and writer.note == {"seen": 9} and len(writer) == 9
         writer.add(keys(9, 20), some_rows(9, 20))
         writer.finish()

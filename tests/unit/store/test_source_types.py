@@ -51,15 +51,21 @@ def mds(folder: Path) -> Path:
 
 
 def data(**settings: Any) -> DataConfig:
-    return validate(DataConfig, {"seq_len": 16, "workers": 0, "tokenizer_unchecked": True, **settings})
+    return validate(
+        DataConfig, {"seq_len": 16, "workers": 0, "tokenizer_unchecked": True, **settings}
+    )
 
 
 def opened(path: Path, **settings: Any) -> Any:
-    return open_data(data(train=[{"path": str(path), **settings}]), tokenizer=None, vocab_size=64, seed=1)
+    return open_data(
+        data(train=[{"path": str(path), **settings}]), tokenizer=None, vocab_size=64, seed=1
+    )
 
 
 @pytest.mark.parametrize("kind", ["internlm", "mds", "headway"])
-def test_a_folder_of_types_is_a_source_per_type_with_rows_of_its_own(tmp_path: Path, kind: str) -> None:
+def test_a_folder_of_types_is_a_source_per_type_with_rows_of_its_own(
+    tmp_path: Path, kind: str
+) -> None:
     path = internlm(tmp_path / "d") if kind != "mds" else mds(tmp_path / "d")
     if kind == "headway":
         convert(path, tmp_path / "s", "headway")
@@ -72,7 +78,10 @@ def test_a_folder_of_types_is_a_source_per_type_with_rows_of_its_own(tmp_path: P
         for batch in step.microbatches:
             for row, source in enumerate(batch.source.tolist()):
                 seen[source] += [token for token in batch.tokens[row].tolist() if token]
-    whole = [sorted(int(i) for n in range(count) for i in ids_of(name, n)) for name, count in TYPES.items()]
+    whole = [
+        sorted(int(i) for n in range(count) for i in ids_of(name, n))
+        for name, count in TYPES.items()
+    ]
     assert [sorted(seen[source]) for source in range(3)] == whole
     config = data(by_type=False, train=[str(path)])
     assert open_data(config, tokenizer=None, vocab_size=64, seed=1).names == [str(path)]
@@ -91,12 +100,21 @@ def test_a_validation_folder_is_a_set_for_each_thing_in_it(tmp_path: Path) -> No
     (path / "README.md").write_text("about")
     train = internlm(tmp_path / "train")
     for given in (str(path), {"sets": str(path)}):
-        found = open_data(data(train=str(train), valid=given), tokenizer=None, vocab_size=64, seed=1)
-        assert {name: many[0].selection.num_documents for name, many in found.valid.items()} == TYPES
+        found = open_data(
+            data(train=str(train), valid=given), tokenizer=None, vocab_size=64, seed=1
+        )
+        assert {
+            name: many[0].selection.num_documents for name, many in found.valid.items()
+        } == TYPES
     (tmp_path / "empty").mkdir()
-    for wrong, said in ((tmp_path / "empty", "holds no data set"), (tmp_path / "none", "which is not a folder")):
+    for wrong, said in (
+        (tmp_path / "empty", "holds no data set"),
+        (tmp_path / "none", "which is not a folder"),
+    ):
         with pytest.raises(ConfigError, match=said):
-            open_data(data(train=str(train), valid=str(wrong)), tokenizer=None, vocab_size=64, seed=1)
+            open_data(
+                data(train=str(train), valid=str(wrong)), tokenizer=None, vocab_size=64, seed=1
+            )
 
 
 def types_of(path: Path) -> dict[str, int]:
@@ -109,15 +127,21 @@ def test_internlm_types_come_back_from_headway_and_mds(tmp_path: Path) -> None:
         convert(path, tmp_path / step, step)
         assert types_of(tmp_path / step) == TYPES
         convert(tmp_path / step, tmp_path / f"{step} back", "internlm")
-        assert sorted(folder.name for folder in (tmp_path / f"{step} back").iterdir()) == list(TYPES)
+        assert sorted(folder.name for folder in (tmp_path / f"{step} back").iterdir()) == list(
+            TYPES
+        )
         first, second = open_source(path), open_source(tmp_path / f"{step} back")
         assert [(item.type, item.ids.tolist()) for item in iter_documents(first)] == [
             (item.type, item.ids.tolist()) for item in iter_documents(second)
         ]
     open_store(tmp_path / "headway").verify()
-    assert {name: counts.documents for name, counts in inspect(tmp_path / "headway").types.items()} == TYPES
+    assert {
+        name: counts.documents for name, counts in inspect(tmp_path / "headway").types.items()
+    } == TYPES
     merged = merge([tmp_path / "headway", tmp_path / "headway"], tmp_path / "merged")
-    assert {name: documents for name, (documents, _) in merged.count_types().items()} == {k: 2 * v for k, v in TYPES.items()}
+    assert {name: documents for name, (documents, _) in merged.count_types().items()} == {
+        k: 2 * v for k, v in TYPES.items()
+    }
 
 
 def test_a_second_type_is_added_to_an_internlm_folder_and_the_first_stays(tmp_path: Path) -> None:
@@ -161,13 +185,33 @@ def test_packs_written_as_mds_are_those_of_headway_and_keep_their_domain(tmp_pat
 
 def test_chat_data_is_written_straight_to_mds(tmp_path: Path) -> None:
     byte_tokenizer().save(tmp_path / "t")
-    records = [{"messages": [{"role": "user", "content": f"a {i}"}, {"role": "assistant", "content": f"b {i}"}]} for i in range(9)]
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": f"a {i}"},
+                {"role": "assistant", "content": f"b {i}"},
+            ]
+        }
+        for i in range(9)
+    ]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    common = ["data", "tokenize", "--kind", "chat", "--input", str(tmp_path / "chat.jsonl"), "--tokenizer", str(tmp_path / "t")]
+    common = [
+        "data",
+        "tokenize",
+        "--kind",
+        "chat",
+        "--input",
+        str(tmp_path / "chat.jsonl"),
+        "--tokenizer",
+        str(tmp_path / "t"),
+    ]
     for to in ("headway", "mds"):
         done = headway(*common, "--out", str(tmp_path / to), "--to", to)
         assert done.returncode == 0, done.stderr
     one, other = open_store(tmp_path / "headway"), open_mds(tmp_path / "mds")
     for i in range(9):
-        assert (one.document(i).tolist(), one.document_mask(i).tolist()) == (other.tokens(i).tolist(), other.mask(i).tolist())
+        assert (one.document(i).tolist(), one.document_mask(i).tolist()) == (
+            other.tokens(i).tolist(),
+            other.mask(i).tolist(),
+        )
     assert {path.name for path in tmp_path.iterdir()} == {"t", "chat.jsonl", "headway", "mds"}

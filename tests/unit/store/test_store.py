@@ -23,8 +23,20 @@ from headway.store.reader import Store, StoreWriter, open_store
 documents = st.lists(st.lists(st.integers(0, 65535), max_size=30), max_size=20)
 
 
-def write(folder: Path, docs: list[list[int]], *, masks: list[np.ndarray] | None = None, shard_tokens: int = 40) -> Store:
-    writer = StoreWriter(folder, dtype="uint16", tokenizer_fingerprint="f", masked=masks is not None, shard_tokens=shard_tokens)
+def write(
+    folder: Path,
+    docs: list[list[int]],
+    *,
+    masks: list[np.ndarray] | None = None,
+    shard_tokens: int = 40,
+) -> Store:
+    writer = StoreWriter(
+        folder,
+        dtype="uint16",
+        tokenizer_fingerprint="f",
+        masked=masks is not None,
+        shard_tokens=shard_tokens,
+    )
     for number, doc in enumerate(docs):
         writer.add(doc, None if masks is None else masks[number])
     writer.finish()
@@ -32,18 +44,28 @@ def write(folder: Path, docs: list[list[int]], *, masks: list[np.ndarray] | None
 
 
 @settings(max_examples=40, deadline=None)
-@given(docs=documents, shard_tokens=st.integers(1, 100), masked=st.booleans(), seed=st.integers(0, 99))
-def test_documents_and_masks_round_trip(tmp_path_factory: pytest.TempPathFactory, docs, shard_tokens, masked, seed) -> None:
+@given(
+    docs=documents, shard_tokens=st.integers(1, 100), masked=st.booleans(), seed=st.integers(0, 99)
+)
+def test_documents_and_masks_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, docs, shard_tokens, masked, seed
+) -> None:
     rng = np.random.default_rng(seed)
     masks = [rng.random(len(doc)) < 0.5 for doc in docs] if masked else None
-    store = write(tmp_path_factory.mktemp("s") / "store", docs, masks=masks, shard_tokens=shard_tokens)
+    store = write(
+        tmp_path_factory.mktemp("s") / "store", docs, masks=masks, shard_tokens=shard_tokens
+    )
     assert (store.num_documents, store.num_tokens) == (len(docs), sum(map(len, docs)))
     assert [store.document(i).tolist() for i in range(len(docs))] == docs
     assert store.max_id == max((i for doc in docs for i in doc), default=-1)
     assert store.lengths(0, len(docs)).tolist() == [len(doc) for doc in docs]
     for i in range(len(docs)):
         found = store.document_mask(i)
-        assert (found is None) if masks is None else (found is not None and found.tolist() == masks[i].tolist())
+        assert (
+            (found is None)
+            if masks is None
+            else (found is not None and found.tolist() == masks[i].tolist())
+        )
     starts = np.cumsum([0, *map(len, docs)])
     cuts = [store.first_at(token) for token in range(0, store.num_tokens + 9, 7)]
     assert cuts == sorted(cuts) and cuts[-1] == len(docs)
@@ -54,13 +76,25 @@ def test_documents_and_masks_round_trip(tmp_path_factory: pytest.TempPathFactory
 
 
 @settings(max_examples=25, deadline=None)
-@given(docs=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=30), min_size=1, max_size=12), seed=st.integers(0, 99))
-def test_gather_equals_reading_piece_by_piece(tmp_path_factory: pytest.TempPathFactory, docs, seed) -> None:
+@given(
+    docs=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=30), min_size=1, max_size=12),
+    seed=st.integers(0, 99),
+)
+def test_gather_equals_reading_piece_by_piece(
+    tmp_path_factory: pytest.TempPathFactory, docs, seed
+) -> None:
     rng = np.random.default_rng(seed)
-    store = write(tmp_path_factory.mktemp("s") / "store", docs, masks=[rng.random(len(d)) < 0.5 for d in docs], shard_tokens=50)
+    store = write(
+        tmp_path_factory.mktemp("s") / "store",
+        docs,
+        masks=[rng.random(len(d)) < 0.5 for d in docs],
+        shard_tokens=50,
+    )
     pick = rng.integers(0, len(docs), 9)
     starts = np.array([rng.integers(0, len(docs[i])) for i in pick])
-    lengths = np.array([rng.integers(0, len(docs[i]) - s + 1) for i, s in zip(pick, starts, strict=True)])
+    lengths = np.array(
+        [rng.integers(0, len(docs[i]) - s + 1) for i, s in zip(pick, starts, strict=True)]
+    )
     ids, mask = store.gather(pick, starts, lengths)
     pieces = [(int(i), int(s), int(s + n)) for i, s, n in zip(pick, starts, lengths, strict=True)]
     assert ids.tolist() == [t for piece in pieces for t in store.tokens(*piece).tolist()]
@@ -68,7 +102,9 @@ def test_gather_equals_reading_piece_by_piece(tmp_path_factory: pytest.TempPathF
 
 
 def test_spans_keep_the_documents_inside_a_pack(tmp_path: Path) -> None:
-    writer = StoreWriter(tmp_path, dtype="uint16", tokenizer_fingerprint=None, spans=True, shard_tokens=10)
+    writer = StoreWriter(
+        tmp_path, dtype="uint16", tokenizer_fingerprint=None, spans=True, shard_tokens=10
+    )
     writer.add(np.arange(8), spans=np.array([0, 3, 5]))
     writer.add(np.arange(4))
     writer.add(np.arange(8), spans=np.array([0, 7]))
@@ -84,7 +120,13 @@ def test_many_at_once_writes_the_same_bytes_as_one_by_one(tmp_path: Path) -> Non
     mask = rng.random(len(ids)) < 0.5
     ends = np.cumsum(lengths)
     for name, step in (("one", 1), ("many", 50), ("seven", 7)):
-        writer = StoreWriter(tmp_path / name, dtype="uint16", tokenizer_fingerprint="f", masked=True, shard_tokens=100)
+        writer = StoreWriter(
+            tmp_path / name,
+            dtype="uint16",
+            tokenizer_fingerprint="f",
+            masked=True,
+            shard_tokens=100,
+        )
         for first in range(0, 50, step):
             last = min(first + step, 50)
             cut = slice(ends[first] - lengths[first], ends[last - 1])
@@ -105,7 +147,14 @@ def test_a_resumed_writer_ends_with_the_same_bytes(tmp_path: Path, killed_at: in
     masks = [rng.random(len(d)) < 0.5 for d in docs]
 
     def build(folder: Path, stop: int | None) -> None:
-        with StoreWriter(folder, dtype="uint32", tokenizer_fingerprint="f", masked=True, shard_tokens=90, resume=True) as writer:
+        with StoreWriter(
+            folder,
+            dtype="uint32",
+            tokenizer_fingerprint="f",
+            masked=True,
+            shard_tokens=90,
+            resume=True,
+        ) as writer:
             for i in range(writer.note.get("done", 0), len(docs)):
                 writer.add(docs[i], masks[i])
                 if i % 5 == 0:
@@ -127,13 +176,20 @@ def test_a_resumed_writer_ends_with_the_same_bytes(tmp_path: Path, killed_at: in
 
 def test_damage_is_a_clear_error(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
-    write(tmp_path / "good", [rng.integers(0, 999, 20).tolist() for _ in range(30)], masks=[np.ones(20, bool)] * 30, shard_tokens=200)
+    write(
+        tmp_path / "good",
+        [rng.integers(0, 999, 20).tolist() for _ in range(30)],
+        masks=[np.ones(20, bool)] * 30,
+        shard_tokens=200,
+    )
     content = {p.name: p.read_bytes() for p in (tmp_path / "good").iterdir()}
     tried = 0
     for name, whole in content.items():
         bent = bytearray(whole)
         bent[rng.integers(0, len(whole))] ^= 1 << int(rng.integers(0, 8))
-        for number, changed in enumerate((whole[:-3], whole[: len(whole) // 2], b"", whole + b"x", bytes(bent))):
+        for number, changed in enumerate(
+            (whole[:-3], whole[: len(whole) // 2], b"", whole + b"x", bytes(bent))
+        ):
             folder = tmp_path / f"{name}-{number}"
             folder.mkdir()
             for other, kept in content.items():
@@ -179,7 +235,12 @@ def test_damaged_offsets_are_refused_when_read(tmp_path: Path) -> None:
 def seal(folder: Path) -> None:
     """Give a store's description the checksums of what lies there now."""
     manifest = read_manifest(folder)
-    shards = [replace(one, files={n: replace(f, sha256=sha256_file(folder / n)) for n, f in one.files.items()}) for one in manifest.shards]
+    shards = [
+        replace(
+            one, files={n: replace(f, sha256=sha256_file(folder / n)) for n, f in one.files.items()}
+        )
+        for one in manifest.shards
+    ]
     (folder / "store.json").write_text(replace(manifest, shards=tuple(shards)).dump())
 
 
@@ -188,7 +249,10 @@ def seal(folder: Path) -> None:
     [
         (lambda folder: None, "no such folder"),
         (lambda folder: folder.mkdir(), "not a token store"),
-        (lambda folder: StoreWriter(folder, dtype="uint16", tokenizer_fingerprint=None).commit(), "unfinished"),
+        (
+            lambda folder: StoreWriter(folder, dtype="uint16", tokenizer_fingerprint=None).commit(),
+            "unfinished",
+        ),
     ],
 )
 def test_what_is_no_store_is_refused(tmp_path: Path, prepare, said: str) -> None:
@@ -207,7 +271,12 @@ def test_a_new_store_touches_no_file_of_others(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model-00001.bin").write_bytes(b"weights")
     (tmp_path / "tokens-00007.bin").write_bytes(b"left by a killed build")
     write(tmp_path, [[1, 2]])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["docs-00000.idx", "pytorch_model-00001.bin", "store.json", "tokens-00000.bin"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "docs-00000.idx",
+        "pytorch_model-00001.bin",
+        "store.json",
+        "tokens-00000.bin",
+    ]
 
 
 @pytest.mark.parametrize("ids", [[-1], [65536]])
@@ -227,7 +296,10 @@ def sparse_store(folder: Path, num_shards: int, shard_tokens: int, document_toke
         with open(tokens, "wb") as file:
             file.truncate(shard_tokens * 4)
         np.arange(0, shard_tokens + 1, document_tokens, dtype="<i8").tofile(docs)
-        files = {tokens.name: ShardFile(shard_tokens * 4, "0" * 64), docs.name: ShardFile(docs.stat().st_size, sha256_file(docs))}
+        files = {
+            tokens.name: ShardFile(shard_tokens * 4, "0" * 64),
+            docs.name: ShardFile(docs.stat().st_size, sha256_file(docs)),
+        }
         shards.append(StoreShard(shard_tokens // document_tokens, shard_tokens, 0, files))
     manifest = StoreManifest("uint32", 99, False, False, "f", (), tuple(shards))
     (folder / "store.json").write_text(manifest.dump())
@@ -250,7 +322,9 @@ def test_a_loader_on_a_terabyte_opens_one_block(tmp_path: Path) -> None:
     sparse_store(tmp_path / "s", 64, 1 << 32, 1 << 16)
     began = time.perf_counter()
     sources = [MixtureSource(Selection(open_store(tmp_path / "s"), side="train", fraction=0.01))]
-    with Loader(DataConfig(seq_len=8192, workers=0), sources=sources, rows_per_step=2, micro_rows=1, seed=1) as loader:
+    with Loader(
+        DataConfig(seq_len=8192, workers=0), sources=sources, rows_per_step=2, micro_rows=1, seed=1
+    ) as loader:
         step, state = next(loader)
     assert time.perf_counter() - began < 2
     assert step.stats.tokens == 2 * 8192 and state.mixture.cursors[0].row == 2
@@ -259,7 +333,9 @@ def test_a_loader_on_a_terabyte_opens_one_block(tmp_path: Path) -> None:
 def test_merged_packs_keep_where_their_documents_start(tmp_path: Path) -> None:
     packs = {"a": [[0, 3, 5], [0, 1]], "b": [[0, 2, 4], [0], [0, 6]]}
     for name, starts in packs.items():
-        with StoreWriter(tmp_path / name, dtype="uint16", tokenizer_fingerprint="f", spans=True) as writer:
+        with StoreWriter(
+            tmp_path / name, dtype="uint16", tokenizer_fingerprint="f", spans=True
+        ) as writer:
             for one in starts:
                 writer.add(np.arange(8), None, np.array(one))
             writer.finish()
@@ -272,7 +348,9 @@ def test_merged_stores_keep_large_ids_and_the_types_of_documents(tmp_path: Path)
     with StoreWriter(tmp_path / "small", dtype="uint16", tokenizer_fingerprint="f") as writer:
         writer.add(np.array([1, 2]))
         writer.finish()
-    with StoreWriter(tmp_path / "large", dtype="uint32", tokenizer_fingerprint="f", typed=True) as writer:
+    with StoreWriter(
+        tmp_path / "large", dtype="uint32", tokenizer_fingerprint="f", typed=True
+    ) as writer:
         writer.add(np.array([70_000]), None, None, "en")
         writer.add(np.array([3]), None, None, "code")
         writer.finish()

@@ -18,8 +18,12 @@ def origin(first: int, last: int, vocab: int = 100) -> LogitsOrigin:
 
 
 @pytest.mark.parametrize("shard_positions", [100, 3])
-def test_positions_are_found_whichever_shard_they_are_in(tmp_path: Path, shard_positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher_logits, "SHARD_BYTES", shard_positions * 12)  # three fp32 numbers of a position
+def test_positions_are_found_whichever_shard_they_are_in(
+    tmp_path: Path, shard_positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        teacher_logits, "SHARD_BYTES", shard_positions * 12
+    )  # three fp32 numbers of a position
     ids = np.arange(20).reshape(10, 2)
     log_probs = -np.arange(30, dtype=np.float32).reshape(10, 3)
     # tokens 5 to 14 of a token store
@@ -32,16 +36,25 @@ def test_positions_are_found_whichever_shard_they_are_in(tmp_path: Path, shard_p
     found_ids, found = store.gather(at)
     np.testing.assert_array_equal(found_ids, ids[at - 5])
     np.testing.assert_array_equal(found, log_probs[at - 5])
-    assert len(store.manifest.shards) == (1 if shard_positions == 100 else 4) and store.manifest.max_id == 19
+    assert (
+        len(store.manifest.shards) == (1 if shard_positions == 100 else 4)
+        and store.manifest.max_id == 19
+    )
 
 
 def test_the_mass_is_that_of_the_ids_without_the_rest(tmp_path: Path) -> None:
     with TeacherLogitsWriter(tmp_path / "l", origin(0, 2)) as writer:
-        writer.add(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.5, 0.25, 0.25], [0.75, 0.125, 0.125]])))
+        writer.add(
+            np.array([[1, 2], [3, 4]]), np.log(np.array([[0.5, 0.25, 0.25], [0.75, 0.125, 0.125]]))
+        )
         writer.finish()
     assert open_logits(tmp_path / "l").manifest.mass == pytest.approx(0.75 + 0.875)
 
 
 def test_ids_are_as_wide_as_the_vocabulary_needs() -> None:
-    assert [origin(0, 1, vocab).id_dtype for vocab in (65_535, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
+    assert [origin(0, 1, vocab).id_dtype for vocab in (65_535, 65_536, 65_537)] == [
+        "uint16",
+        "uint16",
+        "uint32",
+    ]
     assert origin(0, 1).widths == (4, 12) and origin(0, 1, 70_000).widths == (8, 12)

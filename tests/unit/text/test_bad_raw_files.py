@@ -23,7 +23,10 @@ ROWS = [{"text": f"document {i}: 你好世界 " + "abc def " * (i % 7), "n": i} 
 JSONL = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
 WIKI = (
     "<mediawiki xmlns='x'>"
-    + "".join(f"<page><title>t{i}</title><ns>0</ns><id>{i}</id><revision><text>text 你好 {i}</text></revision></page>" for i in range(20))
+    + "".join(
+        f"<page><title>t{i}</title><ns>0</ns><id>{i}</id><revision><text>text 你好 {i}</text></revision></page>"
+        for i in range(20)
+    )
     + "</mediawiki>"
 ).encode()
 
@@ -55,14 +58,29 @@ def write_zip(out: io.BytesIO) -> None:
 
 def mds_shard() -> bytes:
     config = json.dumps(
-        {"column_encodings": ["int", "str"], "column_names": ["n", "text"], "column_sizes": [8, None], "format": "mds"}
+        {
+            "column_encodings": ["int", "str"],
+            "column_names": ["n", "text"],
+            "column_sizes": [8, None],
+            "format": "mds",
+        }
     ).encode()
-    samples = [len(t).to_bytes(4, "little") + i.to_bytes(8, "little") + t for i, t in enumerate(row["text"].encode() for row in ROWS)]  # type: ignore[union-attr]
+    samples = [
+        len(t).to_bytes(4, "little") + i.to_bytes(8, "little") + t
+        for i, t in enumerate(row["text"].encode() for row in ROWS)
+    ]  # type: ignore[union-attr]
     at = 4 + 4 * (len(samples) + 1) + len(config)
     offsets = [at]
     for sample in samples:
         offsets.append(offsets[-1] + len(sample))
-    return b"".join([len(samples).to_bytes(4, "little"), *(o.to_bytes(4, "little") for o in offsets), config, *samples])
+    return b"".join(
+        [
+            len(samples).to_bytes(4, "little"),
+            *(o.to_bytes(4, "little") for o in offsets),
+            config,
+            *samples,
+        ]
+    )
 
 
 FILES: dict[str, bytes] = {
@@ -70,7 +88,11 @@ FILES: dict[str, bytes] = {
     "a.jsonl": JSONL,
     "a.json": json.dumps(ROWS, ensure_ascii=False).encode(),
     "a.csv": b"n,text\n" + b"".join(f'{r["n"]},"{r["text"]}"\n'.encode() for r in ROWS),
-    "a.parquet": packed(lambda out: pq.write_table(pa.Table.from_pylist(ROWS), out, row_group_size=10, write_page_checksum=True)),
+    "a.parquet": packed(
+        lambda out: pq.write_table(
+            pa.Table.from_pylist(ROWS), out, row_group_size=10, write_page_checksum=True
+        )
+    ),
     "a.arrow": packed(write_arrow),
     "a.xml": WIKI,
     "a.mds": mds_shard(),
@@ -109,7 +131,9 @@ def test_an_empty_file_is_an_error(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "a.txt"])
-def test_a_file_cut_short_is_an_error_or_gives_its_whole_first_records(tmp_path: Path, name: str) -> None:
+def test_a_file_cut_short_is_an_error_or_gives_its_whole_first_records(
+    tmp_path: Path, name: str
+) -> None:
     """Lines and rows carry no total, so a cut between two of them cannot be seen; any other cut must be."""
     data = FILES[name]
     (tmp_path / name).write_bytes(data)
@@ -159,13 +183,24 @@ def test_bytes_that_are_no_utf8_are_reported_with_file_and_line(tmp_path: Path) 
 
 
 def test_a_record_without_the_key_is_reported_with_the_keys_it_has(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"content": "y", "id": 3}\n', encoding="utf-8")
-    expect(tmp_path / "a.jsonl", r"a.jsonl:2: the record has no key 'text' \(text_key\); its keys are content, id\.")
-    expect(tmp_path / "a.jsonl", r"a.jsonl:1: the record has no key 'title' \(template\)", template="{title}")
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "x"}\n{"content": "y", "id": 3}\n', encoding="utf-8"
+    )
+    expect(
+        tmp_path / "a.jsonl",
+        r"a.jsonl:2: the record has no key 'text' \(text_key\); its keys are content, id\.",
+    )
+    expect(
+        tmp_path / "a.jsonl",
+        r"a.jsonl:1: the record has no key 'title' \(template\)",
+        template="{title}",
+    )
     (tmp_path / "chat.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
     expect(tmp_path / "chat.jsonl", r"no key 'text'.*look like conversations: set kind: chat")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    expect(tmp_path / "pairs.jsonl", r"no key 'text'.*look like preference pairs: set kind: preference")
+    expect(
+        tmp_path / "pairs.jsonl", r"no key 'text'.*look like preference pairs: set kind: preference"
+    )
     pq.write_table(pa.Table.from_pylist([{"content": "y"}]), tmp_path / "a.parquet")
     expect(tmp_path / "a.parquet", r"a.parquet:1: the record has no key 'text' .*keys are content")
 
@@ -199,14 +234,18 @@ def test_lines_that_are_no_records_are_reported(tmp_path: Path, content: str, me
         ('{"text": "a"} 3', "a JSON int where"),
     ],
 )
-def test_json_that_is_no_list_of_objects_is_reported(tmp_path: Path, content: str, message: str) -> None:
+def test_json_that_is_no_list_of_objects_is_reported(
+    tmp_path: Path, content: str, message: str
+) -> None:
     (tmp_path / "a.json").write_text(content, encoding="utf-8")
     expect(tmp_path / "a.json", message)
 
 
 def test_damage_in_a_large_json_file_is_found_where_it_is(tmp_path: Path) -> None:
     """The rest of the file is not read into memory to find out that the first object is wrong."""
-    (tmp_path / "a.json").write_text('[{"text" "a"},' + '{"text": "b"},' * 200_000, encoding="utf-8")
+    (tmp_path / "a.json").write_text(
+        '[{"text" "a"},' + '{"text": "b"},' * 200_000, encoding="utf-8"
+    )
     expect(tmp_path / "a.json", r"a.json:1 \(record 1\): not valid JSON: Expecting ':'")
 
 
@@ -240,7 +279,10 @@ def test_missing_inputs_are_named(tmp_path: Path) -> None:
 def test_an_mds_folder_is_checked_against_its_index(tmp_path: Path) -> None:
     data = mds_shard()
     (tmp_path / "shard.00000.mds").write_bytes(data)
-    entry: dict[str, Any] = {"raw_data": {"basename": "shard.00000.mds", "bytes": len(data), "hashes": {}}, "zip_data": None}
+    entry: dict[str, Any] = {
+        "raw_data": {"basename": "shard.00000.mds", "bytes": len(data), "hashes": {}},
+        "zip_data": None,
+    }
     entry |= {"samples": len(ROWS), "format": "mds"}
     index = {"version": 2, "shards": [entry]}
 

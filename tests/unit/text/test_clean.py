@@ -15,10 +15,18 @@ from headway.cli import main
 from headway.errors import ConfigError, DataError
 from headway.runtime.optional import install_command
 from headway.text.clean import CleanReport, CleanRules, broken_rule, clean, clean_files
-from headway.text.dedup import ExactDuplicates, NearDuplicates, SeenHashes, count_characters, run_hashes
+from headway.text.dedup import (
+    ExactDuplicates,
+    NearDuplicates,
+    SeenHashes,
+    count_characters,
+    run_hashes,
+)
 from headway.text.document import Document
 
-ENGLISH = "The river had frozen early that year, and the children were crossing it on foot to school. "
+ENGLISH = (
+    "The river had frozen early that year, and the children were crossing it on foot to school. "
+)
 CHINESE = "那年河水结冰很早，孩子们踩着冰面过河上学，没有人记得渡船上一次停在岸边是什么时候。"
 
 
@@ -39,12 +47,22 @@ CHINESE = "那年河水结冰很早，孩子们踩着冰面过河上学，没有
     ],
 )
 def test_each_rule_is_named(text: str, reason: str | None) -> None:
-    assert broken_rule(text, CleanRules(max_characters=700, min_letters=0.3, min_line_length=5)) == reason
+    assert (
+        broken_rule(text, CleanRules(max_characters=700, min_letters=0.3, min_line_length=5))
+        == reason
+    )
 
 
 def test_characters_are_counted_by_kind() -> None:
     counted = count_characters("Añ 中文 12, ①\n\x00é́")
-    assert (counted.letters, counted.han, counted.digits, counted.signs, counted.spaces, counted.controls) == (6, 2, 3, 1, 4, 1)
+    assert (
+        counted.letters,
+        counted.han,
+        counted.digits,
+        counted.signs,
+        counted.spaces,
+        counted.controls,
+    ) == (6, 2, 3, 1, 4, 1)
 
 
 def edited(text: str, share: float, seed: int) -> str:
@@ -59,7 +77,9 @@ def edited(text: str, share: float, seed: int) -> str:
 def long_text(language: str, seed: int) -> str:
     chance = random.Random(seed)
     words = sorted(set(ENGLISH.split())) if language == "English" else sorted(set(CHINESE))
-    return ("" if language == "Chinese" else " ").join(chance.choice(words) + str(chance.randrange(300)) for _ in range(400))
+    return ("" if language == "Chinese" else " ").join(
+        chance.choice(words) + str(chance.randrange(300)) for _ in range(400)
+    )
 
 
 @pytest.mark.parametrize("language", ["English", "Chinese"])
@@ -70,7 +90,10 @@ def test_signatures_estimate_what_two_texts_have_in_common(language: str) -> Non
         text = long_text(language, seed)
         other = edited(text, seed / 40, seed)
         first, second = (set(run_hashes(t).tolist()) for t in (text, other))
-        errors.append((near.signature(text) == near.signature(other)).mean() - len(first & second) / len(first | second))
+        errors.append(
+            (near.signature(text) == near.signature(other)).mean()
+            - len(first & second) / len(first | second)
+        )
     assert abs(np.mean(errors)) < 0.03 and np.abs(errors).max() < 0.15
 
 
@@ -86,7 +109,9 @@ def test_near_duplicates_are_found_and_others_kept(language: str) -> None:
 
 def test_short_texts_are_told_apart() -> None:
     near = NearDuplicates()
-    assert [near.is_new(text) for text in ("甲", "乙", "甲", "甲乙丙丁戊己庚", "甲乙丙丁戊己辛", "")] == [
+    assert [
+        near.is_new(text) for text in ("甲", "乙", "甲", "甲乙丙丁戊己庚", "甲乙丙丁戊己辛", "")
+    ] == [
         True,
         True,
         False,
@@ -104,7 +129,9 @@ def test_the_choice_depends_on_the_seed_alone() -> None:
         return [near.is_new(text) for text in texts]
 
     assert chosen(3) == chosen(3)
-    assert (NearDuplicates(seed=1).signature(texts[0]) != NearDuplicates(seed=2).signature(texts[0])).any()
+    assert (
+        NearDuplicates(seed=1).signature(texts[0]) != NearDuplicates(seed=2).signature(texts[0])
+    ).any()
 
 
 def test_a_full_index_forgets_the_oldest_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +155,9 @@ def test_seen_hashes_are_found_after_they_settle() -> None:
 
 def documents() -> Iterator[Document]:
     texts = [ENGLISH, CHINESE, ENGLISH, "x", CHINESE * 5, CHINESE * 5 + "又一年。", ENGLISH]
-    yield from (Document(text, "f", line, {"text": text, "n": line}) for line, text in enumerate(texts, 1))
+    yield from (
+        Document(text, "f", line, {"text": text, "n": line}) for line, text in enumerate(texts, 1)
+    )
 
 
 def test_the_report_counts_every_document_once() -> None:
@@ -139,15 +168,23 @@ def test_the_report_counts_every_document_once() -> None:
     assert dict(report.removed_documents) == {"duplicate": 2, "too short": 1, "near duplicate": 2}
     assert report.examples["duplicate"] == ["f:3", "f:7"]
     assert report.bytes == sum(len(d.text.encode()) for d in documents())
-    assert [d.line for d in clean(documents(), CleanRules(duplicates="keep", min_characters=0), CleanReport())] == list(range(1, 8))
+    assert [
+        d.line
+        for d in clean(documents(), CleanRules(duplicates="keep", min_characters=0), CleanReport())
+    ] == list(range(1, 8))
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet"])
 def test_files_are_cleaned_into_one_with_all_their_keys(tmp_path: Path, name: str) -> None:
     from headway.text.read import read_records
 
-    rows = [{"body": text, "n": n, "meta": {"a": [n]}} for n, text in enumerate([ENGLISH, CHINESE, ENGLISH])]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [
+        {"body": text, "n": n, "meta": {"a": [n]}}
+        for n, text in enumerate([ENGLISH, CHINESE, ENGLISH])
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     report = clean_files([tmp_path / "a.jsonl"], tmp_path / name, CleanRules(), text_key="body")
     assert [r.data for r in read_records(tmp_path / name)] == rows[:2]
     assert report.removed_documents == {"duplicate": 1}
@@ -155,11 +192,15 @@ def test_files_are_cleaned_into_one_with_all_their_keys(tmp_path: Path, name: st
 
 
 def test_a_failed_clean_leaves_nothing_and_an_old_output_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": ENGLISH}) + "\n{broken\n", encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": ENGLISH}) + "\n{broken\n", encoding="utf-8"
+    )
     (tmp_path / "out.jsonl").write_text("old", encoding="utf-8")
     with pytest.raises(DataError, match=r"a.jsonl:2"):
         clean_files([tmp_path / "a.jsonl"], tmp_path / "out.jsonl", CleanRules())
-    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == "old" and len(list(tmp_path.iterdir())) == 2
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == "old" and len(
+        list(tmp_path.iterdir())
+    ) == 2
     with pytest.raises(ConfigError, match="one of the sources"):
         clean_files([tmp_path], tmp_path / "a.jsonl", CleanRules())
     with pytest.raises(ConfigError, match="must be named"):
@@ -167,7 +208,11 @@ def test_a_failed_clean_leaves_nothing_and_an_old_output_as_it_was(tmp_path: Pat
     (tmp_path / "b.txt").write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match=r"no document passed the rules \(too short\)"):
         clean_files([tmp_path / "b.txt"], tmp_path / "out2.jsonl", CleanRules())
-    for wrong in ({"max_digits": 2.0}, {"duplicates": "some"}, {"min_characters": 5, "max_characters": 2}):
+    for wrong in (
+        {"max_digits": 2.0},
+        {"duplicates": "some"},
+        {"min_characters": 5, "max_characters": 2},
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong))[:3]):
             CleanRules(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"similarity is 0.2"):
@@ -189,7 +234,9 @@ def test_the_verb_prints_the_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "--max-memory is 'lots'; write a size such as" in capsys.readouterr().err
 
 
-def test_text_is_converted_to_simplified_chinese_before_duplicates_are_sought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_converted_to_simplified_chinese_before_duplicates_are_sought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class OpenCC:
         def __init__(self, how: str) -> None:
             assert how == "t2s"
@@ -199,10 +246,15 @@ def test_text_is_converted_to_simplified_chinese_before_duplicates_are_sought(tm
 
     monkeypatch.setitem(sys.modules, "opencc", SimpleNamespace(OpenCC=OpenCC))
     raw = tmp_path / "raw.jsonl"
-    lines = [{"text": "數學是研究數量與結構的學科。", "id": 1}, {"text": "数学是研究數量與結構的学科。", "id": 2}]
+    lines = [
+        {"text": "數學是研究數量與結構的學科。", "id": 1},
+        {"text": "数学是研究數量與結構的学科。", "id": 2},
+    ]
     raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["data", "clean", str(raw), str(tmp_path / "out.jsonl"), "--simplified"]) == 0
-    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [{**lines[0], "text": lines[1]["text"]}]
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
+        {**lines[0], "text": lines[1]["text"]}
+    ]
 
 
 def test_without_opencc_one_line_names_the_extra(
@@ -210,7 +262,18 @@ def test_without_opencc_one_line_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "opencc", None)
     (tmp_path / "raw.jsonl").write_text('{"text": "數學是研究數量的學科"}\n')
-    assert main(["data", "clean", str(tmp_path / "raw.jsonl"), str(tmp_path / "out.jsonl"), "--simplified"]) == 2
+    assert (
+        main(
+            [
+                "data",
+                "clean",
+                str(tmp_path / "raw.jsonl"),
+                str(tmp_path / "out.jsonl"),
+                "--simplified",
+            ]
+        )
+        == 2
+    )
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "--simplified needs OpenCC" in line and install_command("zh") in line
     assert not (tmp_path / "out.jsonl").exists()

@@ -42,7 +42,10 @@ def test_a_snapshot_with_subsets_needs_a_choice(tmp_path: Path) -> None:
     put(tmp_path / "zh/validation/0000.parquet", "v")
     assert texts(f"{tmp_path}:zh") == ["z"]
     assert texts(f"{tmp_path}:zh/validation") == ["v"]
-    with pytest.raises(DataError, match=r"several subsets \(en/train, zh/train, zh/validation\); choose one, as in .*:en/train"):
+    with pytest.raises(
+        DataError,
+        match=r"several subsets \(en/train, zh/train, zh/validation\); choose one, as in .*:en/train",
+    ):
         texts(tmp_path)
 
 
@@ -59,9 +62,16 @@ def save_to_disk(folder: Path, *parts: list[dict[str, Any]]) -> None:
     names = [f"data-{i:05}-of-{len(parts):05}.arrow" for i in range(len(parts))]
     for name, rows in zip(names, parts, strict=True):
         table = pa.Table.from_pylist(rows)
-        with pa.OSFile(str(folder / name), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        with (
+            pa.OSFile(str(folder / name), "wb") as out,
+            pa.ipc.new_stream(out, table.schema) as writer,
+        ):
             writer.write_table(table)
-    state = {"_data_files": [{"filename": name} for name in names], "_indices_data_files": None, "_split": "train"}
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_indices_data_files": None,
+        "_split": "train",
+    }
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     (folder / "dataset_info.json").write_text("{}", encoding="utf-8")
 
@@ -71,7 +81,9 @@ def test_save_to_disk_folders_are_read(tmp_path: Path) -> None:
     assert texts(tmp_path / "one") == ["a", "b"]
     save_to_disk(tmp_path / "many/train", [{"text": "c"}])
     save_to_disk(tmp_path / "many/test", [{"text": "d"}])
-    (tmp_path / "many/dataset_dict.json").write_text('{"splits": ["train", "test"]}', encoding="utf-8")
+    (tmp_path / "many/dataset_dict.json").write_text(
+        '{"splits": ["train", "test"]}', encoding="utf-8"
+    )
     assert texts(tmp_path / "many") == ["c"]
     assert texts(f"{tmp_path / 'many'}:test") == ["d"]
     (tmp_path / "one/data-00001-of-00002.arrow").unlink()
@@ -81,18 +93,31 @@ def test_save_to_disk_folders_are_read(tmp_path: Path) -> None:
 
 def encode_array(values: np.ndarray[Any, Any], dtype_code: int | None) -> bytes:
     head = b"" if dtype_code is None else bytes([dtype_code])
-    return head + bytes([values.ndim << 2 | 1]) + np.array(values.shape, "<u2").tobytes() + values.tobytes()
+    return (
+        head
+        + bytes([values.ndim << 2 | 1])
+        + np.array(values.shape, "<u2").tobytes()
+        + values.tobytes()
+    )
 
 
-def write_mds(folder: Path, texts: list[str], *, compressed: bool = False, prefix: str = "") -> dict[str, Any]:
+def write_mds(
+    folder: Path, texts: list[str], *, compressed: bool = False, prefix: str = ""
+) -> dict[str, Any]:
     """One shard with the columns ids (an array of any length), n (fixed size) and text."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"column_encodings": ["ndarray:uint16", "int", "str"], "column_names": ["ids", "n", "text"], "column_sizes": [None, 8, None]}
+    config = {
+        "column_encodings": ["ndarray:uint16", "int", "str"],
+        "column_names": ["ids", "n", "text"],
+        "column_sizes": [None, 8, None],
+    }
     described = json.dumps(config).encode()
     samples: list[bytes] = []
     for n, text in enumerate(texts):
         ids, data = encode_array(np.arange(n + 1, dtype="<u2"), None), text.encode()
-        samples.append(np.array([len(ids), len(data)], "<u4").tobytes() + ids + np.int64(n).tobytes() + data)
+        samples.append(
+            np.array([len(ids), len(data)], "<u4").tobytes() + ids + np.int64(n).tobytes() + data
+        )
     begin = 4 + 4 * (len(samples) + 1) + len(described)
     offsets = np.cumsum([begin, *map(len, samples)]).astype("<u4")
     raw = np.uint32(len(samples)).tobytes() + offsets.tobytes() + described + b"".join(samples)
@@ -101,7 +126,12 @@ def write_mds(folder: Path, texts: list[str], *, compressed: bool = False, prefi
     (folder / name).write_bytes(stored)
     here = {"basename": prefix + name, "bytes": len(stored), "hashes": {}}
     gone = {"basename": prefix + "shard.00000.mds", "bytes": len(raw), "hashes": {}}
-    entry = {"format": "mds", "samples": len(samples), "raw_data": gone if compressed else here, "zip_data": here if compressed else None}
+    entry = {
+        "format": "mds",
+        "samples": len(samples),
+        "raw_data": gone if compressed else here,
+        "zip_data": here if compressed else None,
+    }
     return {"version": 2, "shards": [entry]}
 
 
@@ -123,7 +153,9 @@ def test_mds_folders_of_folders_work_with_and_without_a_common_index(tmp_path: P
         (tmp_path / name / "index.json").write_text(json.dumps(index), encoding="utf-8")
         entries += write_mds(tmp_path / name, [name], prefix=f"{name}/")["shards"]
     assert texts(tmp_path) == ["books", "code"]
-    (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": entries}), encoding="utf-8")
+    (tmp_path / "index.json").write_text(
+        json.dumps({"version": 2, "shards": entries}), encoding="utf-8"
+    )
     assert texts(tmp_path) == ["code", "books"]
     assert [p.parent.name for p in expand(tmp_path)] == ["code", "books"]
 
@@ -141,7 +173,9 @@ def test_mds_values_of_every_encoding_are_decoded() -> None:
 
 
 def test_pickled_mds_columns_are_refused(tmp_path: Path) -> None:
-    config = json.dumps({"column_encodings": ["pkl"], "column_names": ["x"], "column_sizes": [None]}).encode()
+    config = json.dumps(
+        {"column_encodings": ["pkl"], "column_names": ["x"], "column_sizes": [None]}
+    ).encode()
     begin = 4 + 4 + len(config)
     (tmp_path / "s.mds").write_bytes(np.array([0, begin], "<u4").tobytes() + config)
     with pytest.raises(DataError, match=r"column 'x' is pickled"):

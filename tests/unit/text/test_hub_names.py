@@ -32,7 +32,11 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def weights(hub: Hub) -> list[str]:
-    return [request for request in hub.requests if request.startswith("GET") and ".safetensors" in request]
+    return [
+        request
+        for request in hub.requests
+        if request.startswith("GET") and ".safetensors" in request
+    ]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,11 @@ def weights(hub: Hub) -> list[str]:
 )
 def test_an_id_may_carry_a_revision(text: str, parts: tuple[str, str | None]) -> None:
     assert is_hub_id(text) and split_revision(text) == parts
-    assert not is_hub_id("runs/mine@v1") and not is_hub_id("org/name@") and not is_hub_id("org/name@../x")
+    assert (
+        not is_hub_id("runs/mine@v1")
+        and not is_hub_id("org/name@")
+        and not is_hub_id("org/name@../x")
+    )
 
 
 def test_what_exists_here_wins(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,19 +63,37 @@ def test_what_exists_here_wins(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mon
     assert local_or_hub("org/name") == Path("org/name") and not hub.requests
 
 
-def test_each_revision_is_downloaded_once_and_found_without_a_network(hub: Hub, tmp_path: Path) -> None:
+def test_each_revision_is_downloaded_once_and_found_without_a_network(
+    hub: Hub, tmp_path: Path
+) -> None:
     hub.revisions = {"v1": {**FILES, "config.json": b'{"model_type": "old"}'}}
     new, old = local_or_hub("org/name"), local_or_hub("org/name@v1")
-    assert (new / "config.json").read_bytes() == FILES["config.json"] and (old / "config.json").read_bytes() == b'{"model_type": "old"}'
+    assert (new / "config.json").read_bytes() == FILES["config.json"] and (
+        old / "config.json"
+    ).read_bytes() == b'{"model_type": "old"}'
     assert len(weights(hub)) == 1, "the same file of both revisions is one download"
     with using_hub(NOBODY, tmp_path / "home"):
         assert (local_or_hub("org/name"), local_or_hub("org/name@v1")) == (new, old)
-    with pytest.raises(DataError, match=r"^org/name: the hub has no revision 'v9' of this model\.$"):
+    with pytest.raises(
+        DataError, match=r"^org/name: the hub has no revision 'v9' of this model\.$"
+    ):
         local_or_hub("org/name@v9")
 
 
-MODEL = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"]
-SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+MODEL = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+]
+SHARDS = [
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+]
 OTHER = [
     "pytorch_model.bin", "consolidated.safetensors", "model.fp16.safetensors", "original/params.json", "onnx/model.onnx", "x.gguf",
     "flax_model.msgpack", "modeling.py", "README.md", "training_args.bin",
@@ -76,36 +102,60 @@ OTHER = [
 
 def test_a_model_is_its_safetensors_and_its_tokenizer_and_no_pickle() -> None:
     assert HubRequest("org/name").choose([*MODEL, *SHARDS, *OTHER]) == [*MODEL, *SHARDS]
-    assert HubRequest("org/name").choose(["config.json", "consolidated.safetensors"]) == ["config.json", "consolidated.safetensors"]
+    assert HubRequest("org/name").choose(["config.json", "consolidated.safetensors"]) == [
+        "config.json",
+        "consolidated.safetensors",
+    ]
     only = HubRequest("org/name", "tokenizer").choose([*MODEL, *SHARDS, *OTHER])
     assert set(only) == set(MODEL), "no weights for a tokenizer"
     everything = HubRequest("org/name", "everything")
-    assert "pytorch_model.bin" not in everything.choose([*SHARDS, *OTHER]) and "README.md" in everything.choose([*SHARDS, *OTHER])
-    assert everything.choose(["pytorch_model.bin"]) == ["pytorch_model.bin"], "a repository without safetensors is downloaded as it is"
-    assert HubRequest("org/name", "everything", include=["*.bin"]).choose([*SHARDS, *OTHER]) == ["pytorch_model.bin", "training_args.bin"]
-    assert HubRequest("org/name", "dataset").choose(["a.parquet", "b/c.jsonl", "d.pkl"]) == ["a.parquet", "b/c.jsonl"]
+    assert "pytorch_model.bin" not in everything.choose(
+        [*SHARDS, *OTHER]
+    ) and "README.md" in everything.choose([*SHARDS, *OTHER])
+    assert everything.choose(["pytorch_model.bin"]) == ["pytorch_model.bin"], (
+        "a repository without safetensors is downloaded as it is"
+    )
+    assert HubRequest("org/name", "everything", include=["*.bin"]).choose([*SHARDS, *OTHER]) == [
+        "pytorch_model.bin",
+        "training_args.bin",
+    ]
+    assert HubRequest("org/name", "dataset").choose(["a.parquet", "b/c.jsonl", "d.pkl"]) == [
+        "a.parquet",
+        "b/c.jsonl",
+    ]
 
 
 def test_a_model_of_pickles_alone_is_refused(hub: Hub) -> None:
     hub.files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
-    with pytest.raises(DataError, match=r"^org/name: has no safetensors; pytorch_model\.bin is another format, and pickles can run code"):
+    with pytest.raises(
+        DataError,
+        match=r"^org/name: has no safetensors; pytorch_model\.bin is another format, and pickles can run code",
+    ):
         local_or_hub("org/name")
     assert not any("pytorch_model" in request for request in hub.requests)
 
 
 def test_a_tokenizer_comes_alone_and_its_model_later(hub: Hub, tmp_path: Path) -> None:
     train_bpe(["some text of some text"], vocab_size=262, out=tmp_path / "mine")
-    hub.files = {**FILES, **{path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}}
+    hub.files = {
+        **FILES,
+        **{path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()},
+    }
     assert load_tokenizer("org/name").fingerprint == load_tokenizer(tmp_path / "mine").fingerprint
     assert not weights(hub)
-    assert (local_or_hub("org/name") / "model.safetensors").is_file(), "the cached tokenizer is not taken for the model"
+    assert (local_or_hub("org/name") / "model.safetensors").is_file(), (
+        "the cached tokenizer is not taken for the model"
+    )
 
 
 def test_one_of_several_processes_downloads(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
     found: list[Path] = []
     hub.slow_seconds = 0.02
     with caplog.at_level(logging.INFO, "headway"):
-        ranks = [threading.Thread(target=lambda: found.append(local_or_hub("org/name"))) for _ in range(3)]
+        ranks = [
+            threading.Thread(target=lambda: found.append(local_or_hub("org/name")))
+            for _ in range(3)
+        ]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -121,22 +171,39 @@ def test_an_interrupted_download_is_not_taken_for_the_model(hub: Hub, tmp_path: 
     hub.cut_after, hub.gone_after_cut = 11_000_000, True
     with pytest.raises(DataError, match="did not provide it"):
         local_or_hub("org/name")
-    with using_hub(NOBODY, tmp_path / "home"), pytest.raises(DataError, match=r"an earlier download was interrupted; connect"):
+    with (
+        using_hub(NOBODY, tmp_path / "home"),
+        pytest.raises(DataError, match=r"an earlier download was interrupted; connect"),
+    ):
         local_or_hub("org/name")
     hub.gone_after_cut, hub.requests = False, []
-    assert (local_or_hub("org/name") / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+    assert (local_or_hub("org/name") / "model.safetensors").read_bytes() == hub.files[
+        "model.safetensors"
+    ]
     (asked,) = weights(hub)
-    assert int(asked.rpartition("bytes=")[2].rstrip("-")) >= 10_000_000, "only the rest is asked for"
+    assert int(asked.rpartition("bytes=")[2].rstrip("-")) >= 10_000_000, (
+        "only the rest is asked for"
+    )
     assert not list(tmp_path.rglob(UNFINISHED))
 
 
-def test_ctrl_c_ends_a_download_at_once_and_keeps_what_has_arrived(hub: Hub, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_download_at_once_and_keeps_what_has_arrived(
+    hub: Hub, tmp_path: Path
+) -> None:
     hub.files, hub.slow_seconds = {"model.safetensors": bytes(1 << 26)}, 0.01
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "other"), "HF_HUB_DISABLE_XET": "1"}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "other"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     command = [sys.executable, "-m", "headway", "download", "org/name"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 30
-        while not any(part.stat().st_size for part in tmp_path.rglob("*.part")) and time.monotonic() < deadline:
+        while (
+            not any(part.stat().st_size for part in tmp_path.rglob("*.part"))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
@@ -149,9 +216,18 @@ def test_ctrl_c_ends_a_download_at_once_and_keeps_what_has_arrived(hub: Hub, tmp
 @pytest.mark.parametrize(
     ("refusal", "message"),
     [
-        ((401, "GatedRepo"), "org/name: the model needs your consent on its page and a token (HF_TOKEN). Then run this again."),
-        ((401, "RepoNotFound"), "org/name: the hub has no such model, or it is private; a private one needs a token (HF_TOKEN)."),
-        ((404, "RepoNotFound"), "org/name: the hub has no such model, or it is private; a private one needs a token (HF_TOKEN)."),
+        (
+            (401, "GatedRepo"),
+            "org/name: the model needs your consent on its page and a token (HF_TOKEN). Then run this again.",
+        ),
+        (
+            (401, "RepoNotFound"),
+            "org/name: the hub has no such model, or it is private; a private one needs a token (HF_TOKEN).",
+        ),
+        (
+            (404, "RepoNotFound"),
+            "org/name: the hub has no such model, or it is private; a private one needs a token (HF_TOKEN).",
+        ),
     ],
 )
 def test_a_refusal_is_one_line(hub: Hub, refusal: tuple[int, str], message: str) -> None:
@@ -163,25 +239,39 @@ def test_a_refusal_is_one_line(hub: Hub, refusal: tuple[int, str], message: str)
 
 def test_offline_mode_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"not found locally, .* did not provide it \(HF_HUB_OFFLINE is set\)"):
+    with pytest.raises(
+        DataError, match=r"not found locally, .* did not provide it \(HF_HUB_OFFLINE is set\)"
+    ):
         local_or_hub("org/name")
     assert not hub.requests
 
 
 def test_without_the_hub_library_one_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_download.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^org/name: no such file or folder here, and the package huggingface_hub, .* pip install"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^org/name: no such file or folder here, and the package huggingface_hub, .* pip install",
+    ):
         local_or_hub("org/name")
 
 
-def test_verbs_take_ids_for_models_tokenizers_and_input(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_take_ids_for_models_tokenizers_and_input(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from headway.export.huggingface import export_huggingface
     from headway.model.base import build_model
     from headway.model.config import ModelConfig
 
     train_bpe([Path(__file__).read_text()], vocab_size=300, out=tmp_path / "tokenizer")
-    config = ModelConfig(vocab_size=320, hidden_size=16, num_layers=1, num_heads=2, ffn_size=24, max_seq_len=32)
-    export_huggingface(config, build_model(config).named_parameters(), tmp_path / "model", tokenizer=tmp_path / "tokenizer")
+    config = ModelConfig(
+        vocab_size=320, hidden_size=16, num_layers=1, num_heads=2, ffn_size=24, max_seq_len=32
+    )
+    export_huggingface(
+        config,
+        build_model(config).named_parameters(),
+        tmp_path / "model",
+        tokenizer=tmp_path / "tokenizer",
+    )
     model = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     data = {"data/train-00000-of-00001.jsonl": b'{"text": "from the hub"}\n' * 20}
     hub.files, hub.revisions = {"README.md": b"nothing"}, {"model": model, "data": data}
@@ -190,7 +280,17 @@ def test_verbs_take_ids_for_models_tokenizers_and_input(hub: Hub, tmp_path: Path
     given = capsys.readouterr().out
     assert main(["generate", "--model", str(tmp_path / "model"), *asks]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(given)
-    words = ["data", "tokenize", "--input", "org/name@data", "--tokenizer", "org/name@model", "--out", str(tmp_path / "store"), "--json"]
+    words = [
+        "data",
+        "tokenize",
+        "--input",
+        "org/name@data",
+        "--tokenizer",
+        "org/name@model",
+        "--out",
+        str(tmp_path / "store"),
+        "--json",
+    ]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["documents"] == 20
     assert main(["generate", "--model", str(tmp_path / "model"), "--revision", "v1", *asks]) == 2

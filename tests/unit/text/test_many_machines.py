@@ -71,16 +71,39 @@ def test_tasks_write_the_bytes_and_the_report_of_one_process(
     ],
 )
 def test_duplicates_do_not_depend_on_memory(
-    tmp_path: Path, rules: CleanRules, memory: int | None, inside: OneProcessExecutor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    rules: CleanRules,
+    memory: int | None,
+    inside: OneProcessExecutor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in (("RUN_DOCUMENTS", 50), ("LEAST_RECORDS", 200), ("PAIRS_AT_ONCE", 30), ("WINDOW_ROWS", 70)):
-        monkeypatch.setattr(f"headway.text.tasks.{'signatures' if name == 'RUN_DOCUMENTS' else 'dedup'}.{name}", value)
+    for name, value in (
+        ("RUN_DOCUMENTS", 50),
+        ("LEAST_RECORDS", 200),
+        ("PAIRS_AT_ONCE", 30),
+        ("WINDOW_ROWS", 70),
+    ):
+        monkeypatch.setattr(
+            f"headway.text.tasks.{'signatures' if name == 'RUN_DOCUMENTS' else 'dedup'}.{name}",
+            value,
+        )
     # one text in very many versions: more than the first 16 of a key
-    many = [f"{'the same long beginning of a page that was copied ' * 4}{text[:40]}" for text in texts(80, seed=9) if text]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts(250), *many]), encoding="utf-8")
+    many = [
+        f"{'the same long beginning of a page that was copied ' * 4}{text[:40]}"
+        for text in texts(80, seed=9)
+        if text
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in [*texts(250), *many]),
+        encoding="utf-8",
+    )
     report = clean_files([tmp_path / "a.jsonl"], tmp_path / "one.jsonl", rules)
     found = clean_files_on(
-        [tmp_path / "a.jsonl"], tmp_path / "many.jsonl", replace(rules, max_memory_bytes=memory), Placement(task_bytes=20000), Reading()
+        [tmp_path / "a.jsonl"],
+        tmp_path / "many.jsonl",
+        replace(rules, max_memory_bytes=memory),
+        Placement(task_bytes=20000),
+        Reading(),
     )
     assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
     assert found.to_dict() == report.to_dict() and report.removed_documents["duplicate"] > 20
@@ -104,48 +127,84 @@ def test_every_line_is_in_one_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["{broken", json.dumps({"no": "text"}), "\udcff"])
-def test_a_bad_record_is_the_same_error_with_its_line(tmp_path: Path, bad: str, inside: OneProcessExecutor) -> None:
+def test_a_bad_record_is_the_same_error_with_its_line(
+    tmp_path: Path, bad: str, inside: OneProcessExecutor
+) -> None:
     lines = [json.dumps({"text": text}) for text in texts(60)]
     lines[37] = lines[50] = bad
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
     with pytest.raises(DataError) as one:
         clean_files([tmp_path / "a.jsonl"], tmp_path / "one.jsonl", CleanRules())
     with pytest.raises(DataError) as many:
-        clean_files_on([tmp_path / "a.jsonl"], tmp_path / "many.jsonl", CleanRules(), Placement(task_bytes=900), Reading())
+        clean_files_on(
+            [tmp_path / "a.jsonl"],
+            tmp_path / "many.jsonl",
+            CleanRules(),
+            Placement(task_bytes=900),
+            Reading(),
+        )
     assert str(many.value) == str(one.value) and "a.jsonl:38" in str(one.value)
     assert not (tmp_path / "many.jsonl").exists()
 
 
-def test_empty_files_and_blank_ranges_are_refused_as_by_one_process(tmp_path: Path, inside: OneProcessExecutor) -> None:
+def test_empty_files_and_blank_ranges_are_refused_as_by_one_process(
+    tmp_path: Path, inside: OneProcessExecutor
+) -> None:
     (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
     (tmp_path / "blank.jsonl").write_text("\n" * 5000, encoding="utf-8")
     for name in ("empty.jsonl", "blank.jsonl"):
         with pytest.raises(DataError) as one:
             clean_files([tmp_path / name], tmp_path / "one.jsonl", CleanRules())
         with pytest.raises(DataError, match="no documents; the file is empty") as many:
-            clean_files_on([tmp_path / name], tmp_path / "many.jsonl", CleanRules(), Placement(task_bytes=900), Reading())
+            clean_files_on(
+                [tmp_path / name],
+                tmp_path / "many.jsonl",
+                CleanRules(),
+                Placement(task_bytes=900),
+                Reading(),
+            )
         assert str(many.value) == str(one.value)
     (tmp_path / "short.jsonl").write_text('{"text": "x"}\n', encoding="utf-8")
     with pytest.raises(DataError, match="no document passed the rules"):
-        clean_files_on([tmp_path / "short.jsonl"], tmp_path / "many.jsonl", CleanRules(), Placement(), Reading())
+        clean_files_on(
+            [tmp_path / "short.jsonl"],
+            tmp_path / "many.jsonl",
+            CleanRules(),
+            Placement(),
+            Reading(),
+        )
 
 
-def test_lost_tasks_are_done_again_and_not_for_ever(corpus: list[str], tmp_path: Path, inside: OneProcessExecutor) -> None:
+def test_lost_tasks_are_done_again_and_not_for_ever(
+    corpus: list[str], tmp_path: Path, inside: OneProcessExecutor
+) -> None:
     report = one_process(corpus, tmp_path / "one.jsonl", CleanRules())
     inside.lose = {0: 1, 2: 3}
     placement = Placement(task_bytes=9000)
-    assert json.dumps(clean_files_on(corpus, tmp_path / "many.jsonl", CleanRules(), placement, LINES).to_dict()) == report
+    assert (
+        json.dumps(
+            clean_files_on(
+                corpus, tmp_path / "many.jsonl", CleanRules(), placement, LINES
+            ).to_dict()
+        )
+        == report
+    )
     inside.lose = {1: 99}
     with pytest.raises(LaunchError, match="task 1 was lost 4 times"):
         clean_files_on(corpus, tmp_path / "again.jsonl", CleanRules(), placement, LINES)
     assert not (tmp_path / "again.jsonl").exists()
 
 
-def test_a_stopped_driver_continues_and_repeats_nothing(corpus: list[str], tmp_path: Path, inside: OneProcessExecutor) -> None:
+def test_a_stopped_driver_continues_and_repeats_nothing(
+    corpus: list[str], tmp_path: Path, inside: OneProcessExecutor
+) -> None:
     report = one_process(corpus, tmp_path / "one.jsonl", CleanRules())
     placement = Placement(task_bytes=9000, work_dir=tmp_path / "elsewhere")
     inside.stop_after = 4
-    with pytest.raises(KeyboardInterrupt, match=r"finished tasks are kept in .*many.jsonl.work. Run the same command again"):
+    with pytest.raises(
+        KeyboardInterrupt,
+        match=r"finished tasks are kept in .*many.jsonl.work. Run the same command again",
+    ):
         clean_files_on(corpus, tmp_path / "many.jsonl", CleanRules(), placement, LINES)
     done, inside.stop_after = list(inside.ran), None
     assert len(done) == 4 and not (tmp_path / "many.jsonl").exists()
@@ -155,14 +214,20 @@ def test_a_stopped_driver_continues_and_repeats_nothing(corpus: list[str], tmp_p
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_changed_input_or_rule_is_work_of_its_own(tmp_path: Path, inside: OneProcessExecutor) -> None:
+def test_a_changed_input_or_rule_is_work_of_its_own(
+    tmp_path: Path, inside: OneProcessExecutor
+) -> None:
     source = tmp_path / "a.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(60)), encoding="utf-8")
+    source.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts(60)), encoding="utf-8"
+    )
     placement = Placement(task_bytes=2000)
     inside.stop_after = 3
     with pytest.raises(KeyboardInterrupt):
         clean_files_on([source], tmp_path / "many.jsonl", CleanRules(), placement, Reading())
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(70, seed=4)), encoding="utf-8")
+    source.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts(70, seed=4)), encoding="utf-8"
+    )
     inside.stop_after = None
     clean_files([source], tmp_path / "one.jsonl", CleanRules())
     clean_files_on([source], tmp_path / "many.jsonl", CleanRules(), placement, Reading())
@@ -171,15 +236,29 @@ def test_a_changed_input_or_rule_is_work_of_its_own(tmp_path: Path, inside: OneP
 
 @pytest.mark.parametrize(("size", "seed"), [(3000, 0), (60_000, 1), (150_000, 2)])
 def test_a_sample_is_the_one_of_one_process(
-    tmp_path: Path, inside: OneProcessExecutor, size: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    inside: OneProcessExecutor,
+    size: int,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("headway.text.tasks.sample.OPEN_FILES", 3)
     for name, start in (("a", 0), ("b", 7)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts(400, start)), encoding="utf-8")
-    shares = [SourceShare(str(tmp_path / "a.jsonl"), 0.7), SourceShare(str(tmp_path / "b.jsonl"), 0.3)]
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": t}) + "\n" for t in texts(400, start)), encoding="utf-8"
+        )
+    shares = [
+        SourceShare(str(tmp_path / "a.jsonl"), 0.7),
+        SourceShare(str(tmp_path / "b.jsonl"), 0.3),
+    ]
     one = sample(shares, size, tmp_path / "one.jsonl", seed=seed)
-    many = sample_on(shares, size, tmp_path / "many.jsonl", Placement(task_bytes=20_000), Reading(), seed=seed)
-    assert many == one and (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    many = sample_on(
+        shares, size, tmp_path / "many.jsonl", Placement(task_bytes=20_000), Reading(), seed=seed
+    )
+    assert (
+        many == one
+        and (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    )
     with pytest.raises(DataError) as alone:
         sample(shares, 10**9, tmp_path / "one.jsonl")
     with pytest.raises(DataError) as together:
@@ -187,7 +266,9 @@ def test_a_sample_is_the_one_of_one_process(
     assert str(together.value) == str(alone.value)
 
 
-def test_a_folder_without_permission_is_one_line(tmp_path: Path, inside: OneProcessExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_permission_is_one_line(
+    tmp_path: Path, inside: OneProcessExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a text that is long enough"}\n', encoding="utf-8")
     (tmp_path / "file").write_text("", encoding="utf-8")
     words = ["data", "clean", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--on", "local"]
@@ -197,24 +278,38 @@ def test_a_folder_without_permission_is_one_line(tmp_path: Path, inside: OneProc
     assert "--task-size has no meaning with a run without --on" in capsys.readouterr().err
 
 
-def test_two_drivers_do_not_share_a_work_folder(corpus: list[str], tmp_path: Path, inside: OneProcessExecutor) -> None:
+def test_two_drivers_do_not_share_a_work_folder(
+    corpus: list[str], tmp_path: Path, inside: OneProcessExecutor
+) -> None:
     with (
         work_folder(tmp_path / "many.jsonl", Placement()),
-        pytest.raises(ConfigError, match=r"many.jsonl.work is in use by process \d+ .* which makes the same output"),
+        pytest.raises(
+            ConfigError,
+            match=r"many.jsonl.work is in use by process \d+ .* which makes the same output",
+        ),
     ):
         clean_files_on(corpus, tmp_path / "many.jsonl", CleanRules(), Placement(), LINES)
 
 
-def test_array_jobs_write_the_bytes_of_one_process(corpus: list[str], tmp_path: Path, slurm: Path) -> None:
+def test_array_jobs_write_the_bytes_of_one_process(
+    corpus: list[str], tmp_path: Path, slurm: Path
+) -> None:
     rules = CleanRules(duplicates="keep")
     report = one_process(corpus, tmp_path / "one.jsonl", rules)
     placement = Placement("slurm:partition=cpu,mem=8G,exclude=n1,n2", 2, task_bytes=30000)
-    assert json.dumps(clean_files_on(corpus, tmp_path / "many.jsonl", rules, placement, LINES).to_dict()) == report
+    assert (
+        json.dumps(
+            clean_files_on(corpus, tmp_path / "many.jsonl", rules, placement, LINES).to_dict()
+        )
+        == report
+    )
     assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
     words = (slurm / "jobs" / "1" / "command").read_text(encoding="utf-8").splitlines()
     assert {"--array=0-1", "--partition=cpu", "--mem=8G", "--exclude=n1,n2"} <= set(words)
     with pytest.raises(LaunchError, match="sbatch refused: sbatch: error: invalid partition"):
-        clean_files_on(corpus, tmp_path / "no.jsonl", CleanRules(), Placement("slurm:partition=refused"), LINES)
+        clean_files_on(
+            corpus, tmp_path / "no.jsonl", CleanRules(), Placement("slurm:partition=refused"), LINES
+        )
 
 
 @pytest.mark.parametrize(
@@ -227,9 +322,14 @@ def test_array_jobs_write_the_bytes_of_one_process(corpus: list[str], tmp_path: 
         ("slurm:--mem=3", "no option KEY=VALUE of sbatch"),
     ],
 )
-def test_a_wrong_place_is_one_line(tmp_path: Path, on: str, says: str, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_place_is_one_line(
+    tmp_path: Path, on: str, says: str, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a text that is long enough"}\n', encoding="utf-8")
-    assert main(["data", "clean", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--on", on]) == 2
+    assert (
+        main(["data", "clean", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--on", on])
+        == 2
+    )
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
     assert not (tmp_path / "b.jsonl.work").exists()

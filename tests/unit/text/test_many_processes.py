@@ -22,13 +22,33 @@ WAIT_SECONDS = 120
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(3000)), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts(3000)), encoding="utf-8"
+    )
     return path
 
 
 def start(source: Path, out: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", "-m", "headway", "data", "clean", str(source), str(out), "--task-size", "30kB", *words]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, **variables})
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "headway",
+        "data",
+        "clean",
+        str(source),
+        str(out),
+        "--task-size",
+        "30kB",
+        *words,
+    ]
+    return subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **variables},
+    )
 
 
 def finished(out: Path) -> list[str]:
@@ -48,8 +68,12 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for worker processes in /proc")
-def test_a_killed_worker_and_a_killed_driver_leave_the_bytes_of_one_process(tmp_path: Path, source: Path) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="looks for worker processes in /proc"
+)
+def test_a_killed_worker_and_a_killed_driver_leave_the_bytes_of_one_process(
+    tmp_path: Path, source: Path
+) -> None:
     clean_files([source], tmp_path / "one.jsonl", CleanRules())
     out = tmp_path / "many.jsonl"
     driver = start(source, out, "--on", "local", "--workers", "2")
@@ -58,21 +82,33 @@ def test_a_killed_worker_and_a_killed_driver_leave_the_bytes_of_one_process(tmp_
     os.kill(children(driver.pid)[-1], signal.SIGKILL)
     until(lambda: len(finished(out)) >= 12)
     driver.kill()
-    assert driver.stderr is not None and "a worker process died, perhaps out of memory; task" in driver.communicate()[1]
+    assert (
+        driver.stderr is not None
+        and "a worker process died, perhaps out of memory; task" in driver.communicate()[1]
+    )
     before = set(finished(out))
     assert not out.exists() and len(before) >= 12
     again = start(source, out, "--on", "local", "--workers", "2")
     until(lambda: len(finished(out)) >= len(before) + 3)
     again.send_signal(signal.SIGTERM)
     said = again.communicate()[1]
-    assert again.returncode == 143 and "Run the same command again to continue" in said and "Traceback" not in said
+    assert (
+        again.returncode == 143
+        and "Run the same command again to continue" in said
+        and "Traceback" not in said
+    )
     last = start(source, out, "--on", "local", "--workers", "2")
     assert last.communicate(timeout=WAIT_SECONDS) and last.returncode == 0
-    assert out.read_bytes() == (tmp_path / "one.jsonl").read_bytes() and not Path(f"{out}.work").exists()
+    assert (
+        out.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+        and not Path(f"{out}.work").exists()
+    )
 
 
 @pytest.mark.drill
-def test_a_killed_element_is_submitted_again_and_a_stop_cancels_the_array(tmp_path: Path, source: Path) -> None:
+def test_a_killed_element_is_submitted_again_and_a_stop_cancels_the_array(
+    tmp_path: Path, source: Path
+) -> None:
     clean_files([source], tmp_path / "one.jsonl", CleanRules())
     path = f"{install(tmp_path)}{os.pathsep}{os.environ['PATH']}"
     out = tmp_path / "many.jsonl"
@@ -82,7 +118,11 @@ def test_a_killed_element_is_submitted_again_and_a_stop_cancels_the_array(tmp_pa
     until(lambda: (tmp_path / "jobs" / "2" / "pids").exists())
     driver.send_signal(signal.SIGINT)
     said = driver.communicate(timeout=WAIT_SECONDS)[1]
-    assert driver.returncode == 130 and "ended without a result" in said and "Run the same command again to continue" in said
+    assert (
+        driver.returncode == 130
+        and "ended without a result" in said
+        and "Run the same command again to continue" in said
+    )
     assert (tmp_path / "jobs" / "2" / "cancelled").exists() and not out.exists()
     last = start(source, out, "--on", "slurm", "--workers", "2", PATH=path)
     assert last.communicate(timeout=WAIT_SECONDS) and last.returncode == 0
@@ -92,7 +132,22 @@ def test_a_killed_element_is_submitted_again_and_a_stop_cancels_the_array(tmp_pa
 @pytest.mark.slow
 def test_a_full_disk_is_one_line(tmp_path: Path, source: Path) -> None:
     place = tmp_path / "disk"
-    ended = on_small_disk(place, 300, [["data", "clean", str(source), str(place / "out.jsonl"), "--on", "local", "--workers", "1"]])[0]
+    ended = on_small_disk(
+        place,
+        300,
+        [
+            [
+                "data",
+                "clean",
+                str(source),
+                str(place / "out.jsonl"),
+                "--on",
+                "local",
+                "--workers",
+                "1",
+            ]
+        ],
+    )[0]
     assert ended.code == 2
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "the disk is full" in errors[0] and "Traceback" not in ended.stderr

@@ -79,7 +79,9 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("compression", COMPRESS)
 @pytest.mark.parametrize("name", CONTENT)
-def test_every_format_and_compression_gives_the_same_texts(tmp_path: Path, name: str, compression: str) -> None:
+def test_every_format_and_compression_gives_the_same_texts(
+    tmp_path: Path, name: str, compression: str
+) -> None:
     path = tmp_path / (name + compression)
     path.write_bytes(COMPRESS[compression](CONTENT[name]()))
     assert [document.text for document in read_documents(path)] == TEXTS
@@ -88,7 +90,13 @@ def test_every_format_and_compression_gives_the_same_texts(tmp_path: Path, name:
 
 @pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz", "a.tgz", "a.tar.zst"])
 def test_archives_give_their_members_in_order(tmp_path: Path, name: str) -> None:
-    inner = [("b/2.jsonl", jsonl(ROWS[:1])), ("a/1.parquet", parquet()), ("a/.hidden.jsonl", b"{"), ("x.png", b"\x00"), ("n.txt", b"note")]
+    inner = [
+        ("b/2.jsonl", jsonl(ROWS[:1])),
+        ("a/1.parquet", parquet()),
+        ("a/.hidden.jsonl", b"{"),
+        ("x.png", b"\x00"),
+        ("n.txt", b"note"),
+    ]
     out = io.BytesIO()
     if name.endswith(".zip"):
         with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -101,7 +109,13 @@ def test_archives_give_their_members_in_order(tmp_path: Path, name: str) -> None
                 entry.size = len(data)
                 archive.addfile(entry, io.BytesIO(data))
     data = out.getvalue()
-    (tmp_path / name).write_bytes(COMPRESS[".gz"](data) if name.endswith("gz") else COMPRESS[".zst"](data) if "zst" in name else data)
+    (tmp_path / name).write_bytes(
+        COMPRESS[".gz"](data)
+        if name.endswith("gz")
+        else COMPRESS[".zst"](data)
+        if "zst" in name
+        else data
+    )
     documents = list(read_documents(tmp_path / name))
     assert [d.text for d in documents] == [TEXTS[0], *TEXTS, "note"]
     assert documents[0].place == f"{tmp_path / name}:b/2.jsonl:1"
@@ -109,7 +123,9 @@ def test_archives_give_their_members_in_order(tmp_path: Path, name: str) -> None
 
 def test_a_large_json_list_is_read_piece_by_piece(tmp_path: Path) -> None:
     rows = [{"text": "字" * (i % 70_000), "n": i} for i in range(0, 300_000, 7_001)]
-    (tmp_path / "a.json").write_text(json.dumps(rows, ensure_ascii=False, indent=0), encoding="utf-8")
+    (tmp_path / "a.json").write_text(
+        json.dumps(rows, ensure_ascii=False, indent=0), encoding="utf-8"
+    )
     records = list(read_records(tmp_path / "a.json"))
     assert [r.data for r in records] == rows
     assert [r.line for r in records] == [2 + 4 * i for i in range(len(rows))]
@@ -119,14 +135,19 @@ def test_one_object_per_file_and_pretty_objects_in_a_row(tmp_path: Path) -> None
     for i, row in enumerate(ROWS):
         (tmp_path / f"{i}.json").write_text(json.dumps(row, indent=2), encoding="utf-8")
     assert [d.text for d in read_documents(tmp_path)] == TEXTS
-    (tmp_path / "many.json").write_text("\n".join(json.dumps(row, indent=2) for row in ROWS), encoding="utf-8")
+    (tmp_path / "many.json").write_text(
+        "\n".join(json.dumps(row, indent=2) for row in ROWS), encoding="utf-8"
+    )
     assert [r.line for r in read_records(tmp_path / "many.json")] == [1, 5, 9]
 
 
 def test_a_text_file_is_one_document_or_one_per_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("第一\r\n\n  \nsecond\n".encode())
     assert [d.text for d in read_documents(tmp_path / "a.txt")] == ["第一\r\n\n  \nsecond\n"]
-    assert [(d.text, d.line) for d in read_documents(tmp_path / "a.txt", split="line")] == [("第一", 1), ("second", 4)]
+    assert [(d.text, d.line) for d in read_documents(tmp_path / "a.txt", split="line")] == [
+        ("第一", 1),
+        ("second", 4),
+    ]
 
 
 def test_folders_and_globs_are_sorted_and_leave_other_files_out(tmp_path: Path) -> None:
@@ -135,12 +156,19 @@ def test_folders_and_globs_are_sorted_and_leave_other_files_out(tmp_path: Path) 
         (tmp_path / name).write_bytes(jsonl() if name.endswith("jsonl") else name.encode())
     assert [p.name for p in expand(tmp_path)] == ["a.txt", "b.txt", "c.jsonl"]
     assert [p.name for p in expand(str(tmp_path / "*.txt"))] == ["a.txt", "b.txt"]
-    assert [p.name for p in expand([str(tmp_path / "**/*.jsonl"), tmp_path / "b.txt"])] == ["c.jsonl", "b.txt"]
+    assert [p.name for p in expand([str(tmp_path / "**/*.jsonl"), tmp_path / "b.txt"])] == [
+        "c.jsonl",
+        "b.txt",
+    ]
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
-    [("{title}\\n{text}", f"一\n{TEXTS[0]}"), ("{{{title}}}: {meta.n}", "{一}: 3"), ("{title}{none}", "一")],
+    [
+        ("{title}\\n{text}", f"一\n{TEXTS[0]}"),
+        ("{{{title}}}: {meta.n}", "{一}: 3"),
+        ("{title}{none}", "一"),
+    ],
 )
 def test_templates_join_keys(tmp_path: Path, template: str, expected: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl([{**ROWS[0], "meta": {"n": 3}, "none": None}]))
@@ -155,12 +183,19 @@ def test_a_template_that_is_none_is_refused(template: str) -> None:
 
 def test_only_needed_columns_are_read_unless_the_record_is_kept(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet())
-    assert [d.record for d in read_documents(tmp_path / "a.parquet")] == [{"text": text} for text in TEXTS]
+    assert [d.record for d in read_documents(tmp_path / "a.parquet")] == [
+        {"text": text} for text in TEXTS
+    ]
     assert [d.record for d in read_documents(tmp_path / "a.parquet", keep_record=True)] == ROWS
 
 
 def test_files_without_a_known_suffix_are_told_by_content(tmp_path: Path) -> None:
-    for name, data in (("a", jsonl()), ("b.data", parquet()), ("c.gz", gzip.compress(jsonl())), ("d.bin", arrow(False))):
+    for name, data in (
+        ("a", jsonl()),
+        ("b.data", parquet()),
+        ("c.gz", gzip.compress(jsonl())),
+        ("d.bin", arrow(False)),
+    ):
         (tmp_path / name).write_bytes(data)
         assert [d.text for d in read_documents(tmp_path / name)] == TEXTS
     (tmp_path / "e.py").write_text("print('你好')\n", encoding="utf-8")
@@ -171,7 +206,10 @@ def test_files_without_a_known_suffix_are_told_by_content(tmp_path: Path) -> Non
 
 
 def wiki(texts: list[str]) -> bytes:
-    pages = (f"<page><title>t</title><ns>0</ns><id>1</id><revision><text>{text}</text></revision></page>" for text in texts)
+    pages = (
+        f"<page><title>t</title><ns>0</ns><id>1</id><revision><text>{text}</text></revision></page>"
+        for text in texts
+    )
     return f"<mediawiki>{''.join(pages)}</mediawiki>".encode()
 
 
@@ -184,7 +222,9 @@ def wiki(texts: list[str]) -> bytes:
         ("a.xml", wiki),
     ],
 )
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str, write: Callable[[list[str]], bytes]) -> None:
+def test_memory_does_not_grow_with_the_file(
+    tmp_path: Path, name: str, write: Callable[[list[str]], bytes]
+) -> None:
     import tracemalloc
 
     (tmp_path / name).write_bytes(write(["文本内容" * 200] * 2_500))

@@ -31,7 +31,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tasks_in(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "tasks.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def ask(url: str, **settings: Any) -> str:
@@ -40,19 +43,28 @@ def ask(url: str, **settings: Any) -> str:
 
 def test_as_many_tasks_as_wanted_ready_for_fine_tuning(tmp_path: Path) -> None:
     with serving() as server:
-        report = self_instruct(SelfInstruct(10, tmp_path, requests_per_round=2), Endpoint(server.url, "m", KEY))
-        again = self_instruct(SelfInstruct(10, tmp_path, requests_per_round=5), Endpoint(server.url, "m", KEY))
+        report = self_instruct(
+            SelfInstruct(10, tmp_path, requests_per_round=2), Endpoint(server.url, "m", KEY)
+        )
+        again = self_instruct(
+            SelfInstruct(10, tmp_path, requests_per_round=5), Endpoint(server.url, "m", KEY)
+        )
     assert report == again and len(server.seen) == report.requests == 4
     assert (report.kept, report.prompt_tokens, report.completion_tokens) == (10, 40, 80)
     assert report.dropped == {"more than wanted": 6}
     tasks = tasks_in(tmp_path)
     assert len({task["instruction"] for task in tasks}) == 10
-    assert all(len(task["most_similar"]) == 10 and 0 <= task["avg_similarity"] <= 0.7 for task in tasks)
+    assert all(
+        len(task["most_similar"]) == 10 and 0 <= task["avg_similarity"] <= 0.7 for task in tasks
+    )
     for path in (tmp_path, tmp_path / "tasks.jsonl"):
         checked = validate([path], ValidateOptions("chat"))
         assert (checked.good, checked.bad) == (10, [])
     first = server.seen[0]
-    assert first["path"] == "/v1/chat/completions" and first["headers"]["Authorization"] == f"Bearer {KEY}"
+    assert (
+        first["path"] == "/v1/chat/completions"
+        and first["headers"]["Authorization"] == f"Bearer {KEY}"
+    )
     assert first["body"]["temperature"] == 1.0 and first["body"]["max_tokens"] == 3072
 
 
@@ -97,7 +109,9 @@ def test_faults_that_may_pass_are_tried_again_and_counted(tmp_path: Path) -> Non
                 return False
 
     with serving(fault) as server:
-        report = self_instruct(SelfInstruct(4, tmp_path, requests_per_round=1), Endpoint(server.url, "m"))
+        report = self_instruct(
+            SelfInstruct(4, tmp_path, requests_per_round=1), Endpoint(server.url, "m")
+        )
     assert report.retries == {"nonsense": 3, "connection": 2, "503": 1, "429": 1}
 
 
@@ -123,17 +137,26 @@ def test_a_pause_too_long_to_wait_for_ends_the_run() -> None:
 def test_requests_keep_to_the_rate_limit(tmp_path: Path) -> None:
     started = time.monotonic()
     with serving() as server:
-        self_instruct(SelfInstruct(16, tmp_path, requests_per_round=4), Endpoint(server.url, "m", requests_per_minute=600))
+        self_instruct(
+            SelfInstruct(16, tmp_path, requests_per_round=4),
+            Endpoint(server.url, "m", requests_per_minute=600),
+        )
     assert len(server.seen) == 4 and server.seen[-1]["time"] - started >= 0.3
 
 
 def test_retries_have_an_end() -> None:
-    with serving(lambda request, _: request.answer(b"down", 500)) as server, pytest.raises(EndpointError, match=r"HTTP 500 down \(after 3"):
+    with (
+        serving(lambda request, _: request.answer(b"down", 500)) as server,
+        pytest.raises(EndpointError, match=r"HTTP 500 down \(after 3"),
+    ):
         ask(server.url, max_retries=2)
     assert len(server.seen) == 3
 
 
-@pytest.mark.parametrize(("status", "hint"), [(401, "OPENAI_API_KEY"), (404, "--model"), (400, "--max-tokens"), (302, "--endpoint")])
+@pytest.mark.parametrize(
+    ("status", "hint"),
+    [(401, "OPENAI_API_KEY"), (404, "--model"), (400, "--max-tokens"), (302, "--endpoint")],
+)
 def test_what_will_not_pass_ends_at_once_without_showing_the_key(status: int, hint: str) -> None:
     def refuse(request: Handler, _: int) -> bool:
         return request.answer(f"bad key {KEY}".encode(), status, Location="/elsewhere")
@@ -146,7 +169,10 @@ def test_what_will_not_pass_ends_at_once_without_showing_the_key(status: int, hi
 def test_answers_without_a_task_end_the_run(tmp_path: Path) -> None:
     wanted = SelfInstruct(4, tmp_path, requests_per_round=1, give_up_after=3)
     said = r"3 answers in a row had no task to keep .*no task in the answer 3"
-    with serving(lambda request, _: request.answer(completion("I would rather not."))) as server, pytest.raises(EndpointError, match=said):
+    with (
+        serving(lambda request, _: request.answer(completion("I would rather not."))) as server,
+        pytest.raises(EndpointError, match=said),
+    ):
         self_instruct(wanted, Endpoint(server.url, "m"))
     assert not (tmp_path / "tasks.jsonl").exists()
 
@@ -170,17 +196,38 @@ def test_a_killed_run_started_again_ends_as_if_undisturbed(tmp_path: Path) -> No
         time.sleep(0.05)
 
     with serving(slow) as server:
-        whole = self_instruct(SelfInstruct(120, tmp_path / "whole", requests_per_round=2), Endpoint(server.url, "m"))
-        arguments = ["data", "self-instruct", "--endpoint", server.url, "--model", "m", "--num", "120", "--out", str(tmp_path / "killed")]
+        whole = self_instruct(
+            SelfInstruct(120, tmp_path / "whole", requests_per_round=2), Endpoint(server.url, "m")
+        )
+        arguments = [
+            "data",
+            "self-instruct",
+            "--endpoint",
+            server.url,
+            "--model",
+            "m",
+            "--num",
+            "120",
+            "--out",
+            str(tmp_path / "killed"),
+        ]
         arguments += ["--requests-per-round", "2"]
-        process = subprocess.Popen([sys.executable, "-m", "headway", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headway", *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         journal = tmp_path / "killed" / NAME
         end = time.monotonic() + 60
-        while time.monotonic() < end and not (journal.exists() and journal.read_bytes().count(b"\n") >= 4):
+        while time.monotonic() < end and not (
+            journal.exists() and journal.read_bytes().count(b"\n") >= 4
+        ):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert journal.read_bytes().count(b"\n") < whole.requests + 1, "killed too late to show anything"
+        assert journal.read_bytes().count(b"\n") < whole.requests + 1, (
+            "killed too late to show anything"
+        )
         with open(journal, "ab") as file:
             file.write(b'{"number": 99, "kept": [{"instr')
         assert main(arguments) == 0
@@ -208,25 +255,46 @@ def test_settings_of_a_run_that_never_got_an_answer_may_change(tmp_path: Path) -
 
 
 def test_seed_tasks_of_ones_own_are_shown(tmp_path: Path) -> None:
-    seeds = [{"instruction": f"Describe thing number {k} at length", "output": "x"} for k in range(3)]
+    seeds = [
+        {"instruction": f"Describe thing number {k} at length", "output": "x"} for k in range(3)
+    ]
     (tmp_path / "seeds.jsonl").write_text("".join(json.dumps(one) + "\n" for one in seeds))
     with serving() as server:
-        self_instruct(SelfInstruct(1, tmp_path / "out", seeds=tmp_path / "seeds.jsonl"), Endpoint(server.url, "m"))
+        self_instruct(
+            SelfInstruct(1, tmp_path / "out", seeds=tmp_path / "seeds.jsonl"),
+            Endpoint(server.url, "m"),
+        )
         assert "Describe thing number 2" in server.seen[0]["body"]["messages"][0]["content"]
         (tmp_path / "seeds.jsonl").write_text('{"instruction": "Only one", "output": ["x"]}\n')
         with pytest.raises(DataError, match=r"seeds\.jsonl:1: output must be a text"):
-            self_instruct(SelfInstruct(1, tmp_path / "out", seeds=tmp_path / "seeds.jsonl"), Endpoint(server.url, "m"))
+            self_instruct(
+                SelfInstruct(1, tmp_path / "out", seeds=tmp_path / "seeds.jsonl"),
+                Endpoint(server.url, "m"),
+            )
 
 
 def test_chinese_tasks_are_asked_for_in_chinese(tmp_path: Path) -> None:
     answer = "<|4|>\n指令：说出三条大河的名字。\n输入：<无>\n输出：长江、黄河、珠江\n<|5|>\n指令：Name three rivers now.\n输入：无\n输出：x"
     with serving(lambda request, _: request.answer(completion(answer))) as server:
-        report = self_instruct(SelfInstruct(1, tmp_path, language="zh", requests_per_round=1), Endpoint(server.url, "m"))
+        report = self_instruct(
+            SelfInstruct(1, tmp_path, language="zh", requests_per_round=1),
+            Endpoint(server.url, "m"),
+        )
     assert "请再写 20 个新任务" in server.seen[0]["body"]["messages"][0]["content"]
     assert tasks_in(tmp_path)[0]["instruction"] == "说出三条大河的名字。" and report.kept == 1
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://h:99999/v1", "http://h h/v1", "http://[::1/v1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "ftp://x",
+        "http://",
+        "http://h:99999/v1",
+        "http://h h/v1",
+        "http://[::1/v1",
+    ],
+)
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--endpoint is"):
         Endpoint(url, "m")
@@ -236,7 +304,10 @@ def test_addresses_are_completed_and_secrets_in_them_never_shown() -> None:
     for url in ("http://h:1", "http://h:1/v1/", "http://h:1/v1/chat/completions"):
         assert Endpoint(url, "m").address == "http://h:1/v1/chat/completions"
     with_query = Endpoint(f"https://h/x?code={KEY}", "m", KEY)
-    assert with_query.address == f"https://h/x/chat/completions?code={KEY}" and KEY not in with_query.shown_address
+    assert (
+        with_query.address == f"https://h/x/chat/completions?code={KEY}"
+        and KEY not in with_query.shown_address
+    )
     for url, key in ((f"http://me:{KEY}@h/v1", None), ("http://h/v1", KEY + "\nx")):
         with pytest.raises(ConfigError) as caught:
             Endpoint(url, "m", key)
@@ -244,7 +315,10 @@ def test_addresses_are_completed_and_secrets_in_them_never_shown() -> None:
 
 
 def test_the_verb_reports_counts_and_keeps_the_key_to_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     caplog.set_level(logging.DEBUG)
@@ -253,7 +327,19 @@ def test_the_verb_reports_counts_and_keeps_the_key_to_itself(
         return number == 0 and request.answer(KEY.encode(), 500)
 
     with serving(echo) as server:
-        arguments = ["-v", "data", "self-instruct", "--endpoint", server.url, "--model", "m", "--num", "4", "--out", str(tmp_path / "out")]
+        arguments = [
+            "-v",
+            "data",
+            "self-instruct",
+            "--endpoint",
+            server.url,
+            "--model",
+            "m",
+            "--num",
+            "4",
+            "--out",
+            str(tmp_path / "out"),
+        ]
         assert main([*arguments, "--json"]) == 0
         shown = capsys.readouterr()
         assert json.loads(shown.out)["retries"] == {"500": 1}

@@ -6,24 +6,44 @@ from itertools import product
 import numpy as np
 import pytest
 
-from headway.text.self_instruct.filters import MAX_SIMILARITY, KeptTask, SimilarityIndex, TaskFilter, tokens_of
-from headway.text.self_instruct.tasks import LANGUAGES, Language, Task, load_seeds, make_prompt, parse_answer
+from headway.text.self_instruct.filters import (
+    MAX_SIMILARITY,
+    KeptTask,
+    SimilarityIndex,
+    TaskFilter,
+    tokens_of,
+)
+from headway.text.self_instruct.tasks import (
+    LANGUAGES,
+    Language,
+    Task,
+    load_seeds,
+    make_prompt,
+    parse_answer,
+)
 
 
 def slow_rouge_l(one: list[str], other: list[str]) -> float:
     table = np.zeros((len(one) + 1, len(other) + 1), dtype=int)
     for i, j in product(range(len(one)), range(len(other))):
-        table[i + 1, j + 1] = table[i, j] + 1 if one[i] == other[j] else max(table[i, j + 1], table[i + 1, j])
+        table[i + 1, j + 1] = (
+            table[i, j] + 1 if one[i] == other[j] else max(table[i, j + 1], table[i + 1, j])
+        )
     return 2 * table[-1, -1] / (len(one) + len(other))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_similarity_to_all_kept_equals_the_textbook_table(seed: int) -> None:
     draw = random.Random(seed)
-    texts = [[draw.choice("abcdefgh") for _ in range(draw.choice([1, 2, 7, 63, 64, 65, 150]))] for _ in range(25)]
+    texts = [
+        [draw.choice("abcdefgh") for _ in range(draw.choice([1, 2, 7, 63, 64, 65, 150]))]
+        for _ in range(25)
+    ]
     index = SimilarityIndex()
     for count, text in enumerate(texts):
-        np.testing.assert_allclose(index.scores(text), [slow_rouge_l(text, kept) for kept in texts[:count]], atol=1e-12)
+        np.testing.assert_allclose(
+            index.scores(text), [slow_rouge_l(text, kept) for kept in texts[:count]], atol=1e-12
+        )
         index.add(text)
 
 
@@ -48,7 +68,9 @@ def test_tasks_written_like_the_examples_are_read_back(language: Language) -> No
     tasks, dropped = parse_answer(prompt, was_cut=False)
     assert len(tasks) == 3 and set(tasks) <= set(seeds) and not dropped
     assert "<|4|>" in prompt and "<|23|>" in prompt
-    assert make_prompt(seeds, language, 20, 1, 7) == prompt != make_prompt(seeds, language, 20, 1, 8)
+    assert (
+        make_prompt(seeds, language, 20, 1, 7) == prompt != make_prompt(seeds, language, 20, 1, 8)
+    )
 
 
 def test_answers_with_markdown_thoughts_and_cut_ends_are_read() -> None:
@@ -85,13 +107,21 @@ def test_answers_with_markdown_thoughts_and_cut_ends_are_read() -> None:
         ("zh", Task("介绍北欧各国的首都吧", "", "x"), "too similar"),
     ],
 )
-def test_each_bad_task_is_dropped_for_its_reason(language: Language, task: Task, reason: str) -> None:
+def test_each_bad_task_is_dropped_for_its_reason(
+    language: Language, task: Task, reason: str
+) -> None:
     known = {"en": "List the capitals of northern Europe", "zh": "介绍北欧各国的首都"}
     assert TaskFilter(language, [Task(known[language], "", "x")]).judge(task) == reason
 
 
 def test_a_kept_task_names_its_neighbours_and_joins_them() -> None:
-    judge = TaskFilter("en", [Task("List five green vegetables for soup", "", "x"), Task("Who wrote this sonnet about summer", "", "x")])
+    judge = TaskFilter(
+        "en",
+        [
+            Task("List five green vegetables for soup", "", "x"),
+            Task("Who wrote this sonnet about summer", "", "x"),
+        ],
+    )
     kept = judge.judge(Task("List five kinds of tree", "", "Oak"))
     assert isinstance(kept, KeptTask)
     scores = [2 * 2 / 11, 0.0]
@@ -103,5 +133,7 @@ def test_a_kept_task_names_its_neighbours_and_joins_them() -> None:
 
 def test_limits_of_length_are_open_below_and_closed_above() -> None:
     assert isinstance(TaskFilter("en", []).judge(Task("Name three long rivers", "", "x")), KeptTask)
-    assert isinstance(TaskFilter("en", []).judge(Task(" ".join(f"w{i}" for i in range(150)), "", "x")), KeptTask)
+    assert isinstance(
+        TaskFilter("en", []).judge(Task(" ".join(f"w{i}" for i in range(150)), "", "x")), KeptTask
+    )
     assert isinstance(TaskFilter("zh", []).judge(Task("写首小诗", "", "x")), KeptTask)

@@ -12,7 +12,9 @@ from headway.text.read import read_blocks, read_documents
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 1 << 20])
-def test_blocks_are_the_text_whatever_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_blocks_are_the_text_whatever_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     monkeypatch.setattr("headway.text.raw.BLOCK_BYTES", size)
     rng = random.Random(size)
     text = "".join(rng.choice("ab\n é中文🙂\u2028\r") for _ in range(400))
@@ -23,7 +25,9 @@ def test_blocks_are_the_text_whatever_their_size(tmp_path: Path, monkeypatch: py
     assert all(blocks) and max(map(len, blocks)) <= size + 3
     packed = tmp_path / "b.txt.gz"
     packed.write_bytes(gzip.compress(text.encode()))
-    assert ["".join(found) for _, found in read_blocks([path, packed])] == [d.text for d in read_documents([path, packed])]
+    assert ["".join(found) for _, found in read_blocks([path, packed])] == [
+        d.text for d in read_documents([path, packed])
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 4, 7, 1 << 20])

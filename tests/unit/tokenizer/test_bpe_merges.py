@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from headway.errors import ConfigError, DataError
 from headway.tokenizer.bpe_merges import learn_merges
-from headway.tokenizer.byte_level import BYTE_TO_CHAR, CHAR_TO_BYTE, WORDS, byte_level, spell, unspell
+from headway.tokenizer.byte_level import (
+    BYTE_TO_CHAR,
+    CHAR_TO_BYTE,
+    WORDS,
+    byte_level,
+    spell,
+    unspell,
+)
 from headway.tokenizer.train import train_bpe
 from headway.tokenizer.word_counts import WordCounts, WordTable, count_words, select_words
 
@@ -33,7 +40,10 @@ def plain_merges(words: dict[bytes, int], num_tokens: int) -> list[tuple[bytes, 
         for word, number in words.items():
             for pair in zip(split[word], split[word][1:], strict=False):
                 counts[pair] += number
-        ranked = sorted(counts.items(), key=lambda item: (-item[1], tokens.index(item[0][0]), tokens.index(item[0][1])))
+        ranked = sorted(
+            counts.items(),
+            key=lambda item: (-item[1], tokens.index(item[0][0]), tokens.index(item[0][1])),
+        )
         if not ranked or ranked[0][1] < 2:
             break
         left, right = ranked[0][0]
@@ -51,7 +61,14 @@ def plain_merges(words: dict[bytes, int], num_tokens: int) -> list[tuple[bytes, 
     return merges
 
 
-@given(st.dictionaries(st.text("ab好", min_size=1, max_size=12).map(str.encode), st.integers(1, 5), min_size=1, max_size=12))
+@given(
+    st.dictionaries(
+        st.text("ab好", min_size=1, max_size=12).map(str.encode),
+        st.integers(1, 5),
+        min_size=1,
+        max_size=12,
+    )
+)
 @settings(max_examples=150, deadline=None)
 def test_merges_equal_those_of_counting_everything_again(words: dict[bytes, int]) -> None:
     merges, tokens = learn_merges(list(words), list(words.values()), range(256), 270)
@@ -65,7 +82,9 @@ def test_merges_equal_those_of_the_tokenizers_library(tmp_path: Path) -> None:
     tokenizer = train_bpe(TEXTS, vocab_size=360, out=tmp_path, special_tokens=["<end>"])
     reference = Tokenizer(models.BPE())
     reference.pre_tokenizer = byte_level(WORDS)
-    trainer = trainers.BpeTrainer(vocab_size=359, min_frequency=2, initial_alphabet=list(BYTE_TO_CHAR), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=359, min_frequency=2, initial_alphabet=list(BYTE_TO_CHAR), show_progress=False
+    )
     reference.train_from_iterator(TEXTS, trainer)
     ours, theirs = (json.loads(t.to_str())["model"] for t in (tokenizer.fast, reference))
     assert ours["merges"] == theirs["merges"] and len(ours["merges"]) == 359 - 256
@@ -85,7 +104,18 @@ def test_han_latin_and_digits_are_cut_apart() -> None:
     import regex
 
     cut = regex.compile(WORDS, regex.V1)
-    assert cut.findall("用Python3.12写代码 don't  stop") == ["用", "Python", "3", ".", "12", "写代码", " don", "'t", " ", " stop"]
+    assert cut.findall("用Python3.12写代码 don't  stop") == [
+        "用",
+        "Python",
+        "3",
+        ".",
+        "12",
+        "写代码",
+        " don",
+        "'t",
+        " ",
+        " stop",
+    ]
     assert cut.findall("1234567，中文\n\nx") == ["123", "456", "7", "，", "中文", "\n\n", "x"]
 
 
@@ -100,7 +130,11 @@ def test_the_byte_alphabet_is_that_of_the_library() -> None:
 
 def corpus(seed: int) -> list[str]:
     chance = random.Random(seed)
-    return [" ".join(f"w{int(chance.paretovariate(0.6)) % 5000}\n" for _ in range(2000)) + "河水结冰很早" * 3 for _ in range(20)]
+    return [
+        " ".join(f"w{int(chance.paretovariate(0.6)) % 5000}\n" for _ in range(2000))
+        + "河水结冰很早" * 3
+        for _ in range(20)
+    ]
 
 
 def counts_of(table: WordTable) -> Counter[str]:
@@ -134,7 +168,9 @@ def test_long_texts_are_counted_as_if_whole(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rare_words_give_way_and_chinese_runs_are_cut_not_lost() -> None:
     with WordTable() as table:
         table.add_counts(Counter({"the": 100, "河水结冰很早孩子": 1, "孩子河水": 1, "rareword": 1}))
-        assert select_words(table, None) == WordCounts(["the", "rareword", "孩子河水", "河水结冰很早孩子"], [100, 1, 1, 1], 1.0)
+        assert select_words(table, None) == WordCounts(
+            ["the", "rareword", "孩子河水", "河水结冰很早孩子"], [100, 1, 1, 1], 1.0
+        )
         words = select_words(table, 24)
     assert sum(len(word.encode()) for word in words.words) <= 24
     found = dict(zip(words.words, words.counts, strict=True))
@@ -143,7 +179,9 @@ def test_rare_words_give_way_and_chinese_runs_are_cut_not_lost() -> None:
     assert 0.8 < words.covered < 1
 
 
-def test_little_memory_still_trains_a_tokenizer_that_round_trips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_still_trains_a_tokenizer_that_round_trips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headway.tokenizer.train.BASE_MEMORY_BYTES", (256 << 20) - 400_000)
     tokenizer = train_bpe(corpus(3), vocab_size=600, out=tmp_path, max_memory_bytes=256 << 20)
     text = corpus(3)[0] + "anything else 别的"
@@ -160,7 +198,9 @@ def test_little_memory_still_trains_a_tokenizer_that_round_trips(tmp_path: Path,
         ({"vocab_size": 300, "max_memory_bytes": 1000}, "max_memory is 1000 bytes"),
     ],
 )
-def test_requests_that_cannot_be_are_refused_before_reading(tmp_path: Path, request_: dict[str, int], message: str) -> None:
+def test_requests_that_cannot_be_are_refused_before_reading(
+    tmp_path: Path, request_: dict[str, int], message: str
+) -> None:
     def unread() -> None:
         raise AssertionError("nothing may be read")
 
@@ -169,7 +209,10 @@ def test_requests_that_cannot_be_are_refused_before_reading(tmp_path: Path, requ
 
 
 def test_a_corpus_too_small_for_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"vocab_size is 5000, but this corpus has pairs that repeat for only \d+ tokens"):
+    with pytest.raises(
+        DataError,
+        match=r"vocab_size is 5000, but this corpus has pairs that repeat for only \d+ tokens",
+    ):
         train_bpe(["a short text, a short text"], vocab_size=5000, out=tmp_path)
     with pytest.raises(DataError, match="the inputs hold no text to train on"):
         train_bpe([], vocab_size=300, out=tmp_path)

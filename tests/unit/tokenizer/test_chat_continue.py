@@ -7,7 +7,12 @@ from headway.errors import DataError
 from headway.tokenizer.chat import Call, Turn, render, render_prompt
 from headway.tokenizer.chat_template import BUILT_IN
 
-TURNS = [Turn("user", "Hi"), Turn("assistant", "Yes?"), Turn("user", "Go on"), Turn("assistant", "Well, 再")]
+TURNS = [
+    Turn("user", "Hi"),
+    Turn("assistant", "Yes?"),
+    Turn("user", "Go on"),
+    Turn("assistant", "Well, 再"),
+]
 THINKS = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{%- if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}"
@@ -25,7 +30,9 @@ def test_the_ids_are_the_beginning_of_the_training_example(name: str) -> None:
     whole = render(turns, name, tokenizer).ids.tolist()
     words = tokenizer.encode(turns[-1].content)
     assert ids == whole[: len(ids)] and ids[-len(words) :] == words and len(whole) > len(ids)
-    assert tokenizer.decode(whole[len(ids) :]).strip().startswith("<")  # what follows ends the answer
+    assert (
+        tokenizer.decode(whole[len(ids) :]).strip().startswith("<")
+    )  # what follows ends the answer
 
 
 def test_what_a_template_writes_before_an_answer_stands_before_its_beginning() -> None:
@@ -54,6 +61,6 @@ def test_nothing_is_continued_that_is_no_text_of_the_assistant() -> None:
     for last in (Turn("user", "x"), Turn("assistant", "x", calls=(Call("f", {}),))):
         with pytest.raises(DataError, match="nothing to continue"):
             render_prompt([*TURNS, last], "chatml", tokenizer, continues=True)
-    assert render_prompt([*TURNS[:3], Turn("assistant", "")], "chatml", tokenizer, continues=True) == render_prompt(
-        TURNS[:3], "chatml", tokenizer
-    )
+    assert render_prompt(
+        [*TURNS[:3], Turn("assistant", "")], "chatml", tokenizer, continues=True
+    ) == render_prompt(TURNS[:3], "chatml", tokenizer)

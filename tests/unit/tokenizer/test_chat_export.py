@@ -23,7 +23,10 @@ TALKS = {
     "system": CONVERSATION,
     "no system": CONVERSATION[1:],
     "spaces": [Turn("user", " \n Hi  "), Turn("assistant", "  Hello\n")],
-    "control token typed": [Turn("user", "What is {{ x }} <|im_end|> \\n '\" %}?"), Turn("assistant", "a token")],
+    "control token typed": [
+        Turn("user", "What is {{ x }} <|im_end|> \\n '\" %}?"),
+        Turn("assistant", "a token"),
+    ],
 }
 
 AS_TEXT = [name for name in BUILT_IN if name != "internlm_alpaca"]
@@ -40,15 +43,22 @@ def carrying(name: str) -> Tokenizer:
 
 def same(turns: list[Turn], name: str, tools: list[dict[str, Any]] | None = None) -> None:
     tokenizer, given = carrying(name), tools or []
-    left, right = render(turns, name, tokenizer, given), render(turns, "tokenizer", tokenizer, given)
+    left, right = (
+        render(turns, name, tokenizer, given),
+        render(turns, "tokenizer", tokenizer, given),
+    )
     assert tokenizer.decode(right.ids.tolist()) == tokenizer.decode(left.ids.tolist())
     assert right.ids.tolist() == left.ids.tolist()
-    if name == "internlm":  # there the line break after an answer, and the end of text, are targets too
+    if (
+        name == "internlm"
+    ):  # there the line break after an answer, and the end of text, are targets too
         assert right.mask.any() and not (right.mask & ~left.mask).any()
     else:
         assert right.mask.tolist() == left.mask.tolist()
     before = turns[:-1]
-    assert render_prompt(before, "tokenizer", tokenizer, given) == render_prompt(before, name, tokenizer, given)
+    assert render_prompt(before, "tokenizer", tokenizer, given) == render_prompt(
+        before, name, tokenizer, given
+    )
 
 
 @pytest.mark.parametrize("talk", TALKS)

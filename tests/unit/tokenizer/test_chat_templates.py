@@ -59,7 +59,11 @@ WRITTEN = {
 }
 WRITTEN["qwen"] = WRITTEN["chatml"]
 # InternLM's own tool writes other ids than the tokenizer has for <eoh>, <eoa> and a line's end.
-NEW_NAMES = {"<eoh>\n": "<TOKENS_UNUSED_140><0x0A>", "<eoa>\n": "<TOKENS_UNUSED_139><0x0A>", "Be kind.\n": "Be kind.<0x0A>"}
+NEW_NAMES = {
+    "<eoh>\n": "<TOKENS_UNUSED_140><0x0A>",
+    "<eoa>\n": "<TOKENS_UNUSED_139><0x0A>",
+    "Be kind.\n": "Be kind.<0x0A>",
+}
 WRITTEN["internlm_alpaca"] = WRITTEN["internlm"]
 for old, new in NEW_NAMES.items():
     text, targets = WRITTEN["internlm_alpaca"]
@@ -67,12 +71,19 @@ for old, new in NEW_NAMES.items():
 
 
 @pytest.mark.parametrize("template", BUILT_IN)
-def test_a_conversation_is_written_as_its_format_says_and_only_answers_with_their_end_carry_loss(template: str) -> None:
+def test_a_conversation_is_written_as_its_format_says_and_only_answers_with_their_end_carry_loss(
+    template: str,
+) -> None:
     assert shown(CONVERSATION, template) == WRITTEN[template]
 
 
-@pytest.mark.parametrize(("template", "default"), [("qwen", True), ("zero2all", True), ("chatml", False), ("llama3", False)])
-def test_a_default_system_prompt_is_written_where_the_format_has_one(template: str, default: bool) -> None:
+@pytest.mark.parametrize(
+    ("template", "default"),
+    [("qwen", True), ("zero2all", True), ("chatml", False), ("llama3", False)],
+)
+def test_a_default_system_prompt_is_written_where_the_format_has_one(
+    template: str, default: bool
+) -> None:
     text, _ = shown(CONVERSATION[1:3], template)
     assert ("You are a helpful assistant." in text) == default
 
@@ -82,7 +93,9 @@ def test_the_next_turns_opening_token_carries_no_loss() -> None:
     ids, mask = render(CONVERSATION, "zero2all", TOKENIZER)
     opening = TOKENIZER.special_tokens["<|im_start|>"]
     assert not mask[ids == opening].any()
-    assert [bool(mask[i]) for i in range(len(ids)) if ids[i] == TOKENIZER.special_tokens["<|im_end|>"]] == [False, False, True, False, True]
+    assert [
+        bool(mask[i]) for i in range(len(ids)) if ids[i] == TOKENIZER.special_tokens["<|im_end|>"]
+    ] == [False, False, True, False, True]
 
 
 def test_user_turns_at_the_end_carry_no_loss() -> None:
@@ -96,7 +109,10 @@ def test_user_turns_at_the_end_carry_no_loss() -> None:
 @pytest.mark.parametrize("template", BUILT_IN)
 def test_a_prompt_has_the_very_ids_of_the_training_example_up_to_the_answer(template: str) -> None:
     ids, mask = render(CONVERSATION, template, TOKENIZER)
-    for count, start in ((2, int(mask.argmax())), (4, len(mask) - int(mask[::-1].argmin()) if mask[-1] else None)):
+    for count, start in (
+        (2, int(mask.argmax())),
+        (4, len(mask) - int(mask[::-1].argmin()) if mask[-1] else None),
+    ):
         prompt = render_prompt(CONVERSATION[:count], template, TOKENIZER)
         assert ids[: len(prompt)].tolist() == prompt
         assert start is None or len(prompt) == start or mask[len(prompt)]
@@ -116,22 +132,36 @@ def test_what_people_type_never_becomes_a_special_token(contents: list[str], tem
     special = set(TOKENIZER.special_tokens.values())
     ids, mask = render(typed, template, TOKENIZER)
     expected = render(plain, template, TOKENIZER)
-    assert [i for i in ids.tolist() if i in special] == [i for i in expected.ids.tolist() if i in special]
-    answers = "".join(c.strip() if template in ("llama3", "zero2all") else c for c in contents[1::2])
-    assert TOKENIZER.decode([i for i, m in zip(ids.tolist(), mask, strict=True) if m and i not in special]).replace(
-        "\n", ""
-    ) == answers.replace("\n", "")
+    assert [i for i in ids.tolist() if i in special] == [
+        i for i in expected.ids.tolist() if i in special
+    ]
+    answers = "".join(
+        c.strip() if template in ("llama3", "zero2all") else c for c in contents[1::2]
+    )
+    assert TOKENIZER.decode(
+        [i for i, m in zip(ids.tolist(), mask, strict=True) if m and i not in special]
+    ).replace("\n", "") == answers.replace("\n", "")
 
 
 def test_turns_that_are_context_only_carry_no_loss() -> None:
-    turns = [Turn("user", "a"), Turn("assistant", "first", learn=False), Turn("user", "b"), Turn("assistant", "second")]
+    turns = [
+        Turn("user", "a"),
+        Turn("assistant", "first", learn=False),
+        Turn("user", "b"),
+        Turn("assistant", "second"),
+    ]
     for template in BUILT_IN:
-        assert "first" not in shown(turns, template)[1] and shown(turns, template)[1].startswith("second")
+        assert "first" not in shown(turns, template)[1] and shown(turns, template)[1].startswith(
+            "second"
+        )
 
 
 def test_the_alpaca_template_has_a_place_for_the_input_and_others_write_it_below() -> None:
     turns = [Turn("user", "Sort", context="b a"), Turn("assistant", "a b")]
-    assert "paired with an input" in shown(turns, "alpaca")[0] and "\n\n### Input:\nb a\n\n### Response:" in shown(turns, "alpaca")[0]
+    assert (
+        "paired with an input" in shown(turns, "alpaca")[0]
+        and "\n\n### Input:\nb a\n\n### Response:" in shown(turns, "alpaca")[0]
+    )
     assert "user\nSort\nb a<|im_end|>" in shown(turns, "chatml")[0]
     assert "<|User|>:Sort\nb a<eoh>" in shown(turns, "internlm")[0]
 
@@ -147,9 +177,15 @@ def test_tools_calls_and_results_are_written_and_calls_carry_loss() -> None:
     ids, mask = render(turns, "qwen", TOKENIZER, tools=[{"name": "add"}])
     text = TOKENIZER.decode(ids.tolist())
     assert '<tools>\n{"name": "add"}\n</tools>' in text
-    assert "<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\nfour\n</tool_response><|im_end|>\n" in text
+    assert (
+        "<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\nfour\n</tool_response><|im_end|>\n"
+        in text
+    )
     targets = TOKENIZER.decode(ids[mask].tolist())
-    assert targets == '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>4<|im_end|>'
+    assert (
+        targets
+        == '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>4<|im_end|>'
+    )
     for template in ("internlm", "alpaca"):
         with pytest.raises(DataError, match="no place for"):
             render(turns, template, TOKENIZER)
@@ -183,21 +219,42 @@ def sentencepiece_tokenizer() -> Tokenizer:
         hard_vocab_limit=False,
         minloglevel=2,
     )
-    return Tokenizer(sentencepiece.SentencePieceProcessor(model_proto=written.getvalue()), {"bos": "<s>", "eos": "</s>"})
+    return Tokenizer(
+        sentencepiece.SentencePieceProcessor(model_proto=written.getvalue()),
+        {"bos": "<s>", "eos": "</s>"},
+    )
 
 
-def test_internlm_layout_has_bare_newlines_and_pieces_encoded_one_by_one(sentencepiece_tokenizer: Tokenizer) -> None:
+def test_internlm_layout_has_bare_newlines_and_pieces_encoded_one_by_one(
+    sentencepiece_tokenizer: Tokenizer,
+) -> None:
     """bos | user ids, <eoh>, newline | <|Bot|>: ids | answer ids, <eoa>, newline | eos, as InternLM's alpaca tool lays it out."""
     encode, number = sentencepiece_tokenizer.encode, sentencepiece_tokenizer.token_to_id
-    ids, mask = render([Turn("user", "how", context="are"), Turn("assistant", "fine")], "internlm", sentencepiece_tokenizer)
+    ids, mask = render(
+        [Turn("user", "how", context="are"), Turn("assistant", "fine")],
+        "internlm",
+        sentencepiece_tokenizer,
+    )
     newline = number("<0x0A>")
-    prompt = [number("<s>"), *encode("<|User|>:how\nare"), number("<eoh>"), newline, *encode("<|Bot|>:")]
+    prompt = [
+        number("<s>"),
+        *encode("<|User|>:how\nare"),
+        number("<eoh>"),
+        newline,
+        *encode("<|Bot|>:"),
+    ]
     answer = [*encode("fine"), number("<eoa>"), newline, number("</s>")]
     assert ids.tolist() == prompt + answer
     assert mask.tolist() == [False] * len(prompt) + [True] * len(answer)
 
 
-def test_control_tokens_that_are_ordinary_pieces_are_not_read_from_typed_text(sentencepiece_tokenizer: Tokenizer) -> None:
+def test_control_tokens_that_are_ordinary_pieces_are_not_read_from_typed_text(
+    sentencepiece_tokenizer: Tokenizer,
+) -> None:
     """Where <eoa> is a plain piece the tokenizer finds it in any text; such a text is refused."""
     with pytest.raises(DataError, match="the text holds '<eoa>'"):
-        render([Turn("user", "how <eoa>"), Turn("assistant", "fine")], "internlm", sentencepiece_tokenizer)
+        render(
+            [Turn("user", "how <eoa>"), Turn("assistant", "fine")],
+            "internlm",
+            sentencepiece_tokenizer,
+        )

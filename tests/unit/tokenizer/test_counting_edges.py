@@ -16,8 +16,15 @@ def test_portions_of_a_word_that_went_to_the_disk_are_added_up() -> None:
 
 def test_the_halves_of_a_token_are_made_by_the_lowest_ranks_first() -> None:
     learned = ["bc", "ab", "abc", "cd", "abcd", "bcd"]
-    ranks = {bytes([byte]): byte for byte in range(256)} | {token.encode(): 256 + n for n, token in enumerate(learned)}
-    halves = {token: tuple(half.decode() for half in _halves(token.encode(), ranks[token.encode()], ranks)) for token in learned}
+    ranks = {bytes([byte]): byte for byte in range(256)} | {
+        token.encode(): 256 + n for n, token in enumerate(learned)
+    }
+    halves = {
+        token: tuple(
+            half.decode() for half in _halves(token.encode(), ranks[token.encode()], ranks)
+        )
+        for token in learned
+    }
     assert halves == {
         "bc": ("b", "c"),
         "ab": ("a", "b"),

@@ -15,7 +15,9 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 MANY = "range(99999)"
-DOUBLED = "{{% set n = namespace(a={0}) %}}{{% for i in range(200) %}}{{% set n.a = {1} %}}{{% endfor %}}"
+DOUBLED = (
+    "{{% set n = namespace(a={0}) %}}{{% for i in range(200) %}}{{% set n.a = {1} %}}{{% endfor %}}"
+)
 FAILING = {
     "division by zero": "{{ 1 / 0 }}",
     "whole division by zero": "{{ 1 // 0 }}",
@@ -71,7 +73,9 @@ ENDLESS = {
     "sorting again and again": "{% for a in R %}{% set x = R | sort %}{% endfor %}",
     "summing lists": "{{ R | batch(1) | sum(start=[]) | length }}",
     "searching again and again": "{% set x = 'a' * 90000 %}{% for a in R %}{% if 'b' in x %}{% endif %}{% endfor %}",
-    "comparing what doubles": DOUBLED.format("[1]", "[n.a, n.a]") + DOUBLED.format("[1]", "[n.a, n.a]") + "{{ n.a == [n.a] }}",
+    "comparing what doubles": DOUBLED.format("[1]", "[n.a, n.a]")
+    + DOUBLED.format("[1]", "[n.a, n.a]")
+    + "{{ n.a == [n.a] }}",
     "slices": "{% for a in R %}{{ R | slice(90000) | list | length }}{% endfor %}",
 }
 LARGE = {
@@ -84,7 +88,9 @@ LARGE = {
     "a nested list that doubles": DOUBLED.format("[1]", "[n.a, n.a]") + "{{ n.a }}",
     "a nested tuple that doubles": DOUBLED.format("(1,)", "(n.a, n.a)") + "{{ n.a | tojson }}",
     "a nested object that doubles": DOUBLED.format("{}", "{'a': n.a, 'b': n.a}") + "{{ n.a }}",
-    "namespaces that double": "{% set n = 1 %}" + "{% set n = namespace(a=n, b=n) %}" * 80 + "{{ n }}",
+    "namespaces that double": "{% set n = 1 %}"
+    + "{% set n = namespace(a=n, b=n) %}" * 80
+    + "{{ n }}",
     "dict() that doubles": "{% set n = 1 %}" + "{% set n = dict(a=n, b=n) %}" * 80 + "{{ n }}",
     "center": "{{ 'a' | center(10000000000) }}",
     "str.center": "{{ 'a'.center(10000000000) }}",
@@ -121,15 +127,26 @@ MOST_BYTES = 64 << 20
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_hostile_template_ends_in_one_line_soon_and_in_little_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jinja_sandbox, "MAX_TEXT", 100_000)  # a tenth of the real budget: the same stops, sooner
+def test_a_hostile_template_ends_in_one_line_soon_and_in_little_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        jinja_sandbox, "MAX_TEXT", 100_000
+    )  # a tenth of the real budget: the same stops, sooner
     monkeypatch.setattr(jinja_sandbox, "MAX_STEPS", 20_000)
     tokenizer = byte_tokenizer(CASES[name].replace("R", MANY) + CHATML)
     begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((DataError, ConfigError)) as caught:
         render([Turn("user", "Hi"), Turn("assistant", "Hello!")], "tokenizer", tokenizer)
-    seconds, peak = time.process_time() - begun, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600 and str(caught.value).startswith("chat template tokenizer")
+    seconds, peak = (
+        time.process_time() - begun,
+        (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10,
+    )
+    assert (
+        "\n" not in str(caught.value)
+        and len(str(caught.value)) < 600
+        and str(caught.value).startswith("chat template tokenizer")
+    )
     assert seconds < 30 and peak < MOST_BYTES, f"{seconds:.1f} s, {peak >> 20} MiB"
 
 
@@ -138,7 +155,10 @@ def test_there_are_enough_hostile_templates() -> None:
 
 
 def test_a_long_conversation_and_a_template_that_counts_have_room() -> None:
-    quadratic = "{% for m in messages %}{% for n in messages %}{% set x = n.role ~ loop.index %}{% endfor %}{% endfor %}" + CHATML
+    quadratic = (
+        "{% for m in messages %}{% for n in messages %}{% set x = n.role ~ loop.index %}{% endfor %}{% endfor %}"
+        + CHATML
+    )
     turns = [Turn(role, "word " * 40) for _ in range(150) for role in ("user", "assistant")]
     assert len(render(turns[:60], "tokenizer", byte_tokenizer(quadratic)).ids) > 60 * 200
     assert len(render(turns, "tokenizer", byte_tokenizer(CHATML)).ids) > 300 * 200

@@ -16,15 +16,21 @@ from headway.tokenizer.train import SPECIAL_TOKENS, train_bpe, train_sentencepie
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 TEXTS = [
-    "The river had frozen early that year, and the children were crossing it on foot.  Two  spaces.\n" * 6,
+    "The river had frozen early that year, and the children were crossing it on foot.  Two  spaces.\n"
+    * 6,
     "那年河水结冰很早，孩子们踩着冰面过河上学。没有人记得渡船上一次停在岸边是什么时候。" * 6,
     "def f(x):\n    return x + 12345\n\n\tif x:\n        f(x)\n" * 6,
 ]
-KINDS: dict[str, Callable[..., Tokenizer]] = {"bpe": train_bpe, "sentencepiece": train_sentencepiece}
+KINDS: dict[str, Callable[..., Tokenizer]] = {
+    "bpe": train_bpe,
+    "sentencepiece": train_sentencepiece,
+}
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Path]:
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Path]:
     """A tokenizer as it was trained, and its folder."""
     folder = tmp_path_factory.mktemp(request.param)
     size = 400 if request.param == "bpe" else 460
@@ -45,7 +51,9 @@ def anything() -> st.SearchStrategy[str]:
 @given(text=anything())
 @example(text="".join(HARD_TEXTS))
 @settings(max_examples=200, deadline=None)
-def test_every_string_comes_back_byte_for_byte(both: tuple[Tokenizer, Tokenizer], text: str) -> None:
+def test_every_string_comes_back_byte_for_byte(
+    both: tuple[Tokenizer, Tokenizer], text: str
+) -> None:
     first, second = both
     ids = first.encode(text)
     assert second.encode_batch([text, text]) == [ids, ids]
@@ -56,7 +64,9 @@ def test_every_string_comes_back_byte_for_byte(both: tuple[Tokenizer, Tokenizer]
 
 @given(text=anything(), allowed=st.sets(st.sampled_from(SPECIAL_TOKENS)))
 @settings(max_examples=100, deadline=None)
-def test_only_allowed_special_tokens_are_recognised(both: tuple[Tokenizer, Tokenizer], text: str, allowed: set[str]) -> None:
+def test_only_allowed_special_tokens_are_recognised(
+    both: tuple[Tokenizer, Tokenizer], text: str, allowed: set[str]
+) -> None:
     for tokenizer in both:
         ids = tokenizer.encode(text, allowed_special=allowed)
         special = [number for number in ids if number in tokenizer.special_tokens.values()]
@@ -67,7 +77,9 @@ def test_only_allowed_special_tokens_are_recognised(both: tuple[Tokenizer, Token
             rest = rest[at + len(token) :]
         assert special == expected
         assert tokenizer.decode(ids) == text
-        assert tokenizer.decode(ids, skip_special=True) == tokenizer.decode([i for i in ids if i not in special])
+        assert tokenizer.decode(ids, skip_special=True) == tokenizer.decode(
+            [i for i in ids if i not in special]
+        )
 
 
 def test_sizes_roles_and_fingerprint(trained: tuple[Tokenizer, Path]) -> None:
@@ -77,28 +89,45 @@ def test_sizes_roles_and_fingerprint(trained: tuple[Tokenizer, Path]) -> None:
         assert found.vocab_size in (400, 460)
         assert found.model_vocab_size in (448, 512)
         assert set(SPECIAL_TOKENS) <= found.special_tokens.keys()
-        assert (found.bos_id, found.eos_id, found.pad_id) == (None, *(found.special_tokens[t] for t in SPECIAL_TOKENS[:2]))
+        assert (found.bos_id, found.eos_id, found.pad_id) == (
+            None,
+            *(found.special_tokens[t] for t in SPECIAL_TOKENS[:2]),
+        )
         assert found.fingerprint == tokenizer.fingerprint
     assert tokenizer.with_chat_template("x").fingerprint == tokenizer.fingerprint
 
 
-def test_the_fingerprint_changes_with_what_decides_ids(trained: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_what_decides_ids(
+    trained: tuple[Tokenizer, Path], tmp_path: Path
+) -> None:
     tokenizer, folder = trained
     seen = {tokenizer.fingerprint}
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    changes = [dict(content, normalizer={"type": "NFC"}), dict(content, added_tokens=content["added_tokens"][:-1])]
-    changes.append(dict(content, model=dict(content["model"], merges=content["model"]["merges"][:-1])))
+    changes = [
+        dict(content, normalizer={"type": "NFC"}),
+        dict(content, added_tokens=content["added_tokens"][:-1]),
+    ]
+    changes.append(
+        dict(content, model=dict(content["model"], merges=content["model"]["merges"][:-1]))
+    )
     for changed in changes:
         (tmp_path / "tokenizer.json").write_text(json.dumps(changed), encoding="utf-8")
         seen.add(load_tokenizer(tmp_path).fingerprint)
     assert len(seen) == 4
-    harmless = dict(content, truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0})
+    harmless = dict(
+        content,
+        truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+    )
     (tmp_path / "tokenizer.json").write_text(json.dumps(harmless), encoding="utf-8")
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
-    assert len(load_tokenizer(tmp_path).encode("the river had frozen")) > 2, "a file's own truncation never applies"
+    assert len(load_tokenizer(tmp_path).encode("the river had frozen")) > 2, (
+        "a file's own truncation never applies"
+    )
 
 
-def test_transformers_loads_the_folder_with_the_same_ids(trained: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+def test_transformers_loads_the_folder_with_the_same_ids(
+    trained: tuple[Tokenizer, Path], tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer, folder = trained
@@ -107,15 +136,27 @@ def test_transformers_loads_the_folder_with_the_same_ids(trained: tuple[Tokenize
         ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert ids == tokenizer.encode(text)
         assert theirs.decode(ids) == text
-        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text, allowed_special="all")
-    assert (len(theirs), theirs.eos_token_id, theirs.pad_token_id) == (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id)
+        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(
+            text, allowed_special="all"
+        )
+    assert (len(theirs), theirs.eos_token_id, theirs.pad_token_id) == (
+        tokenizer.vocab_size,
+        tokenizer.eos_id,
+        tokenizer.pad_id,
+    )
     theirs.save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
 
 
-def test_a_pickled_tokenizer_still_keeps_special_tokens_out(trained: tuple[Tokenizer, Path]) -> None:
+def test_a_pickled_tokenizer_still_keeps_special_tokens_out(
+    trained: tuple[Tokenizer, Path],
+) -> None:
     again = pickle.loads(pickle.dumps(trained[0]))
-    assert again.encode("<|im_end|>") == trained[0].encode("<|im_end|>") != [again.special_tokens["<|im_end|>"]]
+    assert (
+        again.encode("<|im_end|>")
+        == trained[0].encode("<|im_end|>")
+        != [again.special_tokens["<|im_end|>"]]
+    )
 
 
 def test_loading_asks_neither_transformers_nor_torch(trained: tuple[Tokenizer, Path]) -> None:
@@ -126,7 +167,9 @@ def test_loading_asks_neither_transformers_nor_torch(trained: tuple[Tokenizer, P
         "import sys; from headway.tokenizer.load import load_tokenizer; t = load_tokenizer(sys.argv[1]); t.decode(t.encode('x')); "
         "t.fingerprint; sys.exit(bool({'transformers', 'torch'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(trained[1])], check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code, str(trained[1])], check=False).returncode == 0
+    )
 
 
 def test_ids_cut_inside_a_character_decode_to_its_bytes(trained: tuple[Tokenizer, Path]) -> None:
@@ -139,13 +182,20 @@ def test_ids_cut_inside_a_character_decode_to_its_bytes(trained: tuple[Tokenizer
         tokenizer.decode([5000])
 
 
-def test_inspection_finds_compression_and_losses(trained: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+def test_inspection_finds_compression_and_losses(
+    trained: tuple[Tokenizer, Path], tmp_path: Path
+) -> None:
     found = inspect(trained[0], {"mine": [("here:1", "the river " * 20)]})
     assert not found.lost and found.to_dict()["round_trip"]
-    assert found.compression["mine"].bytes_per_token > 2 and found.compression["English"].bytes_per_token > 1
+    assert (
+        found.compression["mine"].bytes_per_token > 2
+        and found.compression["English"].bytes_per_token > 1
+    )
     assert len(found.longest[0][1].encode()) >= 5
     content = json.loads((trained[1] / "tokenizer.json").read_text(encoding="utf-8"))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(dict(content, normalizer={"type": "Lowercase"})), encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(dict(content, normalizer={"type": "Lowercase"})), encoding="utf-8"
+    )
     assert any("river" in place for place in inspect(load_tokenizer(tmp_path)).lost)
 
 
@@ -159,26 +209,36 @@ def test_inspection_finds_compression_and_losses(trained: tuple[Tokenizer, Path]
         ("x.bin", "x", ConfigError, "it must be a folder, a tokenizer.json"),
     ],
 )
-def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path, name: str, content: str, error: type[Exception], message: str) -> None:
+def test_files_that_are_no_tokenizer_are_refused(
+    tmp_path: Path, name: str, content: str, error: type[Exception], message: str
+) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(error, match=message):
         load_tokenizer(tmp_path / name)
 
 
-def test_places_without_a_tokenizer_are_refused(tmp_path: Path, trained: tuple[Tokenizer, Path]) -> None:
+def test_places_without_a_tokenizer_are_refused(
+    tmp_path: Path, trained: tuple[Tokenizer, Path]
+) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_tokenizer(tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"holds no tokenizer headway can read; expected tokenizer.json"):
+    with pytest.raises(
+        ConfigError, match=r"holds no tokenizer headway can read; expected tokenizer.json"
+    ):
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="allowed_special names '<x>'"):
         trained[0].encode("text", allowed_special={"<x>"})
     (tmp_path / "tokenizer.json").write_bytes((trained[1] / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"7": {"content": "<|pad|>"}}}', encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"added_tokens_decoder": {"7": {"content": "<|pad|>"}}}', encoding="utf-8"
+    )
     with pytest.raises(DataError, match=r"gives '<\|pad\|>' the id 7"):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["tokenizers/llama2/tokenizer.model", "tokenizers/gpt2", "models/minimind2-small"])
+@pytest.mark.parametrize(
+    "place", ["tokenizers/llama2/tokenizer.model", "tokenizers/gpt2", "models/minimind2-small"]
+)
 def test_published_tokenizers_are_saved_with_the_same_ids(place: str, tmp_path: Path) -> None:
     if not (SHARED / place).exists():
         pytest.skip(f"{SHARED / place} is not here")
@@ -190,8 +250,14 @@ def test_published_tokenizers_are_saved_with_the_same_ids(place: str, tmp_path: 
     assert again.fingerprint == tokenizer.fingerprint
     for text in (*TEXTS, *HARD_TEXTS, "  lead"):
         ids = tokenizer.encode(text)
-        assert again.encode(text) == ids == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert again.encode(text, allowed_special="all") == theirs.encode(text, add_special_tokens=False)
+        assert (
+            again.encode(text)
+            == ids
+            == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        )
+        assert again.encode(text, allowed_special="all") == theirs.encode(
+            text, add_special_tokens=False
+        )
         assert not set(ids) & set(tokenizer.special_tokens.values())
 
 
@@ -201,4 +267,16 @@ def test_a_rank_file_gives_the_published_vocabulary(tmp_path: Path) -> None:
         pytest.skip(f"{path} is not here")
     tokenizer = load_tokenizer(path)
     assert (tokenizer.vocab_size, tokenizer.special_tokens["<|im_end|>"]) == (151646, 151645)
-    assert tokenizer.encode("你好，世界! Hello world 2024") == [108386, 3837, 99489, 0, 21927, 1879, 220, 17, 15, 17, 19]
+    assert tokenizer.encode("你好，世界! Hello world 2024") == [
+        108386,
+        3837,
+        99489,
+        0,
+        21927,
+        1879,
+        220,
+        17,
+        15,
+        17,
+        19,
+    ]

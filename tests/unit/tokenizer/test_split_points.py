@@ -59,13 +59,20 @@ WORDS_OF_TEXT = [
 
 def random_text(seed: int, length: int = 60) -> str:
     rng = random.Random(seed)
-    return "".join(rng.choice(ALPHABET) if rng.random() < 0.6 else rng.choice(WORDS_OF_TEXT) for _ in range(length))
+    return "".join(
+        rng.choice(ALPHABET) if rng.random() < 0.6 else rng.choice(WORDS_OF_TEXT)
+        for _ in range(length)
+    )
 
 
-CORPUS = [random_text(seed, 300) for seed in range(1000, 1040)] + ["the cat don't sit, it's the 中文 数学 of the the\n\nthe  end\n"] * 50
+CORPUS = [random_text(seed, 300) for seed in range(1000, 1040)] + [
+    "the cat don't sit, it's the 中文 数学 of the the\n\nthe  end\n"
+] * 50
 
 
-def byte_bpe(pre_tokenizer: Any, normalizer: Any = None, added: list[Any] | None = None) -> Tokenizer:
+def byte_bpe(
+    pre_tokenizer: Any, normalizer: Any = None, added: list[Any] | None = None
+) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, trainers
 
@@ -76,7 +83,12 @@ def byte_bpe(pre_tokenizer: Any, normalizer: Any = None, added: list[Any] | None
     backend.decoder = decoders.ByteLevel()
     from tokenizers.pre_tokenizers import ByteLevel
 
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=700, initial_alphabet=ByteLevel.alphabet(), show_progress=False))
+    backend.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=700, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+        ),
+    )
     backend.add_special_tokens(["<|end|>"])
     backend.add_tokens(added or [])
     return finish(backend, {"eos_token": "<|end|>"})
@@ -91,7 +103,9 @@ def split(pattern: str, behavior: str = "isolated", invert: bool = False) -> Any
 def sequence(*steps: Any) -> Any:
     from tokenizers import pre_tokenizers
 
-    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def llama_like(**extra: Any) -> Tokenizer:
@@ -100,9 +114,14 @@ def llama_like(**extra: Any) -> Tokenizer:
     from tokenizers import decoders, models, normalizers, trainers
 
     backend = Backend(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256))], show_progress=False, max_token_length=8
+        vocab_size=900,
+        special_tokens=["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256))],
+        show_progress=False,
+        max_token_length=8,
     )
     backend.train_from_iterator((word for text in CORPUS for word in text.split()), trainer)
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -116,7 +135,9 @@ def sentencepiece(folder: Path, **settings: Any) -> Tokenizer:
 
     from headway.tokenizer.sentencepiece_model import read_model
 
-    (folder / "corpus").write_text("\n".join(" ".join(text.split()) for text in CORPUS), encoding="utf-8")
+    (folder / "corpus").write_text(
+        "\n".join(" ".join(text.split()) for text in CORPUS), encoding="utf-8"
+    )
     SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
         input=str(folder / "corpus"), model_prefix=str(folder / "m"), model_type="bpe", vocab_size=600, minloglevel=2,
         character_coverage=0.98, max_sentence_length=1 << 20, user_defined_symbols=["<think>", ",中"], **settings,
@@ -139,7 +160,12 @@ def _nfkc() -> Any:
 def _added() -> list[Any]:
     from tokenizers import AddedToken
 
-    return [AddedToken("<think>", rstrip=True), AddedToken("z,", lstrip=True), AddedToken("  ", normalized=False), AddedToken("e.")]
+    return [
+        AddedToken("<think>", rstrip=True),
+        AddedToken("z,", lstrip=True),
+        AddedToken("  ", normalized=False),
+        AddedToken("e."),
+    ]
 
 
 MADE: dict[str, Callable[[Path], Tokenizer]] = {
@@ -150,11 +176,19 @@ MADE: dict[str, Callable[[Path], Tokenizer]] = {
     "cl100k with NFKC": lambda _: byte_bpe(byte_level(CL100K), _nfkc(), _added()),
     "cl100k as tiktoken converts it": lambda _: byte_bpe(sequence(split(CL100K, "removed", True))),
     "o200k": lambda _: byte_bpe(sequence(split(CASED))),
-    "deepseek": lambda _: byte_bpe(sequence(split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"), split(DEEPSEEK))),
+    "deepseek": lambda _: byte_bpe(
+        sequence(split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"), split(DEEPSEEK))
+    ),
     "llama as a tokenizer.json": lambda _: llama_like(),
-    "sentencepiece by headway": lambda folder: train_sentencepiece(CORPUS, vocab_size=600, out=folder / "t", character_coverage=0.98),
+    "sentencepiece by headway": lambda folder: train_sentencepiece(
+        CORPUS, vocab_size=600, out=folder / "t", character_coverage=0.98
+    ),
     "sentencepiece with prefix": lambda folder: sentencepiece(
-        folder, byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True
+        folder,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
     ),
     "sentencepiece as it comes": lambda folder: sentencepiece(folder),
 }
@@ -165,7 +199,11 @@ def encoded(tokenizer: Tokenizer, pieces: list[TextPiece]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.drill] if kind == "sentencepiece with prefix" else []) for kind in MADE]
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.drill] if kind == "sentencepiece with prefix" else [])
+        for kind in MADE
+    ],
 )
 def test_the_ids_of_pieces_are_those_of_the_whole_at_every_cut(kind: str, tmp_path: Path) -> None:
     tokenizer = MADE[kind](tmp_path)
@@ -176,7 +214,9 @@ def test_the_ids_of_pieces_are_those_of_the_whole_at_every_cut(kind: str, tmp_pa
         for at in [at for at in range(1, len(text)) if cuts.between(text[at - 1], text[at])]:
             places += 1
             pieces = [TextPiece(text[:at], True, False), TextPiece(text[at:], False, True)]
-            assert encoded(tokenizer, pieces) == whole, f"seed {seed}: {text[:at]!r} | {text[at:]!r}"
+            assert encoded(tokenizer, pieces) == whole, (
+                f"seed {seed}: {text[:at]!r} | {text[at:]!r}"
+            )
         pieces = list(cuts.pieces(blocks_of(text), 12))
         assert "".join(piece.text for piece in pieces) == text
         assert encoded(tokenizer, pieces) == whole, f"seed {seed}"
@@ -184,8 +224,19 @@ def test_the_ids_of_pieces_are_those_of_the_whole_at_every_cut(kind: str, tmp_pa
 
 
 def test_ordinary_text_has_a_cut_in_every_line_or_sentence(tmp_path: Path) -> None:
-    text = "The quick brown fox jumps over it, and so on.\n" * 3 + "中文的数学，文字的中文。\n数学是文，中国。" * 3
-    for kind in ("gpt2", "headway", "qwen with NFC", "o200k", "deepseek", "sentencepiece with prefix", "llama as a tokenizer.json"):
+    text = (
+        "The quick brown fox jumps over it, and so on.\n" * 3
+        + "中文的数学，文字的中文。\n数学是文，中国。" * 3
+    )
+    for kind in (
+        "gpt2",
+        "headway",
+        "qwen with NFC",
+        "o200k",
+        "deepseek",
+        "sentencepiece with prefix",
+        "llama as a tokenizer.json",
+    ):
         (tmp_path / kind).mkdir()
         pieces = list(MADE[kind](tmp_path / kind).split_points.pieces([text], 24))
         assert max(len(piece.text) for piece in pieces) <= 48, kind
@@ -200,7 +251,9 @@ def test_tokenizers_without_a_proof_have_no_cuts_and_encode_whole() -> None:
     behind = byte_bpe(sequence(split(r"(?<=a) |" + CL100K)))
     for tokenizer in (unigram, unknown, behind):
         assert not any(tokenizer.split_points.between(a, b) for a in "ab中。" for b in " ,\n。")
-        assert list(tokenizer.split_points.pieces(["a b, ", "a c\n" * 9], 4)) == [TextPiece("a b, " + "a c\n" * 9)]
+        assert list(tokenizer.split_points.pieces(["a b, ", "a c\n" * 9], 4)) == [
+            TextPiece("a b, " + "a c\n" * 9)
+        ]
     assert pre_tokenizers
 
 
@@ -220,12 +273,21 @@ def test_pieces_follow_the_blocks_and_keep_to_their_size() -> None:
         pieces = list(cuts.pieces(blocks, 50))
         assert "".join(piece.text for piece in pieces) == text
         assert max(len(piece.text) for piece in pieces) <= 50
-        assert [(piece.first, piece.last) for piece in pieces] == [(True, False), *[(False, False)] * (len(pieces) - 2), (False, True)]
-    assert list(cuts.pieces(["ab" * 100, " c"], 50)) == [TextPiece("ab" * 100, True, False), TextPiece(" c", False, True)]
+        assert [(piece.first, piece.last) for piece in pieces] == [
+            (True, False),
+            *[(False, False)] * (len(pieces) - 2),
+            (False, True),
+        ]
+    assert list(cuts.pieces(["ab" * 100, " c"], 50)) == [
+        TextPiece("ab" * 100, True, False),
+        TextPiece(" c", False, True),
+    ]
     assert list(cuts.pieces([])) == []
 
 
-def test_a_long_text_is_encoded_in_pieces_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_encoded_in_pieces_without_being_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokenizer = byte_bpe(byte_level(CL100K))
     text = random_text(7, 3000)
     whole = tokenizer.encode_batch([text, "the", text])
@@ -233,6 +295,12 @@ def test_a_long_text_is_encoded_in_pieces_without_being_asked(monkeypatch: pytes
     monkeypatch.setattr("headway.tokenizer.split_points.PIECE_CHARACTERS", 64)
     sizes: list[int] = []
     inner = Tokenizer._encode
-    monkeypatch.setattr(Tokenizer, "_encode", lambda self, backend, texts: (sizes.extend(map(len, texts)), inner(self, backend, texts))[1])
+    monkeypatch.setattr(
+        Tokenizer,
+        "_encode",
+        lambda self, backend, texts: (sizes.extend(map(len, texts)), inner(self, backend, texts))[
+            1
+        ],
+    )
     assert tokenizer.encode_batch([text, "the", text]) == whole
     assert max(sizes) < 400

@@ -32,7 +32,9 @@ def take(request: Handler, _: int) -> bool:
     return request.answer(b'{"code": 0}')
 
 
-def watch(server: ChatServer, monkeypatch: pytest.MonkeyPatch, happens: list[Event], /, **settings: Any) -> list[dict[str, Any]]:
+def watch(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch, happens: list[Event], /, **settings: Any
+) -> list[dict[str, Any]]:
     monkeypatch.setenv("MY_HOOK", f"{server.url}/{SECRET}?t={SECRET}")
     tracker = Config(url_env="MY_HOOK", **settings).build(Path(), "run")
     for step, event in enumerate(happens, start=1):
@@ -49,7 +51,10 @@ def test_each_event_is_reported_with_all_its_fields(monkeypatch: pytest.MonkeyPa
     assert [(one["event"], one["step"], one["loss"]) for one in seen] == [
         (name, step, 1.0 / step) for step, name in enumerate(get_args(Event), start=1)
     ]
-    assert all(one["run"] == "run" and one["job"] == "job7" and abs(one["timestamp"] - time.time()) < 60 for one in seen)
+    assert all(
+        one["run"] == "run" and one["job"] == "job7" and abs(one["timestamp"] - time.time()) < 60
+        for one in seen
+    )
     assert seen[2]["text"] == "crash in step 3"
 
 
@@ -60,8 +65,15 @@ def test_feishu_and_slack_get_the_form_they_know(monkeypatch: pytest.MonkeyPatch
     feishu = seen[0]["body"]
     text = "start in step 1"
     post = {"zh_cn": {"title": "none_run", "content": [[{"tag": "text", "text": text}]]}}
-    assert feishu == {"timestamp": feishu["timestamp"], "msg_type": "post", "content": {"post": post}}
-    assert isinstance(feishu["timestamp"], int) and seen[0]["headers"]["Content-Type"] == "application/json;charset=utf-8"
+    assert feishu == {
+        "timestamp": feishu["timestamp"],
+        "msg_type": "post",
+        "content": {"post": post},
+    }
+    assert (
+        isinstance(feishu["timestamp"], int)
+        and seen[0]["headers"]["Content-Type"] == "application/json;charset=utf-8"
+    )
     assert seen[1]["body"] == {"text": f"*none_run*\n{text}"}
 
 
@@ -71,26 +83,39 @@ def test_a_command_reads_the_message_without_a_shell(tmp_path: Path) -> None:
     tracker = config.build(tmp_path, "run")
     tracker.event("finish", "done", 1)
     tracker.close()
-    assert json.loads(target.read_text())["event"] == "finish" and list(tmp_path.iterdir()) == [target]
+    assert json.loads(target.read_text())["event"] == "finish" and list(tmp_path.iterdir()) == [
+        target
+    ]
 
 
-def test_messages_about_one_event_are_rate_limited_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_about_one_event_are_rate_limited_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     events: list[Event] = ["nan"] * 5
     with serving(take) as server:
         assert len(watch(server, monkeypatch, events, events=("nan",), every_seconds=60.0)) == 1
     clock = iter([0.0, 1.0, 2.0, 90.0, 91.0])
     with serving(take) as server, monkeypatch.context() as patch:
-        patch.setattr(alert_module, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
-        texts = [one["body"]["text"] for one in watch(server, monkeypatch, events, events=("nan",), every_seconds=60.0)]
+        patch.setattr(
+            alert_module, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time)
+        )
+        texts = [
+            one["body"]["text"]
+            for one in watch(server, monkeypatch, events, events=("nan",), every_seconds=60.0)
+        ]
     assert texts == ["nan in step 1", "nan in step 4 (2 more since the last message)"]
 
 
-def test_each_event_counts_its_own_messages_and_only_those_since_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_event_counts_its_own_messages_and_only_those_since_its_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     times = {"nan": [0, 1, 90, 91, 92, 200], "spike": [0, 2, 3, 4, 100]}
     happens = sorted((at, event) for event, many in times.items() for at in many)
     clock = iter([float(at) for at, _ in happens])
     with serving(take) as server, monkeypatch.context() as patch:
-        patch.setattr(alert_module, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
+        patch.setattr(
+            alert_module, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time)
+        )
         seen = watch(server, monkeypatch, [event for _, event in happens], every_seconds=60.0)  # pyright: ignore[reportArgumentType]
     said = [(one["body"]["event"], one["body"]["text"].partition("(")[2]) for one in seen]
     more = [("nan", ""), ("spike", ""), ("nan", "1 more"), ("spike", "3 more"), ("nan", "2 more")]
@@ -135,11 +160,15 @@ def test_a_receiver_that_fails_costs_nothing_and_is_named_once_without_its_addre
     caplog.set_level(logging.DEBUG)
     with serving(fault) as server:
         watch(server, monkeypatch, ["start", "finish"], form="feishu", timeout_seconds=0.2)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
     assert len(warnings) == 1 and said in warnings[0] and SECRET not in caplog.text
 
 
-def test_a_receiver_that_hangs_or_is_gone_never_blocks_a_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_receiver_that_hangs_or_is_gone_never_blocks_a_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(sender_module, "CLOSE_SECONDS", 0.1)
     with serving(hang) as server:
         started = time.monotonic()
@@ -152,7 +181,9 @@ def test_a_receiver_that_hangs_or_is_gone_never_blocks_a_step(monkeypatch: pytes
     assert "refused" in caplog.text and SECRET not in caplog.text
 
 
-def test_an_address_or_program_that_is_not_there_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_or_program_that_is_not_there_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ConfigError, match="'ALERT_WEBHOOK', and no such"):
         Config().build(Path(), "run")
     for bad in (SECRET, f"ftp://{SECRET}", f"http://h:x{SECRET}/", f"http://h/a b{SECRET}"):
@@ -165,13 +196,23 @@ def test_an_address_or_program_that_is_not_there_is_refused_before_training(monk
             Config(form="command", command=command).build(Path(), "run")
 
 
-def test_a_monitor_gets_every_number_of_some_steps_flat_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_monitor_gets_every_number_of_some_steps_flat_and_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CLUSTER_NAME", "north")
     with serving(take) as server:
         monkeypatch.setenv("MONITOR_ADDRESS", f"{server.url}/{SECRET}")
         tracker = HeartbeatConfig(every=20).build(Path(), "run")
         for step in range(10, 80, 10):
-            tracker.log(step, {"step": step, "loss": float("nan"), "valid": {"a b": {"loss": 2.0}}, "time": {"tgs": 5.0}})
+            tracker.log(
+                step,
+                {
+                    "step": step,
+                    "loss": float("nan"),
+                    "valid": {"a b": {"loss": 2.0}},
+                    "time": {"tgs": 5.0},
+                },
+            )
             while len(server.seen) < step // 20 + 1:
                 time.sleep(0.01)
         tracker.close()
@@ -181,7 +222,9 @@ def test_a_monitor_gets_every_number_of_some_steps_flat_and_finite(monkeypatch: 
     assert bodies[0] == {**who, "step": 10, "loss": None, "valid_a_b_loss": 2.0, "tgs": 5.0}
 
 
-def test_a_monitor_that_hangs_never_blocks_a_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_monitor_that_hangs_never_blocks_a_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(sender_module, "CLOSE_SECONDS", 0.1)
     with serving(hang) as server:
         monkeypatch.setenv("MONITOR_ADDRESS", f"{server.url}/{SECRET}")
@@ -194,12 +237,16 @@ def test_a_monitor_that_hangs_never_blocks_a_step(monkeypatch: pytest.MonkeyPatc
     assert "heartbeats cannot be sent" in caplog.text and SECRET not in caplog.text
 
 
-def test_a_crash_is_reported_once_over_ranks_and_restarts_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_is_reported_once_over_ranks_and_restarts_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "logs").mkdir()
     monkeypatch.setenv("HEADWAY_SUPERVISOR", "job-1")
     reset_crash_report(tmp_path)
     assert claim_crash_report(tmp_path, "trace\nValueError: at 17")
-    assert not claim_crash_report(tmp_path, "rank 0 lost its peer")  # another rank of the same start
+    assert not claim_crash_report(
+        tmp_path, "rank 0 lost its peer"
+    )  # another rank of the same start
     reset_crash_report(tmp_path)
     assert not claim_crash_report(tmp_path, "trace\nValueError: at 18")  # the same after a restart
     reset_crash_report(tmp_path)
@@ -208,7 +255,9 @@ def test_a_crash_is_reported_once_over_ranks_and_restarts_of_a_job(tmp_path: Pat
     reset_crash_report(tmp_path)
     with serving(take) as server:
         monkeypatch.setenv("ALERT_WEBHOOK", server.url)
-        assert send_crash_alert([Config(), HeartbeatConfig()], tmp_path, "trace\nValueError: at 17", 5)
+        assert send_crash_alert(
+            [Config(), HeartbeatConfig()], tmp_path, "trace\nValueError: at 17", 5
+        )
         assert not send_crash_alert([Config()], tmp_path, "ValueError: at 17", 5)
     assert [(one["body"]["event"], one["body"]["step"]) for one in server.seen] == [("crash", 5)]
     assert json.loads((tmp_path / "events.jsonl").read_text())["event"] == "crash"

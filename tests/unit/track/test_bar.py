@@ -18,7 +18,10 @@ RECORD = {
 
 def test_a_wide_line_has_everything_and_a_narrow_one_the_important() -> None:
     wide = bar_line(RECORD, 500, 2.5, 199, has_colour=False)
-    assert wide == "━" * 10 + "─" * 30 + " 120/500  loss 2.312  valid 2.5  12.3k tok/s  mfu 41%  eta 3m 20s"
+    assert (
+        wide
+        == "━" * 10 + "─" * 30 + " 120/500  loss 2.312  valid 2.5  12.3k tok/s  mfu 41%  eta 3m 20s"
+    )
     narrow = bar_line(RECORD, 500, 2.5, 59, has_colour=False)
     assert narrow.endswith("120/500  loss 2.312  valid 2.5  eta 3m 20s") and 20 < len(narrow) <= 59
     assert bar_line(RECORD, 500, 2.5, 32, has_colour=False) == "120/500  loss 2.312  eta 3m 20s"
@@ -28,10 +31,21 @@ def test_a_wide_line_has_everything_and_a_narrow_one_the_important() -> None:
 
 
 def test_what_is_not_known_is_not_shown() -> None:
-    bare = {"step": 3, "loss": float("nan"), "time": {"mfu_causal": None, "tokens_per_second": None, "eta_seconds": float("inf")}}
+    bare = {
+        "step": 3,
+        "loss": float("nan"),
+        "time": {"mfu_causal": None, "tokens_per_second": None, "eta_seconds": float("inf")},
+    }
     assert bar_line(bare, None, None, 100) == "step 3"
     assert (
-        bar_line({"step": 5, "loss": 1.0, "time": {"eta_seconds": 0.0}}, 5, None, 60, is_plain=True, has_colour=False)
+        bar_line(
+            {"step": 5, "loss": 1.0, "time": {"eta_seconds": 0.0}},
+            5,
+            None,
+            60,
+            is_plain=True,
+            has_colour=False,
+        )
         == "#" * 40 + " 5/5  loss 1"
     )
 

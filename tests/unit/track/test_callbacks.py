@@ -63,7 +63,10 @@ def test_a_callback_that_raises_is_reported_once_and_dropped_and_others_continue
     threads.summary = {"steps": 49}
     threads.close()
     assert Broken.calls == 1 and len(said) == 1
-    assert "Broken failed in on_step: AttributeError: 'float' object" in said[0] and "training continues" in said[0]
+    assert (
+        "Broken failed in on_step: AttributeError: 'float' object" in said[0]
+        and "training continues" in said[0]
+    )
     assert len(seen.calls) == 50
 
 
@@ -134,5 +137,9 @@ def test_a_slow_callback_misses_steps_but_no_validation() -> None:
     gate.set()
     threads.close()
     steps = [call[1] for call in seen.calls if call[0] == "step"]
-    assert ("validate", 1, 8.0) in seen.calls and len(steps) <= module.MAX_QUEUED + 1 and steps[-1] == 2 * module.MAX_QUEUED - 1
+    assert (
+        ("validate", 1, 8.0) in seen.calls
+        and len(steps) <= module.MAX_QUEUED + 1
+        and steps[-1] == 2 * module.MAX_QUEUED - 1
+    )
     assert steps == sorted(steps)

@@ -14,5 +14,9 @@ def test_only_trouble_warns(caplog: pytest.LogCaptureFixture) -> None:
         for name in get_args(Event):
             Console().event(name, "what happened", 7)
     warned = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
-    assert warned == {f"{name.replace('_', ' ')} at step 7: what happened" for name in get_args(Event) if name not in ("start", "finish")}
+    assert warned == {
+        f"{name.replace('_', ' ')} at step 7: what happened"
+        for name in get_args(Event)
+        if name not in ("start", "finish")
+    }
     assert len(caplog.records) == len(get_args(Event))

@@ -19,4 +19,9 @@ def test_a_line_with_every_number_still_fits_100_columns() -> None:
         "loss": 12.34567, "lr": 3.123e-5, "grad_norm": 123456.7, "tokens_per_second": 123.456e6, "mfu_full": 0.4123, "mfu_causal": 0.3812,
         "memory_bytes": 139.8e9, "eta_seconds": 187200.0, "sparsity": 0.3, "sparsity_target": 0.7, "data_wait_share": 0.2,
     })  # fmt: skip
-    assert len(line) <= 100 and "sparsity 0.300/0.700" in line and "WAITS FOR DATA 20%" in line and "eta" in line
+    assert (
+        len(line) <= 100
+        and "sparsity 0.300/0.700" in line
+        and "WAITS FOR DATA 20%" in line
+        and "eta" in line
+    )

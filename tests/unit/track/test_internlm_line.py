@@ -41,10 +41,21 @@ def test_the_sample_of_the_guide_comes_out_again() -> None:
 
 
 def test_a_run_logs_all_sixteen_fields_with_its_own_numbers(tmp_path: Path) -> None:
-    settings = ["steps=3", f"run.dir={tmp_path}", "run.name=r", "log.every=1", "log.style=internlm", "checkpoint.at_end=false"]
+    settings = [
+        "steps=3",
+        f"run.dir={tmp_path}",
+        "run.name=r",
+        "log.every=1",
+        "log.style=internlm",
+        "checkpoint.at_end=false",
+    ]
     recipe = load(Recipe, None, [*BASE, *settings])
     train(recipe)
-    lines = [line for line in (recipe.run.folder / "train.log").read_text().splitlines() if "tflops=" in line]
+    lines = [
+        line
+        for line in (recipe.run.folder / "train.log").read_text().splitlines()
+        if "tflops=" in line
+    ]
     records = [flatten(record) for record in read_metrics(recipe.run.folder / "metrics.jsonl")]
     assert len(lines) == len(records) == 3
     for number, (line, record) in enumerate(zip(lines, records, strict=True)):
@@ -52,11 +63,18 @@ def test_a_run_logs_all_sixteen_fields_with_its_own_numbers(tmp_path: Path) -> N
         assert list(found) == NAMES and found["step"] == str(number)
         for name in NAMES[2:]:
             value = record["tgs" if name.startswith("tgs") else name]
-            assert float(found[name]) == pytest.approx(value, abs=0.005 if name.startswith(("tgs", "fwd")) else 0), name
+            assert float(found[name]) == pytest.approx(
+                value, abs=0.005 if name.startswith(("tgs", "fwd")) else 0
+            ), name
 
 
 def test_what_a_run_does_not_have_is_none(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="headway"):
         Console(10, style="internlm").log(4, {"loss": 2.5, "time": {"tgs": 10.0}})
     found = parse(caplog.messages[0])
-    assert list(found) == NAMES and found["adam_beta2"] == "None" and found["step"] == "3" and found["loss"] == "2.5"
+    assert (
+        list(found) == NAMES
+        and found["adam_beta2"] == "None"
+        and found["step"] == "3"
+        and found["loss"] == "2.5"
+    )

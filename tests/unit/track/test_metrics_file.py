@@ -23,23 +23,36 @@ def written(path: Path, steps: range) -> MetricsFile:
 def test_records_come_back_exactly(tmp_path: Path) -> None:
     written(tmp_path / "m.jsonl", range(1, 4))
     records = read_metrics(tmp_path / "m.jsonl")
-    assert records == [{"step": s, "loss": 1 / s, "name": "größe", "time": {"step_seconds": 0.5}} for s in (1, 2, 3)]
+    assert records == [
+        {"step": s, "loss": 1 / s, "name": "größe", "time": {"step_seconds": 0.5}}
+        for s in (1, 2, 3)
+    ]
 
 
 def test_values_json_cannot_say_are_null_and_named(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    MetricsFile(path).write({"step": 1, "loss": float("nan"), "ok": 1.0, "time": {"rate": float("-inf")}})
+    MetricsFile(path).write(
+        {"step": 1, "loss": float("nan"), "ok": 1.0, "time": {"rate": float("-inf")}}
+    )
     [line] = path.read_text().splitlines()
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
     record = json.loads(line, parse_constant=refuse)
-    assert record == {"step": 1, "loss": None, "ok": 1.0, "time": {"rate": None}, "non_finite": {"loss": "nan", "time/rate": "-inf"}}
+    assert record == {
+        "step": 1,
+        "loss": None,
+        "ok": 1.0,
+        "time": {"rate": None},
+        "non_finite": {"loss": "nan", "time/rate": "-inf"},
+    }
 
 
 @pytest.mark.parametrize("step", [0, 3, 5, 9])
-@pytest.mark.parametrize("torn", [b"", b'{"step": 6, "lo', b'{"step": 2}'], ids=["whole", "torn", "without an end"])
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"step": 6, "lo', b'{"step": 2}'], ids=["whole", "torn", "without an end"]
+)
 def test_a_resumed_run_writes_each_step_once(tmp_path: Path, step: int, torn: bytes) -> None:
     path, straight = tmp_path / "m.jsonl", tmp_path / "straight.jsonl"
     file = written(path, range(1, 6))
@@ -57,7 +70,9 @@ def test_nothing_to_cut_is_fine(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_torn_last_line_is_not_read_and_a_damaged_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_torn_last_line_is_not_read_and_a_damaged_one_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "m.jsonl"
     written(path, range(1, 3))
     good = path.read_bytes()
@@ -78,7 +93,9 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
         read_metrics(tmp_path / "gone.jsonl")
 
 
-def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_end_of_a_long_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "m.jsonl"
     written(path, range(1, 2001))
     lines = path.read_bytes().splitlines(keepends=True)
@@ -92,7 +109,9 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest
     assert path.read_bytes() == b"".join(lines[:5])
 
 
-def test_many_damaged_lines_cost_no_more_than_reading_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_damaged_lines_cost_no_more_than_reading_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "m.jsonl"
     written(path, range(1, 4))
     good = path.read_bytes()
@@ -100,19 +119,30 @@ def test_many_damaged_lines_cost_no_more_than_reading_them(tmp_path: Path, caplo
     began = time.process_time()
     with caplog.at_level(logging.WARNING, "headway"):
         MetricsFile(path).truncate_after(9)
-    assert time.process_time() - began < 5, "200,000 damaged lines took minutes when each was counted by reading all"
+    assert time.process_time() - began < 5, (
+        "200,000 damaged lines took minutes when each was counted by reading all"
+    )
     assert path.read_bytes() == good and "200000 damaged lines" in caplog.text
 
 
-def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end_is_not_held_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jsonl, "LONGEST_LINE", 100)
     path = tmp_path / "m.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "x": "' + b"y" * 1000 + b'"}\n{"step": 3}\n{"step": [' + b"[" * 1000)
+    path.write_bytes(
+        b'{"step": 1}\n{"step": 2, "x": "'
+        + b"y" * 1000
+        + b'"}\n{"step": 3}\n{"step": ['
+        + b"[" * 1000
+    )
     assert [record["step"] for record in read_metrics(path)] == [1, 3]
 
 
 def test_repair_keeps_every_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_bytes(b'{"step": 1}\nnonsense\n{"step": true}\n[]\n' + b"[" * 100_000 + b'\n{"step": 2}\n')
+    path.write_bytes(
+        b'{"step": 1}\nnonsense\n{"step": true}\n[]\n' + b"[" * 100_000 + b'\n{"step": 2}\n'
+    )
     MetricsFile(path).repair()
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'

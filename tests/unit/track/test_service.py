@@ -55,7 +55,9 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "trackio.py").write_text(textwrap.dedent(STAND_IN))
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.setenv("CALLS", str(tmp_path / "calls.jsonl"))
     return tmp_path / "calls.jsonl"
 
@@ -63,7 +65,9 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tracker(run_dir: Path, seconds: float = 30.0) -> Service:
     run_dir.mkdir(exist_ok=True)
     (run_dir / "recipe.yaml").write_text("optim: {lr: 0.1}\nsteps: 3\n")
-    built: Any = kind_config("headway.track", "trackio").model_validate({"kind": "trackio", "timeout_seconds": seconds})
+    built: Any = kind_config("headway.track", "trackio").model_validate(
+        {"kind": "trackio", "timeout_seconds": seconds}
+    )
     return built.build(run_dir, "my-run")
 
 
@@ -71,7 +75,9 @@ def read(calls: Path) -> list[Any]:
     return [json.loads(line) for line in calls.read_text().splitlines()]
 
 
-def test_numbers_events_and_the_id_arrive_and_a_resumed_run_continues_its_id(calls: Path, tmp_path: Path) -> None:
+def test_numbers_events_and_the_id_arrive_and_a_resumed_run_continues_its_id(
+    calls: Path, tmp_path: Path
+) -> None:
     for step in (7, 8):
         one = tracker(tmp_path / "run")
         one.log(step, RECORD | {"step": step})
@@ -80,17 +86,26 @@ def test_numbers_events_and_the_id_arrive_and_a_resumed_run_continues_its_id(cal
         one.close()
     found = read(calls)
     name = found[0][1]
-    assert name.startswith("my-run-") and json.loads((tmp_path / "run" / IDS).read_text()) == {"trackio:/headway": name}
+    assert name.startswith("my-run-") and json.loads((tmp_path / "run" / IDS).read_text()) == {
+        "trackio:/headway": name
+    }
     values = {"loss": 3.25, "valid/loss": 3.5, "tokens_per_second": 10.0}
     expected = [
-        [["init", name, ["optim", "steps"], "allow"], ["log", step, values], ["alert", "spike", f"step {step}: the loss rose"], ["finish"]]
+        [
+            ["init", name, ["optim", "steps"], "allow"],
+            ["log", step, values],
+            ["alert", "spike", f"step {step}: the loss rose"],
+            ["finish"],
+        ]
         for step in (7, 8)
     ]
     assert found == expected[0] + expected[1]
     assert "may print anything" in (tmp_path / "run" / "logs" / "tracker-trackio.log").read_text()
 
 
-def test_a_signal_to_every_process_of_a_job_does_not_end_the_tracker(calls: Path, tmp_path: Path) -> None:
+def test_a_signal_to_every_process_of_a_job_does_not_end_the_tracker(
+    calls: Path, tmp_path: Path
+) -> None:
     one = tracker(tmp_path / "run")
     one.log(7, RECORD)
     end = time.monotonic() + 30
@@ -118,11 +133,19 @@ def test_a_package_that_fails_or_hangs_is_dropped_with_one_report(
     trouble: str, reason: str, calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TROUBLE", trouble)
-    one, told, slowest = tracker(tmp_path / "run", 1.0 if trouble == "init hangs" else 30.0), list[str](), 0.0
+    one, told, slowest = (
+        tracker(tmp_path / "run", 1.0 if trouble == "init hangs" else 30.0),
+        list[str](),
+        0.0,
+    )
     one.on_failure(told.append)
     end = time.monotonic() + 30
     step = 0
-    while not told and time.monotonic() < end and not (trouble == "finish hangs" and calls.exists() and '"log"' in calls.read_text()):
+    while (
+        not told
+        and time.monotonic() < end
+        and not (trouble == "finish hangs" and calls.exists() and '"log"' in calls.read_text())
+    ):
         step += 1
         begun = time.perf_counter()
         one.log(step, RECORD)
@@ -142,13 +165,18 @@ def test_a_package_that_fails_or_hangs_is_dropped_with_one_report(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"kind": "wandb"}, f"track kind wandb needs Weights & Biases, which is not installed. Run {install_command('wandb')}."),
+        (
+            {"kind": "wandb"},
+            f"track kind wandb needs Weights & Biases, which is not installed. Run {install_command('wandb')}.",
+        ),
         ({"kind": "mlflow"}, install_command("mlflow")),
         ({"kind": "swanlab"}, install_command("swanlab")),
         ({"kind": "trackio"}, install_command("trackio")),
     ],
 )
-def test_a_missing_package_is_one_line_with_its_extra(given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_line_with_its_extra(
+    given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headway.runtime.optional.is_installed", lambda package: False)
     config: Any = kind_config("headway.track", given["kind"]).model_validate(given)
     with pytest.raises(ConfigError) as error:

@@ -37,22 +37,45 @@ def numbers(step: int, **more: object) -> dict[str, object]:
 
 def test_every_curve_is_drawn_and_rolled_back_steps_once(tmp_path: Path) -> None:
     valid = {"valid": {"loss": 2.0, "text_to_image/recall_at_1": 0.5, "scale": 14.0}}
-    records = [numbers(1), numbers(2, loss=9.0), numbers(3, loss=8.0), numbers(2, valid=valid), numbers(3, loss=float("nan"))]
+    records = [
+        numbers(1),
+        numbers(2, loss=9.0),
+        numbers(3, loss=8.0),
+        numbers(2, valid=valid),
+        numbers(3, loss=float("nan")),
+    ]
     curve = TrainingCurve(records)
     assert curve.panels["loss"]["training"].points == [(1, 1.0), (2, 0.5)]
     assert curve.panels["loss"]["valid"].points == [(2, 2.0)] and not curve.panels["gradient norm"]
-    assert {name: one.points for name, one in curve.panels["score"].items()} == {"text_to_image/recall_at_1": [(2, 0.5)]}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records[:4]) + "{damaged\n")
+    assert {name: one.points for name, one in curve.panels["score"].items()} == {
+        "text_to_image/recall_at_1": [(2, 0.5)]
+    }
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in records[:4]) + "{damaged\n"
+    )
     assert write_curve(tmp_path / "metrics.jsonl", "a <run>") == tmp_path / CURVE
-    texts = [one.text for one in ElementTree.parse(tmp_path / CURVE).iter() if one.text and one.text.strip()]
-    assert texts[0] == "a <run>" and {"training: 0.5", "valid: 2", "text_to_image/recall_at_1: 0.5", "lr: 0.1"} <= set(texts)
+    texts = [
+        one.text
+        for one in ElementTree.parse(tmp_path / CURVE).iter()
+        if one.text and one.text.strip()
+    ]
+    assert texts[0] == "a <run>" and {
+        "training: 0.5",
+        "valid: 2",
+        "text_to_image/recall_at_1: 0.5",
+        "lr: 0.1",
+    } <= set(texts)
     assert write_curve(tmp_path / "nowhere/metrics.jsonl", "x") is None
 
 
 def test_a_long_run_keeps_its_memory_small() -> None:
     curve = TrainingCurve(numbers(step) for step in range(1, 10 * MOST_POINTS))
     points = curve.panels["loss"]["training"].points
-    assert MOST_POINTS // 2 <= len(points) <= MOST_POINTS and points[0][0] == 1 and points[-1][0] > 9 * MOST_POINTS
+    assert (
+        MOST_POINTS // 2 <= len(points) <= MOST_POINTS
+        and points[0][0] == 1
+        and points[-1][0] > 9 * MOST_POINTS
+    )
     assert [step for step, _ in points] == sorted({step for step, _ in points})
 
 
@@ -64,20 +87,36 @@ def test_mlflow_keeps_the_files_of_a_finished_run_and_a_failed_upload_is_a_warni
     (packages / "__init__.py").write_text(textwrap.dedent(STAND_IN))
     (packages / "entities.py").write_text("Param = Metric = lambda *given: given\n")
     monkeypatch.syspath_prepend(str(packages.parent))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(packages.parent), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.setenv("CALLS", str(tmp_path / "calls.jsonl"))
     (run / "final").mkdir(parents=True)
     for name in (CURVE, "recipe.yaml", "summary.json", "answers.html"):
         (run / name).write_text("{}")
-    config = kind_config("headway.track", "mlflow").model_validate({"kind": "mlflow", "uri": "http://127.0.0.1:1", "weights": True})
-    assert isinstance(config, ServiceConfig) and not config.model_copy(update={"artifacts": False, "weights": False}).files_of(run)
+    config = kind_config("headway.track", "mlflow").model_validate(
+        {"kind": "mlflow", "uri": "http://127.0.0.1:1", "weights": True}
+    )
+    assert isinstance(config, ServiceConfig) and not config.model_copy(
+        update={"artifacts": False, "weights": False}
+    ).files_of(run)
     tracker = config.build(run, "r")
     assert isinstance(tracker, KeepsFiles)
     tracker.log(1, {"step": 1, "loss": 1.0})
     tracker.keep_files(run)
     tracker.close()
     calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
-    kept = {Path(given[1]).name: given[2] for name, given in calls if name in ("log_artifact", "log_artifacts")}
-    assert kept == {CURVE: "plots", "recipe.yaml": "config", "summary.json": "metrics", "answers.html": "reports", "final": "model"}
+    kept = {
+        Path(given[1]).name: given[2]
+        for name, given in calls
+        if name in ("log_artifact", "log_artifacts")
+    }
+    assert kept == {
+        CURVE: "plots",
+        "recipe.yaml": "config",
+        "summary.json": "metrics",
+        "answers.html": "reports",
+        "final": "model",
+    }
     assert calls[-1] == ["set_terminated", ["ab12", "FINISHED"]]
     assert "recipe.yaml is not kept there: OSError: the disk is full" in caplog.text

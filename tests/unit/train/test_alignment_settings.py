@@ -19,7 +19,9 @@ def resolved(*overrides: str) -> Recipe:
     return resolve_aligner(load(Recipe, find_recipe("multimodal/align"), overrides))
 
 
-def test_a_null_encoder_leaves_its_modality_and_its_pairs_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_null_encoder_leaves_its_modality_and_its_pairs_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, "headway"):
         recipe = resolved(WITHOUT_AUDIO)
     aligner: Any = recipe.model.aligner
@@ -34,12 +36,16 @@ def test_a_null_encoder_leaves_its_modality_and_its_pairs_out(caplog: pytest.Log
 
 
 def test_scales_of_a_modality_that_is_left_out_are_left_out() -> None:
-    objective: Any = resolved(WITHOUT_AUDIO, "objective.log_scale={text: 1.0, image: 2.0, audio: 3.0}").objective
+    objective: Any = resolved(
+        WITHOUT_AUDIO, "objective.log_scale={text: 1.0, image: 2.0, audio: 3.0}"
+    ).objective
     assert objective.log_scale == {"text": 1.0, "image": 2.0}
 
 
 def test_what_leaves_nothing_to_align_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"objective\.pairs has 'text-audio'; the aligner has text, image"):
+    with pytest.raises(
+        ConfigError, match=r"objective\.pairs has 'text-audio'; the aligner has text, image"
+    ):
         resolved(WITHOUT_AUDIO, "objective.pairs=[text-audio]")
     with pytest.raises(ConfigError, match="needs two modalities or more"):
         resolved(WITHOUT_AUDIO, "model.aligner.encoders.image=null")

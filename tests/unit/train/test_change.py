@@ -21,17 +21,31 @@ def test_load_takes_a_name_a_path_plain_data_and_both_forms_of_overrides(tmp_pat
 
 
 def test_a_change_makes_a_validated_copy() -> None:
-    recipe = Recipe.load({"steps": 5, "optim": {"lr": 0.5, "betas": [0.8, 0.9]}, "data": {"train": [{"path": "a", "min_length": 3}]}})
+    recipe = Recipe.load(
+        {
+            "steps": 5,
+            "optim": {"lr": 0.5, "betas": [0.8, 0.9]},
+            "data": {"train": [{"path": "a", "min_length": 3}]},
+        }
+    )
     changed = recipe.with_({"optim.lr": 0.25, "data.train.0.path": Path("b")}, epochs=2)
     assert changed.optim.lr == 0.25 and changed.optim.model_dump()["betas"] == (0.8, 0.9)
-    assert changed.data.train is not None and (changed.data.train[0].path, changed.data.train[0].min_length) == ("b", 3)
+    assert changed.data.train is not None and (
+        changed.data.train[0].path,
+        changed.data.train[0].min_length,
+    ) == ("b", 3)
     assert (changed.steps, changed.epochs) == (None, 2), "a setting removes its alternative"
     assert recipe.optim.lr == 0.5 and recipe.steps == 5, "the original is unchanged"
     assert recipe.with_() == recipe and recipe.with_(optim=changed.optim).optim == changed.optim
     assert recipe.with_({"data.valid.fraction": 0.5}).data.valid is not None
     deep = recipe.with_({"data.train.0": {"path": "c"}}).data.train
-    assert deep is not None and (deep[0].path, deep[0].min_length) == ("c", 3), "a section in a list merges too"
-    assert recipe.with_(optim={"kind": "adamw", "lr": 0.1}).optim.model_dump()["betas"] == (0.8, 0.9), "the same kind merges"
+    assert deep is not None and (deep[0].path, deep[0].min_length) == ("c", 3), (
+        "a section in a list merges too"
+    )
+    assert recipe.with_(optim={"kind": "adamw", "lr": 0.1}).optim.model_dump()["betas"] == (
+        0.8,
+        0.9,
+    ), "the same kind merges"
 
 
 @pytest.mark.parametrize(

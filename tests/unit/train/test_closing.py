@@ -11,7 +11,12 @@ from headway.train.meter import AT_START
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps({"loss": 1.0, "time": {}, **one, "step": step}) + "\n" for step, one in enumerate(records, 1)))
+    path.write_text(
+        "".join(
+            json.dumps({"loss": 1.0, "time": {}, **one, "step": step}) + "\n"
+            for step, one in enumerate(records, 1)
+        )
+    )
     return path
 
 
@@ -30,7 +35,13 @@ def test_a_summary_has_validation_before_at_best_and_at_last(tmp_path: Path) -> 
     assert found.validation() == {
         "valid": {
             "loss": {"before": 0.7, "best": 0.4, "best_step": 2, "last": 0.6, "improved": True},
-            "rewards/accuracies": {"before": 0.5, "best": 0.8, "best_step": 3, "last": 0.8, "improved": True},
+            "rewards/accuracies": {
+                "before": 0.5,
+                "best": 0.8,
+                "best_step": 3,
+                "last": 0.8,
+                "improved": True,
+            },
         }
     }
     assert list(validation_lines(found.validation())) == [
@@ -39,13 +50,24 @@ def test_a_summary_has_validation_before_at_best_and_at_last(tmp_path: Path) -> 
     ]
 
 
-def test_a_run_that_did_not_help_says_so_and_one_without_a_baseline_does_not_claim(tmp_path: Path) -> None:
-    worse = [{AT_START: {"a": {"loss": 0.5}, "b": {"loss": 2.0}}, "valid": {"a": {"loss": 0.5}, "b": {"loss": 1.0}}}]
-    assert list(validation_lines(total_metrics(write(tmp_path / "worse.jsonl", worse)).validation())) == [
+def test_a_run_that_did_not_help_says_so_and_one_without_a_baseline_does_not_claim(
+    tmp_path: Path,
+) -> None:
+    worse = [
+        {
+            AT_START: {"a": {"loss": 0.5}, "b": {"loss": 2.0}},
+            "valid": {"a": {"loss": 0.5}, "b": {"loss": 1.0}},
+        }
+    ]
+    assert list(
+        validation_lines(total_metrics(write(tmp_path / "worse.jsonl", worse)).validation())
+    ) == [
         "validation loss of a: 0.5000 before, 0.5000 best (step 1), 0.5000 last; never better than before",
         "validation loss of b: 2.0000 before, 1.0000 best (step 1), 1.0000 last",
     ]
-    alone = total_metrics(write(tmp_path / "alone.jsonl", [{"valid": {"valid": {"loss": 0.5}}}])).validation()
+    alone = total_metrics(
+        write(tmp_path / "alone.jsonl", [{"valid": {"valid": {"loss": 0.5}}}])
+    ).validation()
     assert list(validation_lines(alone)) == ["validation loss: 0.5000 best (step 1), 0.5000 last"]
     assert alone["valid"]["loss"]["improved"] is None
     assert total_metrics(write(tmp_path / "none.jsonl", [{}])).validation() == {}
@@ -62,7 +84,9 @@ def test_a_text_fits_the_screen_and_does_nothing_to_it() -> None:
     for width in (40, 80, 200):
         lines = fold(plain(words), "  before: ", width)
         assert len(lines) <= 3 and all(columns(line) < width for line in lines)
-        assert lines[0].startswith("  before: word") and all(line.startswith(" " * 10) for line in lines[1:])
+        assert lines[0].startswith("  before: word") and all(
+            line.startswith(" " * 10) for line in lines[1:]
+        )
     assert fold(plain(words), "  before: ", 80)[-1].endswith("word ...")
     chinese = fold("你" * 100, "  after:  ", 80)
     assert len(chinese) == 3 and all(columns(line) < 80 for line in chinese)

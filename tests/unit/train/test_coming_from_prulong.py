@@ -48,4 +48,6 @@ def test_every_recipe_and_test_the_guide_names_exists() -> None:
 
 @pytest.mark.parametrize("knob", NAMES.split())
 def test_the_guide_has_every_knob_of_the_scripts(knob: str) -> None:
-    assert re.search(rf"\b{knob}\b", GUIDE), f"{knob} has no equivalent in docs/coming-from-prulong.md"
+    assert re.search(rf"\b{knob}\b", GUIDE), (
+        f"{knob} has no equivalent in docs/coming-from-prulong.md"
+    )

@@ -24,22 +24,37 @@ def test_what_is_unsaid_equals_its_default(tmp_path: Path) -> None:
 
 def test_settings_sections_and_lists_that_differ_are_named(tmp_path: Path) -> None:
     one = recipe(tmp_path, "a", "model: {num_layers: 2}\ndata: {train: [x]}\nsteps: 5\n")
-    other = recipe(tmp_path, "b", "model: {num_layers: 3, rope_scaling: {factor: 2}}\ndata: {train: [x#2, y]}\nsteps: 5\n")
+    other = recipe(
+        tmp_path,
+        "b",
+        "model: {num_layers: 3, rope_scaling: {factor: 2}}\ndata: {train: [x#2, y]}\nsteps: 5\n",
+    )
     found = {one.key: one for one in compare_recipes(one, other)}
-    assert list(found) == ["model.num_layers", "model.rope_scaling", "data.train.0.repeat", "data.train.1"]
+    assert list(found) == [
+        "model.num_layers",
+        "model.rope_scaling",
+        "data.train.0.repeat",
+        "data.train.1",
+    ]
     assert found["model.num_layers"] == Difference("model.num_layers", 2, 3)
     assert found["model.rope_scaling"].first is None
     assert found["model.rope_scaling"].second["factor"] == 2.0
-    assert found["data.train.0.repeat"] == Difference("data.train.0.repeat", 1, 2), "the changed leaf, not the whole list"
+    assert found["data.train.0.repeat"] == Difference("data.train.0.repeat", 1, 2), (
+        "the changed leaf, not the whole list"
+    )
     assert (found["data.train.1"].first, found["data.train.1"].second["path"]) == (ABSENT, "y")
 
 
-def test_a_run_folder_stands_for_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_stands_for_its_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").mkdir()
     recipe(tmp_path / "run", "recipe", "seed: 1\n")
     other = recipe(tmp_path, "b", "seed: 2\n")
     assert main(["config", "diff", str(tmp_path / "run"), str(other), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"differences": [{"setting": "seed", "a": 1, "b": 2}]}
+    assert json.loads(capsys.readouterr().out) == {
+        "differences": [{"setting": "seed", "a": 1, "b": 2}]
+    }
     assert main(["config", "diff", str(tmp_path / "run"), str(other)]) == 0
     assert "seed" in capsys.readouterr().out
     assert main(["config", "diff", str(other), str(other)]) == 0

@@ -45,13 +45,20 @@ def test_a_bad_step_and_a_lost_cause_are_passed_on(tmp_path: Path) -> None:
 
 
 def test_exit_codes_are_those_launchers_know() -> None:
-    assert [exit_code(one) for one in ("SIGINT", "SIGUSR1", "SIGTERM", STOP_COMMAND)] == [130, 138, 143, 143]
+    assert [exit_code(one) for one in ("SIGINT", "SIGUSR1", "SIGTERM", STOP_COMMAND)] == [
+        130,
+        138,
+        143,
+        143,
+    ]
 
 
 @pytest.mark.parametrize("bad", [None, BadStep(4, "spike", "too high")])
 def test_a_state_that_is_about_to_be_rolled_back_is_not_saved(bad: BadStep | None) -> None:
     saved: list[Any] = []
-    nothing: Any = SimpleNamespace(beat=lambda *_: None, sync=lambda: None, stalled=lambda seconds: None, seconds=lambda: 1.0)
+    nothing: Any = SimpleNamespace(
+        beat=lambda *_: None, sync=lambda: None, stalled=lambda seconds: None, seconds=lambda: 1.0
+    )
     state = SimpleNamespace(step=5, seconds=0.0, scalars=dict, records=list)
     saver = SimpleNamespace(save=lambda job, records: saved.append(job.step))
     run: Any = SimpleNamespace(

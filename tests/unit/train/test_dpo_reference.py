@@ -30,18 +30,35 @@ SETTINGS = [
 
 def log_probability(model: Transformer, store: Store, document: int) -> float:
     """Of the answer of one conversation, read alone: the sum over its targets."""
-    ids, mask = torch.tensor(store.document(document).astype(np.int64)), store.document_mask(document)
+    ids, mask = (
+        torch.tensor(store.document(document).astype(np.int64)),
+        store.document_mask(document),
+    )
     assert mask is not None
-    hidden = model(ids[None], torch.arange(len(ids), dtype=torch.int32)[None], causal_mask(1, len(ids)))
+    hidden = model(
+        ids[None], torch.arange(len(ids), dtype=torch.int32)[None], causal_mask(1, len(ids))
+    )
     losses = F.cross_entropy(model.logits(hidden)[0, :-1], ids[1:], reduction="none")
     return -float(losses[torch.from_numpy(mask[1:])].sum())
 
 
 def test_pairs_of_every_source_and_split_find_their_own_numbers(tmp_path: Path) -> None:
     # two sources of different sizes, named against the order in which they are given
-    stores = [open_store(make_pair_store(tmp_path / name, pairs=pairs, seed=pairs)) for name, pairs in (("z", 9), ("a", 14))]
+    stores = [
+        open_store(make_pair_store(tmp_path / name, pairs=pairs, seed=pairs))
+        for name, pairs in (("z", 9), ("a", 14))
+    ]
     paths = ",".join(str(tmp_path / name) for name in ("z", "a"))
-    recipe = load(Recipe, None, [*SETTINGS, f"data.train=[{paths}]", f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={tmp_path}"])
+    recipe = load(
+        Recipe,
+        None,
+        [
+            *SETTINGS,
+            f"data.train=[{paths}]",
+            f"data.cache_dir={tmp_path / 'cache'}",
+            f"run.dir={tmp_path}",
+        ],
+    )
     resolved = resolve(recipe)
     data = open_data(recipe.data, tokenizer=None, vocab_size=64, seed=5, pairs=True)
     spec = EngineSpec(resolved.model, recipe.objective, recipe.optim, chunk_tokens=64, seed=5)
@@ -52,13 +69,23 @@ def test_pairs_of_every_source_and_split_find_their_own_numbers(tmp_path: Path) 
     model.eval()
     seen = []
     for mixture in (data.train, *data.valid.values()):
-        with Loader(recipe.data, sources=mixture, rows_per_step=4, micro_rows=4, seed=5, epochs=1) as loader, torch.no_grad():
+        with (
+            Loader(
+                recipe.data, sources=mixture, rows_per_step=4, micro_rows=4, seed=5, epochs=1
+            ) as loader,
+            torch.no_grad(),
+        ):
             for step, _ in loader:
                 batch = reference.prepare(step.microbatches[0])
                 for row, place in (batch.extra[PAIR] >= 0).nonzero().tolist():
                     pair = int(batch.extra[PAIR][row, place])
                     store, number = (stores[0], pair) if pair < 9 else (stores[1], pair - 9)
                     right = [log_probability(model, store, 2 * number + side) for side in (0, 1)]
-                    torch.testing.assert_close(batch.extra[REFERENCE][row, 2 * place : 2 * place + 2].tolist(), right, rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(
+                        batch.extra[REFERENCE][row, 2 * place : 2 * place + 2].tolist(),
+                        right,
+                        rtol=1e-5,
+                        atol=1e-5,
+                    )
                     seen.append(pair)
     assert sorted(seen) == list(range(23))

@@ -8,7 +8,9 @@ from headway.train.config import Recipe, StopConfig
 from headway.train.early_stopping import EarlyStopping
 
 
-def used(values: list[float | None], *, min_delta: float = 0.0, higher: bool = False) -> tuple[list[int], EarlyStopping]:
+def used(
+    values: list[float | None], *, min_delta: float = 0.0, higher: bool = False
+) -> tuple[list[int], EarlyStopping]:
     patience, seen = EarlyStopping(), []
     for step, value in enumerate(values, 1):
         patience = patience.after(value, step, min_delta, higher_is_better=higher)
@@ -47,8 +49,14 @@ def test_it_is_over_when_patience_is_used_up_and_never_without_the_setting() -> 
 def test_what_cannot_work_is_refused() -> None:
     for overrides, message in (
         (["eval.stop.patience=2"], r"eval\.stop is given, but data\.valid is null"),
-        (["eval.stop.patience=2", "data.valid.fraction=0.1", "eval.every=null"], "eval.every is null"),
-        (["eval.stop.patience=2", "data.valid.fraction=0.1", "checkpoint.keep_best=0"], r"checkpoint\.keep_best is 0"),
+        (
+            ["eval.stop.patience=2", "data.valid.fraction=0.1", "eval.every=null"],
+            "eval.every is null",
+        ),
+        (
+            ["eval.stop.patience=2", "data.valid.fraction=0.1", "checkpoint.keep_best=0"],
+            r"checkpoint\.keep_best is 0",
+        ),
         (["eval.stop.patience=0", "data.valid.fraction=0.1"], "greater than 0"),
     ):
         with pytest.raises(ConfigError, match=message):

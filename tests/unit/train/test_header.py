@@ -9,7 +9,13 @@ import pytest
 from headway.cli import main
 from headway.store.reader import StoreWriter
 
-MODEL = ["model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "model.ffn_size=32", "model.vocab_size=64"]
+MODEL = [
+    "model.hidden_size=16",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.ffn_size=32",
+    "model.vocab_size=64",
+]
 
 
 @pytest.fixture
@@ -35,11 +41,21 @@ def test_documents_tokens_and_epochs_are_those_that_are_read(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], line: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data = [f"data.train=[{{path: {store}, min_length: 10}}]", "data.tokenizer_unchecked=true", "data.seq_len=32", "data.workers=0"]
+    data = [
+        f"data.train=[{{path: {store}, min_length: 10}}]",
+        "data.tokenizer_unchecked=true",
+        "data.seq_len=32",
+        "data.workers=0",
+    ]
     run = ["run.name=r", "device=cpu", "batch.rows=8", "checkpoint.at_end=false"]
     assert main(["train", *MODEL, *data, *run, *options]) == 0
     log = Path("runs/r/train.log").read_text(encoding="utf-8")
     assert line in log
-    steps = [json.loads(record) for record in Path("runs/r/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    consumed = max(record["num_consumed_tokens"] for record in steps if "num_consumed_tokens" in record)
+    steps = [
+        json.loads(record)
+        for record in Path("runs/r/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    consumed = max(
+        record["num_consumed_tokens"] for record in steps if "num_consumed_tokens" in record
+    )
     assert consumed == (400 if options == ["epochs=1"] else 160)

@@ -45,7 +45,9 @@ def test_the_limit_counts_skips_in_a_row_and_a_good_step_begins_anew() -> None:
     assert healer.gave_up is None, "never more than two in a row"
     assert told == [
         f"{kind} [{batch}, {batch}]"
-        for kind, batch in zip(("nan", "spike") + ("nan",) * 2 + ("spike",) * 2, (0, 1, 3, 4, 6, 7), strict=True)
+        for kind, batch in zip(
+            ("nan", "spike") + ("nan",) * 2 + ("spike",) * 2, (0, 1, 3, 4, 6, 7), strict=True
+        )
     ]
     see(healer, run, "nan", first=9)
     assert healer.gave_up is not None and healer.gave_up.startswith(
@@ -62,7 +64,9 @@ def test_a_gradient_that_is_not_finite_is_trouble_unless_a_loss_scale_looks_afte
         assert bool(told) == bad
 
 
-def test_only_ways_back_to_the_same_checkpoint_count_and_the_limit_is_the_last_that_is_tried(tmp_path: Path) -> None:
+def test_only_ways_back_to_the_same_checkpoint_count_and_the_limit_is_the_last_that_is_tried(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "logs").mkdir()
     record = TensorRecord("w", "master", (2,), [((0,), torch.zeros(2))])
     for step in (5, 10):
@@ -77,7 +81,9 @@ def test_only_ways_back_to_the_same_checkpoint_count_and_the_limit_is_the_last_t
         writes=SimpleNamespace(replace=lambda path, text: path.write_text(text)),
     )  # fmt: skip
     (tmp_path / health.FILE).write_text(json.dumps([{"to_step": 5, "batches": [6, 6]}] * 3))
-    plans = [health.plan_rollback(run, BadStep(12, "spike", "too high"), (11, 11)) for _ in range(3)]
+    plans = [
+        health.plan_rollback(run, BadStep(12, "spike", "too high"), (11, 11)) for _ in range(3)
+    ]
     assert ["gave_up" in plan for plan in plans] == [False, False, True]
     assert "rolled back to step 10 2 times already" in plans[-1]["gave_up"]
     assert [one["to_step"] for one in health.read_healed(tmp_path)] == [5, 5, 5, 10, 10]
@@ -86,7 +92,9 @@ def test_only_ways_back_to_the_same_checkpoint_count_and_the_limit_is_the_last_t
 def test_batches_and_steps_are_found_from_what_was_remembered() -> None:
     healer, _, _ = healer_of()
     for step in range(1, 11):
-        healer.remember(step, state(step + 4 if step > 3 else step - 1), state(step + 5 if step > 3 else step))  # batches 3 to 7 left out
+        healer.remember(
+            step, state(step + 4 if step > 3 else step - 1), state(step + 5 if step > 3 else step)
+        )  # batches 3 to 7 left out
     assert healer.batch_of(3) == 2 and healer.batch_of(4) == 8
     assert healer.step_of(8, 6) == 4 and healer.before(8).batch == 8
     healer.rolled_back(6)

@@ -10,7 +10,9 @@ from headway.train.health import NOT_FINITE, SPIKE, LossMonitor
 
 
 def verdicts(losses: list[float], **settings: object) -> tuple[list[int], LossMonitor]:
-    monitor = LossMonitor(HealConfig.model_validate({"window": 3, "sigma": 2.0, **settings}), torch.device("cpu"))
+    monitor = LossMonitor(
+        HealConfig.model_validate({"window": 3, "sigma": 2.0, **settings}), torch.device("cpu")
+    )
     return [int(monitor.judge(torch.tensor(loss))) for loss in losses], monitor
 
 
@@ -25,7 +27,10 @@ def test_nothing_is_judged_before_the_window_is_full_and_the_next_loss_is() -> N
 def test_a_spike_that_is_skipped_or_undone_does_not_enter_the_window(action: str) -> None:
     seen, monitor = verdicts([1.0, 2.0, 3.0, 50.0, 50.0, 50.0, 50.0, 2.0], on_spike=action)
     assert seen == [0, 0, 0, SPIKE, SPIKE, SPIKE, SPIKE, 0]
-    assert monitor.scalars() == {"count": 4, "losses": [2.0, 2.0, 3.0]}  # the newest good loss took the place of the oldest
+    assert monitor.scalars() == {
+        "count": 4,
+        "losses": [2.0, 2.0, 3.0],
+    }  # the newest good loss took the place of the oldest
 
 
 def test_a_spike_that_is_only_reported_enters_the_window() -> None:

@@ -13,8 +13,18 @@ from headway.parallel.engine import DeviceTimestamp, StepResult, Update
 from headway.train.meter import Meter, MeterSetup
 
 SETUP = MeterSetup(
-    model=ModelConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=1000, max_seq_len=100),
-    flops=TokenFlops(matrices=6e9, attention=2e9, causal_attention=1e9, streaming=0.4e9, causal_streaming=0.3e9),
+    model=ModelConfig(
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_size=160,
+        vocab_size=1000,
+        max_seq_len=100,
+    ),
+    flops=TokenFlops(
+        matrices=6e9, attention=2e9, causal_attention=1e9, streaming=0.4e9, causal_streaming=0.3e9
+    ),
     seq_len=100,
     micro_rows=2,
     device=torch.device("cpu"),
@@ -28,7 +38,9 @@ SETUP = MeterSetup(
 
 def step_of(tokens: int, epoch: int = 0) -> StepBatch:
     """Three microbatches; only their number counts here."""
-    stats = StepStats(tokens, documents=7, largest_length=90, largest_batch=4, smallest_batch=1, epoch=epoch)
+    stats = StepStats(
+        tokens, documents=7, largest_length=90, largest_batch=4, smallest_batch=1, epoch=epoch
+    )
     return StepBatch(tuple([None] * 3), {"targets": 1.0}, stats)  # pyright: ignore[reportArgumentType]
 
 
@@ -41,16 +53,32 @@ def result_of(loss: float, skipped: float = 0.0, verdict: int = 0) -> tuple[Step
     return StepResult(torch.tensor(loss), metrics, torch.tensor(verdict)), update
 
 
-def add(meter: Meter, monkeypatch: pytest.MonkeyPatch, step: int, times: tuple[float, float, float], tokens: int, **more: Any) -> Any:
+def add(
+    meter: Meter,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    times: tuple[float, float, float],
+    tokens: int,
+    **more: Any,
+) -> Any:
     begin, between, end = times
     monkeypatch.setattr(meter, "mark", lambda: DeviceTimestamp(None, end))
     result, update = result_of(2.5, **more)
-    meter.add(step, step_of(tokens), {"lr": 0.1}, result, update, (DeviceTimestamp(None, begin), DeviceTimestamp(None, between), 0.25))
+    meter.add(
+        step,
+        step_of(tokens),
+        {"lr": 0.1},
+        result,
+        update,
+        (DeviceTimestamp(None, begin), DeviceTimestamp(None, between), 0.25),
+    )
     (record,) = meter.collect()
     return record
 
 
-def test_every_number_of_a_record_is_what_a_hand_count_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_number_of_a_record_is_what_a_hand_count_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     meter = Meter(SETUP, consumed_tokens=1000, skipped=2)
     one = add(meter, monkeypatch, 1, (100.0, 101.0, 102.0), 550)
     # 3 microbatches of 2 rows of 100 tokens, of which this rank has half, in 2 seconds: 150 tokens a second
@@ -68,7 +96,11 @@ def test_every_number_of_a_record_is_what_a_hand_count_gives(monkeypatch: pytest
     two = add(meter, monkeypatch, 2, (104.5, 105.0, 106.0), 450, skipped=1.0, verdict=2)
     assert two["time"]["step_seconds"] == 4.0 and two["time"]["tgs"] == 75.0
     assert two["time"]["eta_seconds"] == pytest.approx(8 * 2.2)  # 0.9 * 2 + 0.1 * 4
-    assert (two["num_consumed_tokens"], two["inf_nan_skip_batches"], two["anomaly"]) == (2000, 3, "nan")
+    assert (two["num_consumed_tokens"], two["inf_nan_skip_batches"], two["anomaly"]) == (
+        2000,
+        3,
+        "nan",
+    )
     # after a validation or a save the next one is timed from its own beginning
     meter.interrupt()
     three = add(meter, monkeypatch, 3, (120.0, 120.5, 121.0), 600)
@@ -89,9 +121,14 @@ def test_a_stall_is_in_the_record_of_the_next_step_alone(monkeypatch: pytest.Mon
     assert (meter.saves, meter.stall_total) == (2, 2.0)
 
 
-def test_the_share_of_waiting_for_data_leaves_out_the_first_five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_waiting_for_data_leaves_out_the_first_five_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     meter = Meter(SETUP)
-    shares = [add(meter, monkeypatch, n, (n, n, n + 1.0), 100)["time"]["data_wait_share"] for n in range(1, 8)]
+    shares = [
+        add(meter, monkeypatch, n, (n, n, n + 1.0), 100)["time"]["data_wait_share"]
+        for n in range(1, 8)
+    ]
     # each step takes 1 second and waits 0.25; the smoothed wait begins at 0 with the sixth
     assert shares == pytest.approx([0.0] * 5 + [0.025, 0.9 * 0.025 + 0.025])
 
@@ -103,10 +140,21 @@ def test_mfu_counts_what_the_heads_of_a_step_did(monkeypatch: pytest.MonkeyPatch
     # sums over two microbatches: three quarters of the heads ran full attention, half of them streamed
     result.metrics["full_heads"] = (torch.tensor(1.5), torch.tensor(2.0))
     result.metrics["streaming_heads"] = (torch.tensor(1.0), torch.tensor(2.0))
-    meter.add(1, step_of(550), {}, result, update, (DeviceTimestamp(None, 100.0), DeviceTimestamp(None, 101.0), 0.0))
+    meter.add(
+        1,
+        step_of(550),
+        {},
+        result,
+        update,
+        (DeviceTimestamp(None, 100.0), DeviceTimestamp(None, 101.0), 0.0),
+    )
     (record,) = meter.collect()
-    assert record["time"]["mfu_full"] == pytest.approx(150 * (6e9 + 0.75 * 2e9 + 0.5 * 0.4e9) / 312e12)
-    assert record["time"]["mfu_causal"] == pytest.approx(150 * (6e9 + 0.75 * 1e9 + 0.5 * 0.3e9) / 312e12)
+    assert record["time"]["mfu_full"] == pytest.approx(
+        150 * (6e9 + 0.75 * 2e9 + 0.5 * 0.4e9) / 312e12
+    )
+    assert record["time"]["mfu_causal"] == pytest.approx(
+        150 * (6e9 + 0.75 * 1e9 + 0.5 * 0.3e9) / 312e12
+    )
 
 
 def test_an_unknown_gpu_has_no_mfu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

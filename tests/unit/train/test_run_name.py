@@ -21,7 +21,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     for name in ("Chat file", "other"):
-        (tmp_path / "data" / f"{name}.jsonl").write_text('{"instruction": "a", "output": "b"}\n', encoding="utf-8")
+        (tmp_path / "data" / f"{name}.jsonl").write_text(
+            '{"instruction": "a", "output": "b"}\n', encoding="utf-8"
+        )
 
 
 def named(file: str | None, *overrides: str, notes: list[str] | None = None) -> Recipe:
@@ -42,7 +44,9 @@ def train(file: str | None, *overrides: str) -> str:
 def test_the_first_run_of_a_shipped_recipe_has_its_name_and_others_get_their_own() -> None:
     assert train("lora", *SHIPPED) == "lora-laptop"
     assert train("lora", *SHIPPED) == "lora-laptop"
-    assert train("lora", SHIPPED[0], "data.train=data/other.jsonl") == "lora-laptop-qwen2.5-0.5b-other"
+    assert (
+        train("lora", SHIPPED[0], "data.train=data/other.jsonl") == "lora-laptop-qwen2.5-0.5b-other"
+    )
     assert train("lora", *SHIPPED, "optim.lr=1e-5") == "lora-laptop-qwen2.5-0.5b-chat-file"
     assert train("lora", *SHIPPED, "optim.lr=2e-5") == "lora-laptop-qwen2.5-0.5b-chat-file-2"
     assert train("lora", *SHIPPED, "seed=7") == "lora-laptop-qwen2.5-0.5b-chat-file-3"
@@ -51,7 +55,17 @@ def test_the_first_run_of_a_shipped_recipe_has_its_name_and_others_get_their_own
     assert train("lora", *SHIPPED) == "lora-laptop"
 
 
-@pytest.mark.parametrize("change", ["steps=9", "eval.every=3", "batch.micro_rows=1", "device=cpu", "log.every=1", "parallel.strategy=fsdp"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "steps=9",
+        "eval.every=3",
+        "batch.micro_rows=1",
+        "device=cpu",
+        "log.every=1",
+        "parallel.strategy=fsdp",
+    ],
+)
 def test_how_long_and_where_a_run_computes_is_no_other_experiment(change: str) -> None:
     assert train("lora", *SHIPPED) == "lora-laptop"
     assert named("lora", *SHIPPED, change).run.name == "lora-laptop"
@@ -79,7 +93,10 @@ def test_a_recipe_without_a_name_is_named_after_file_model_and_data() -> None:
     Path("tune it.yaml").write_text("steps: 2\n", encoding="utf-8")
     assert train("tune it.yaml", *SHIPPED) == "tune-it-qwen2.5-0.5b-chat-file"
     assert train("tune it.yaml", SHIPPED[1]) == "tune-it-chat-file"
-    assert train("tune it.yaml", "init.from=models/Big.Q4.gguf", "data.train=[a, b, c]") == "tune-it-big.q4-a-and-2-more"
+    assert (
+        train("tune it.yaml", "init.from=models/Big.Q4.gguf", "data.train=[a, b, c]")
+        == "tune-it-big.q4-a-and-2-more"
+    )
     assert train("tune it.yaml") == "tune-it"
     assert train("tune it.yaml", "seed=7") == "tune-it-2"
 
@@ -94,7 +111,9 @@ def test_without_a_recipe_the_first_run_keeps_its_plain_name() -> None:
 def test_a_run_of_an_earlier_version_is_found_again() -> None:
     recipe = load(Recipe, find_recipe("lora"), SHIPPED)
     # Such a folder has the recipe alone, with what was read from model and data.
-    resolved = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": 300})})
+    resolved = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"vocab_size": 300})}
+    )
     recipe.run.folder.mkdir(parents=True)
     (recipe.run.folder / "recipe.yaml").write_text(dump_yaml(resolved), encoding="utf-8")
     assert named("lora", *SHIPPED).run.name == "lora-laptop"
@@ -105,7 +124,9 @@ def test_a_run_of_an_earlier_version_is_found_again() -> None:
 def test_another_recipes_code_is_not_imported_to_compare_it() -> None:
     (Path("runs") / "lora-laptop" / "logs").mkdir(parents=True)
     (Path("runs") / "lora-laptop" / "recipe.yaml").touch()
-    (Path("runs") / "lora-laptop" / GIVEN).write_text("objective: {kind: ./explode.py}\n", encoding="utf-8")
+    (Path("runs") / "lora-laptop" / GIVEN).write_text(
+        "objective: {kind: ./explode.py}\n", encoding="utf-8"
+    )
     Path("explode.py").write_text("raise SystemExit(9)\n", encoding="utf-8")
     assert named("lora", *SHIPPED).run.name == "lora-laptop-qwen2.5-0.5b-chat-file"
 
@@ -113,10 +134,15 @@ def test_another_recipes_code_is_not_imported_to_compare_it() -> None:
 def test_stages_that_have_not_begun_may_change() -> None:
     assert train("stages", "run.dir=r") == "stages-laptop"
     assert named("stages", "run.dir=r", "stages.2.optim.lr=7").run.name == "stages-laptop"
-    Path("r/stages-laptop/stages.json").write_text(json.dumps({"stages": [{"state": "done"}]}), encoding="utf-8")
+    Path("r/stages-laptop/stages.json").write_text(
+        json.dumps({"stages": [{"state": "done"}]}), encoding="utf-8"
+    )
     assert named("stages", "run.dir=r", "stages.2.optim.lr=7").run.name == "stages-laptop"
     Path("stores/mine").mkdir(parents=True)
-    assert named("stages", "run.dir=r", "stages.0.optim.lr=7").run.name == "stages-laptop-pretrain-laptop-mine"
+    assert (
+        named("stages", "run.dir=r", "stages.0.optim.lr=7").run.name
+        == "stages-laptop-pretrain-laptop-mine"
+    )
 
 
 def test_a_missing_file_is_named_before_any_folder() -> None:
@@ -131,7 +157,10 @@ def test_a_file_here_hides_the_shipped_recipe_and_is_named() -> None:
     assert headway("init", "lora").returncode == 0
     done = headway("config", "show", "lora", "steps=3")
     assert done.returncode == 0
-    assert "the recipe is the file lora.yaml here; recipes/laptop/lora is the one that comes with headway" in done.stderr
+    assert (
+        "the recipe is the file lora.yaml here; recipes/laptop/lora is the one that comes with headway"
+        in done.stderr
+    )
     assert find_recipe("recipes/laptop/lora") == FOLDER / "laptop/lora.yaml"
 
 
@@ -142,20 +171,44 @@ SMALL = (
 
 
 def test_runs_of_other_models_and_data_are_side_by_side(tmp_path: Path) -> None:
-    lines = [json.dumps({"instruction": f"Add {number}.", "output": f"{number} + 1"}) + "\n" for number in range(12)]
+    lines = [
+        json.dumps({"instruction": f"Add {number}.", "output": f"{number} + 1"}) + "\n"
+        for number in range(12)
+    ]
     Path("chat.jsonl").write_text("".join(lines), encoding="utf-8")
     Path("more.jsonl").write_text("".join(lines[::-1]), encoding="utf-8")
-    model = write_model(tmp_path / "tiny", CONFIG.with_(max_seq_len=64), byte_tokenizer("<|im_start|>", "<|im_end|>")).rename("tiny-llama")
+    model = write_model(
+        tmp_path / "tiny",
+        CONFIG.with_(max_seq_len=64),
+        byte_tokenizer("<|im_start|>", "<|im_end|>"),
+    ).rename("tiny-llama")
     first = headway("train", "lora", f"init.from={model}", "data.train=chat.jsonl", *SMALL)
     second = headway("train", "lora", f"init.from={model}", "data.train=more.jsonl", *SMALL)
     third = headway("train", "lora", f"init.from={model}", "data.train=chat.jsonl", *SMALL)
     assert [done.returncode for done in (first, second, third)] == [0, 0, 0]
     assert "headway chat --model runs/lora-laptop-tiny-llama-more" in second.stderr
     assert "runs/lora-laptop is complete" in third.stderr
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["lora-laptop", "lora-laptop-tiny-llama-more"]
+    assert sorted(path.name for path in Path("runs").iterdir()) == [
+        "lora-laptop",
+        "lora-laptop-tiny-llama-more",
+    ]
     # With a name of the user's, other settings are refused, and a missing file before that.
-    same = headway("train", "lora", f"init.from={model}", "data.train=more.jsonl", "run.name=lora-laptop", *SMALL)
-    gone = headway("train", "lora", f"init.from={model}", "data.train=gone.jsonl", "run.name=lora-laptop", *SMALL)
+    same = headway(
+        "train",
+        "lora",
+        f"init.from={model}",
+        "data.train=more.jsonl",
+        "run.name=lora-laptop",
+        *SMALL,
+    )
+    gone = headway(
+        "train",
+        "lora",
+        f"init.from={model}",
+        "data.train=gone.jsonl",
+        "run.name=lora-laptop",
+        *SMALL,
+    )
     assert same.returncode == gone.returncode == 2
     assert "is a run with other settings" in same.stderr
     assert gone.stderr.splitlines()[-1] == "error: gone.jsonl: no such file or folder."

@@ -14,13 +14,23 @@ from headway.train.start import refuse_misplaced
     [
         ("logs", Path.touch, "is a file, and a run keeps a folder there"),
         ("final", Path.touch, "is a file, and a run keeps a folder there"),
-        ("final", lambda path: path.symlink_to("nowhere"), "is a link, and a run writes a folder there"),
-        ("final", lambda path: path.symlink_to(path.parent), "is a link, and a run writes a folder there"),
+        (
+            "final",
+            lambda path: path.symlink_to("nowhere"),
+            "is a link, and a run writes a folder there",
+        ),
+        (
+            "final",
+            lambda path: path.symlink_to(path.parent),
+            "is a link, and a run writes a folder there",
+        ),
         ("train.log", Path.mkdir, "is a folder, and a run keeps a file there"),
         ("recipe.yaml", Path.mkdir, "is a folder, and a run keeps a file there"),
     ],
 )
-def test_a_misplaced_entry_is_refused(tmp_path: Path, name: str, make: Callable[[Path], None], words: str) -> None:
+def test_a_misplaced_entry_is_refused(
+    tmp_path: Path, name: str, make: Callable[[Path], None], words: str
+) -> None:
     refuse_misplaced(tmp_path)
     make(tmp_path / name)
     with pytest.raises(ConfigError, match=words):

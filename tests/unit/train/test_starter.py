@@ -18,7 +18,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_what_is_written_gives_the_settings_of_the_shipped_recipe(name: str, tmp_path: Path) -> None:
+def test_what_is_written_gives_the_settings_of_the_shipped_recipe(
+    name: str, tmp_path: Path
+) -> None:
     shipped, written = FOLDER / f"{name}.yaml", tmp_path / "written.yaml"
     written.write_text(commented_recipe(shipped))
     assert read_yaml(written) == read_yaml(shipped)
@@ -27,27 +29,42 @@ def test_what_is_written_gives_the_settings_of_the_shipped_recipe(name: str, tmp
 
 
 def test_settings_are_one_per_line_with_their_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", "lora", "init.from=models/mine", 'data.train.0.path="a b: c, {d}.jsonl"']) == 0
+    assert (
+        main(["init", "lora", "init.from=models/mine", 'data.train.0.path="a b: c, {d}.jsonl"'])
+        == 0
+    )
     assert capsys.readouterr().out == "wrote lora.yaml. Edit it, then: headway train lora.yaml\n"
     lines = Path("lora.yaml").read_text().splitlines()
-    assert next(line for line in lines if line.startswith("  rank: 16 ")).endswith("# Rows of A and columns of B")
+    assert next(line for line in lines if line.startswith("  rank: 16 ")).endswith(
+        "# Rows of A and columns of B"
+    )
     assert any(line.startswith("# seed: 42 ") for line in lines)
     written = read_yaml(Path("lora.yaml"))
-    assert written["init"] == {"from": "models/mine"} and written["data"]["train"][0]["path"] == "a b: c, {d}.jsonl"
+    assert (
+        written["init"] == {"from": "models/mine"}
+        and written["data"]["train"][0]["path"] == "a b: c, {d}.jsonl"
+    )
 
 
 def test_further_settings_work_without_their_comment_sign(tmp_path: Path) -> None:
     text = commented_recipe(FOLDER / "laptop/sft.yaml")
     head, further = text.split("# Further settings, with their defaults:\n")
-    (tmp_path / "all.yaml").write_text(head + "".join(line.removeprefix("# ") + "\n" for line in further.splitlines()))
+    (tmp_path / "all.yaml").write_text(
+        head + "".join(line.removeprefix("# ") + "\n" for line in further.splitlines())
+    )
     assert load(Recipe, tmp_path / "all.yaml") == load(Recipe, FOLDER / "laptop/sft.yaml")
     assert "precision" in read_yaml(tmp_path / "all.yaml")
 
 
-def test_without_a_name_it_lists_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_name_it_lists_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["recipes"]
-    assert list(found) == recipe_names() and found["laptop/dpo"] == "Direct preference optimization on pairs of answers"
+    assert (
+        list(found) == recipe_names()
+        and found["laptop/dpo"] == "Direct preference optimization on pairs of answers"
+    )
     assert main(["init"]) == 0
     assert "laptop/lora" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
@@ -55,10 +72,19 @@ def test_without_a_name_it_lists_and_writes_nothing(tmp_path: Path, capsys: pyte
 def test_it_replaces_nothing_without_force(capsys: pytest.CaptureFixture[str]) -> None:
     Path("sft.yaml").write_text("steps: 1\n")
     assert main(["init", "laptop/sft"]) == 2
-    assert "sft.yaml: exists already. Add --force" in capsys.readouterr().err and Path("sft.yaml").read_text() == "steps: 1\n"
+    assert (
+        "sft.yaml: exists already. Add --force" in capsys.readouterr().err
+        and Path("sft.yaml").read_text() == "steps: 1\n"
+    )
     assert main(["init", "sft", "--force", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"recipe": "sft", "file": "sft.yaml"} and "epochs" in read_yaml(Path("sft.yaml"))
-    assert main(["init", "node/sft", "--out", "below/mine.yaml"]) == 0 and Path("below/mine.yaml").exists()
+    assert json.loads(capsys.readouterr().out) == {
+        "recipe": "sft",
+        "file": "sft.yaml",
+    } and "epochs" in read_yaml(Path("sft.yaml"))
+    assert (
+        main(["init", "node/sft", "--out", "below/mine.yaml"]) == 0
+        and Path("below/mine.yaml").exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +97,9 @@ def test_it_replaces_nothing_without_force(capsys: pytest.CaptureFixture[str]) -
         (["lora", "sft"], "two recipes"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line and not list(tmp_path.iterdir())

@@ -10,7 +10,9 @@ from headway.store.reader import StoreWriter
 from headway.workflows.demo.run import Demo, evaluate
 
 
-def test_the_model_and_the_bigram_are_divided_by_the_bytes_of_the_scored_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_and_the_bigram_are_divided_by_the_bytes_of_the_scored_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = byte_tokenizer()
     demo = Demo(tmp_path, 1)
     write_model(tmp_path / "model", CONFIG.with_(max_seq_len=256))

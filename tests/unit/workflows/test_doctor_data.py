@@ -21,12 +21,21 @@ from headway.train.config import Recipe
 from headway.workflows.doctor_data import SampleOptions, check_data, round_trip_checks
 from headway.workflows.doctor_recipe import check_recipe, check_step
 
-MODEL = ["model.hidden_size=32", "model.num_layers=1", "model.num_heads=4", "model.ffn_size=48", "model.max_seq_len=96", "data.seq_len=96"]
+MODEL = [
+    "model.hidden_size=32",
+    "model.num_layers=1",
+    "model.num_heads=4",
+    "model.ffn_size=48",
+    "model.max_seq_len=96",
+    "data.seq_len=96",
+]
 
 
 def by_name(checks: list[Check] | tuple[Check, ...]) -> dict[str, Check]:
     assert len({check.name for check in checks}) == len(checks)
-    assert all(check.remedy for check in checks if check.state != "ok"), "a trouble without a remedy"
+    assert all(check.remedy for check in checks if check.state != "ok"), (
+        "a trouble without a remedy"
+    )
     return {check.name: check for check in checks}
 
 
@@ -34,32 +43,67 @@ def by_name(checks: list[Check] | tuple[Check, ...]) -> dict[str, Check]:
 def chat(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("chat")
     byte_tokenizer("<|im_start|>", "<|im_end|>").save(folder / "tokenizer")
-    lines = [json.dumps({"instruction": f"Say {word}.", "output": f"{word}!"}) for word in ("hello", "good", "light", "tree", "你好") * 4]
+    lines = [
+        json.dumps({"instruction": f"Say {word}.", "output": f"{word}!"})
+        for word in ("hello", "good", "light", "tree", "你好") * 4
+    ]
     (folder / "chat.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    settings = [f"data.train={folder}/chat.jsonl", f"tokenizer={folder}/tokenizer", f"data.cache_dir={folder}/cache", f"run.dir={folder}"]
+    settings = [
+        f"data.train={folder}/chat.jsonl",
+        f"tokenizer={folder}/tokenizer",
+        f"data.cache_dir={folder}/cache",
+        f"run.dir={folder}",
+    ]
     return folder, [*settings, *MODEL]
 
 
-def test_good_conversations_pass_and_are_shown_with_their_mask(chat: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_good_conversations_pass_and_are_shown_with_their_mask(
+    chat: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, settings = chat
     assert main(["doctor", "data", *settings, "--samples", "1", "data.valid.fraction=0.3"]) == 0
     shown = capsys.readouterr().out
     assert "⟦hello!" in shown and "Say hello." in shown and "⟦Say" not in shown
-    assert main(["doctor", "data", f"{folder}/chat.jsonl", *settings[1:], "data.valid.fraction=0.3", "--json", "--document", "1"]) == 0
+    assert (
+        main(
+            [
+                "doctor",
+                "data",
+                f"{folder}/chat.jsonl",
+                *settings[1:],
+                "data.valid.fraction=0.3",
+                "--json",
+                "--document",
+                "1",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     checks = {one["name"]: one for one in found["checks"]}
-    assert checks["stop token of chat.jsonl"]["state"] == "ok" and "20 of 20" in checks["stop token of chat.jsonl"]["detail"]
+    assert (
+        checks["stop token of chat.jsonl"]["state"] == "ok"
+        and "20 of 20" in checks["stop token of chat.jsonl"]["detail"]
+    )
     assert {"targets of chat.jsonl", "packed = unpacked", "accumulation"} <= set(checks)
-    assert checks["duplicates"]["state"] == "warn" and checks["validation set valid"]["state"] == "warn"  # every record is there four times
+    assert (
+        checks["duplicates"]["state"] == "warn"
+        and checks["validation set valid"]["state"] == "warn"
+    )  # every record is there four times
     (sample,) = found["samples"]
-    assert [one["document"] for one in sample["documents"]] == [1] and any(run["target"] for run in sample["documents"][0]["runs"])
+    assert [one["document"] for one in sample["documents"]] == [1] and any(
+        run["target"] for run in sample["documents"][0]["runs"]
+    )
     assert not (folder / "run").exists()
 
 
 def masked_store(path: Path, masks: list[list[int]]) -> Path:
     with StoreWriter(path, dtype="uint16", tokenizer_fingerprint=None, masked=True) as writer:
         for number, mask in enumerate(masks):
-            writer.add(np.arange(number, number + len(mask), dtype=np.uint16) % 60, np.array(mask, np.bool_))
+            writer.add(
+                np.arange(number, number + len(mask), dtype=np.uint16) % 60,
+                np.array(mask, np.bool_),
+            )
         writer.finish()
     return path
 
@@ -68,26 +112,40 @@ def test_samples_without_targets_and_data_without_a_stop_token_fail(tmp_path: Pa
     store = masked_store(tmp_path / "store", [[0] * 9, [0] * 12])
     settings = [*tiny_settings(tmp_path, "run"), f"data.train=[{store}]", "data.valid=null"]
     found = by_name(check_data(load(Recipe, None, settings))[0].checks)
-    assert found["targets of store"].state == "fail" and "2 of 2 samples have no target" in found["targets of store"].detail
+    assert (
+        found["targets of store"].state == "fail"
+        and "2 of 2 samples have no target" in found["targets of store"].detail
+    )
     assert found["stop token of store"].state == "warn"  # nothing says what ends an answer
     store = masked_store(tmp_path / "all", [[1] * 9, [1] * 12])
     found = by_name(check_data(load(Recipe, None, [*settings, f"data.train=[{store}]"]))[0].checks)
-    assert found["targets of all"].state == "warn" and "prompts are learned too" in found["targets of all"].detail
+    assert (
+        found["targets of all"].state == "warn"
+        and "prompts are learned too" in found["targets of all"].detail
+    )
 
 
-def test_an_answer_that_never_stops_fails(chat: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_never_stops_fails(
+    chat: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headway.diagnose.data_checks.all_stops", lambda *_: frozenset([3]))
-    found = by_name(check_data(load(Recipe, None, chat[1]), SampleOptions(0))[0].checks)["stop token of chat.jsonl"]
+    found = by_name(check_data(load(Recipe, None, chat[1]), SampleOptions(0))[0].checks)[
+        "stop token of chat.jsonl"
+    ]
     assert found.state == "fail" and "would not learn to stop" in found.detail
 
 
 def tiny(folder: Path, *more: str) -> Recipe:
     if not (folder / "store0").exists():
         make_stores(folder)
-    return load(Recipe, None, [*tiny_settings(folder, "run"), "steps=20", "checkpoint.every=5", *more])
+    return load(
+        Recipe, None, [*tiny_settings(folder, "run"), "steps=20", "checkpoint.every=5", *more]
+    )
 
 
-def test_documents_that_see_each_other_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_that_see_each_other_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert by_name(check_data(tiny(tmp_path))[0].checks)["packed = unpacked"].state == "ok"
     real = rows._layout
 
@@ -104,7 +162,11 @@ def test_a_mean_of_means_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def averaged(*given: Any) -> Any:
         """What trainers do that divide by the targets of each microbatch."""
         loss, grads = real(*given)
-        return (loss, grads) if given[-1] != 1 else (loss * 1.01, {name: grad * 1.01 for name, grad in grads.items()})
+        return (
+            (loss, grads)
+            if given[-1] != 1
+            else (loss * 1.01, {name: grad * 1.01 for name, grad in grads.items()})
+        )
 
     monkeypatch.setattr(equality, "_gradients", averaged)
     found = by_name(check_data(tiny(tmp_path))[0].checks)["accumulation"]
@@ -115,11 +177,19 @@ def test_a_large_model_is_tried_as_a_small_one_of_its_family() -> None:
     large = ModelConfig(family="qwen3", hidden_size=4096, num_layers=36, num_heads=32, num_kv_heads=8, ffn_size=12288, vocab_size=1000,
                         max_seq_len=4096, qk_norm=True, no_rope_layers=(1, 35))  # fmt: skip
     small, words = equality.small_model(large, 128)
-    assert small.family == "qwen3" and small.qk_norm and small.num_layers == 2 and small.kv_heads == 1 and small.no_rope_layers == (1,)
+    assert (
+        small.family == "qwen3"
+        and small.qk_norm
+        and small.num_layers == 2
+        and small.kv_heads == 1
+        and small.no_rope_layers == (1,)
+    )
     assert "small random qwen3" in words and small.vocab == 1000
 
 
-def test_texts_that_a_tokenizer_loses_are_named(chat: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_texts_that_a_tokenizer_loses_are_named(
+    chat: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     tokenizer = byte_tokenizer()
     (tmp_path / "two.jsonl").write_text('{"text": "good"}\n{"text": "bad"}\n')
     config = load(Recipe, None, [f"data.train={tmp_path}/two.jsonl"]).data.model_copy(
@@ -128,9 +198,17 @@ def test_texts_that_a_tokenizer_loses_are_named(chat: tuple[Path, list[str]], tm
     assert [check.state for check in round_trip_checks(config, tokenizer)] == ["ok", "ok"]
     real = type(tokenizer).decode_bytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(tokenizer), "decode_bytes", lambda self, ids: real(self, ids).replace(b"bad", b"b?d"))
+        patch.setattr(
+            type(tokenizer),
+            "decode_bytes",
+            lambda self, ids: real(self, ids).replace(b"bad", b"b?d"),
+        )
         found = round_trip_checks(config, tokenizer)[1]
-    assert found.state == "warn" and "two.jsonl:2" in found.detail and "two.jsonl:1" not in found.detail
+    assert (
+        found.state == "warn"
+        and "two.jsonl:2" in found.detail
+        and "two.jsonl:1" not in found.detail
+    )
 
 
 def test_a_good_recipe_passes_and_one_step_trains_without_a_trace(tmp_path: Path) -> None:
@@ -146,7 +224,12 @@ def test_a_good_recipe_passes_and_one_step_trains_without_a_trace(tmp_path: Path
         (["optim.schedule.warmup=50"], "warm-up", "warn", "takes 50 steps and the run has 20"),
         (["eval.every=50"], "validation", "warn", "only once"),
         (["data.valid=null"], "validation", "warn", "overfits"),
-        (["checkpoint.every=null", "checkpoint.at_end=false"], "checkpoints", "fail", "no checkpoint is ever written"),
+        (
+            ["checkpoint.every=null", "checkpoint.at_end=false"],
+            "checkpoints",
+            "fail",
+            "no checkpoint is ever written",
+        ),
         (["steps=200", "checkpoint.every=500"], "checkpoints", "warn", "only at the end"),
         (["optim.lr=0"], "learning rate", "fail", "nothing is learned"),
         (["optim.lr=1.0"], "learning rate", "warn", "usual are"),
@@ -158,7 +241,9 @@ def test_a_good_recipe_passes_and_one_step_trains_without_a_trace(tmp_path: Path
         (["tokenizer=nowhere"], "recipe", "fail", "tokenizer is 'nowhere'"),
     ],
 )
-def test_each_mistake_is_one_line(tmp_path: Path, more: list[str], name: str, state: str, said: str) -> None:
+def test_each_mistake_is_one_line(
+    tmp_path: Path, more: list[str], name: str, state: str, said: str
+) -> None:
     found = by_name(check_recipe(tiny(tmp_path, *more)))
     assert found[name].state == state and said in found[name].detail, found
 
@@ -166,16 +251,33 @@ def test_each_mistake_is_one_line(tmp_path: Path, more: list[str], name: str, st
 def test_stages_are_checked_one_by_one(tmp_path: Path) -> None:
     stages = "stages=[{name: first, steps: 10}, {name: second, optim: {lr: 1.0}}]"
     found = by_name(check_recipe(tiny(tmp_path, stages)))
-    assert found["first: learning rate"].state == "ok" and found["second: learning rate"].state == "warn"
+    assert (
+        found["first: learning rate"].state == "ok"
+        and found["second: learning rate"].state == "warn"
+    )
 
 
-def test_memory_is_judged_for_the_gpu_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_judged_for_the_gpu_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_stores(tmp_path)
-    line = ["doctor", "recipe", *tiny_settings(tmp_path, "run"), "steps=20", "checkpoint.every=5", "--json"]
+    line = [
+        "doctor",
+        "recipe",
+        *tiny_settings(tmp_path, "run"),
+        "steps=20",
+        "checkpoint.every=5",
+        "--json",
+    ]
     assert main([*line, "--gpu", "h100", "--world", "2"]) == 0
     checks = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
     assert "2 x" in checks["memory"]["detail"]
-    huge = ["model.hidden_size=16384", "model.num_layers=100", "model.ffn_size=65536", "model.num_heads=64"]
+    huge = [
+        "model.hidden_size=16384",
+        "model.num_layers=100",
+        "model.ffn_size=65536",
+        "model.num_heads=64",
+    ]
     assert main([*line, "--gpu", "4090", *huge]) == 1
     checks = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
     assert checks["memory"]["state"] == "fail" and "does not fit" in checks["memory"]["detail"]
@@ -191,7 +293,9 @@ def test_memory_is_judged_for_the_gpu_that_is_named(tmp_path: Path, capsys: pyte
         (["data", "laptop/sft", "--document", "-1"], "counted from 0"),
     ],
 )
-def test_wrong_options_are_one_line_and_code_2(line: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_one_line_and_code_2(
+    line: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", *line]) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error

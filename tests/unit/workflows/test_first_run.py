@@ -23,38 +23,62 @@ RECORDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     for name, record in RECORDS.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for _ in range(9)))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for _ in range(9))
+        )
     return {name: f"data.train={tmp_path / name}.jsonl" for name in RECORDS}
 
 
-def test_text_alone_is_pretrained_with_a_tokenizer_of_its_own(files: dict[str, str], tmp_path: Path) -> None:
+def test_text_alone_is_pretrained_with_a_tokenizer_of_its_own(
+    files: dict[str, str], tmp_path: Path
+) -> None:
     cache = f"data.cache_dir={tmp_path}/cache"
     first = choose_recipe([files["text"], cache])
-    assert first.recipe is not None and first.recipe.name == "pretrain.yaml" and "laptop/pretrain, 20 steps" in first.lines[0]
+    assert (
+        first.recipe is not None
+        and first.recipe.name == "pretrain.yaml"
+        and "laptop/pretrain, 20 steps" in first.lines[0]
+    )
     assert first.tokenizer is not None and not first.tokenizer.folder.exists()
     first.tokenizer.make()
-    assert load_tokenizer(first.tokenizer.folder).vocab_size < 512, "a short text gets a smaller vocabulary"
+    assert load_tokenizer(first.tokenizer.folder).vocab_size < 512, (
+        "a short text gets a smaller vocabulary"
+    )
     again = choose_recipe([files["text"], cache, "steps=3"])
-    assert again.tokenizer == first.tokenizer, "the same text has the same tokenizer, so that a run resumes"
+    assert again.tokenizer == first.tokenizer, (
+        "the same text has the same tokenizer, so that a run resumes"
+    )
     recipe = read_recipe([files["text"], cache, "steps=3", "optim.lr=0.5"])
-    assert (recipe.steps, recipe.optim.lr, recipe.tokenizer) == (3, 0.5, first.tokenizer.folder), "what the user says comes last"
+    assert (recipe.steps, recipe.optim.lr, recipe.tokenizer) == (3, 0.5, first.tokenizer.folder), (
+        "what the user says comes last"
+    )
 
 
-def test_conversations_and_pairs_fine_tune_a_model(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversations_and_pairs_fine_tune_a_model(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = f"init.from={write_model(tmp_path)}"
     assert read_recipe([files["chat"], model]).adapter is None
     assert read_recipe([files["preference"], model]).objective.kind == "dpo"
-    assert "laptop/sft, training all weights (0M parameters)" in choose_recipe([files["chat"], model]).lines[0]
+    assert (
+        "laptop/sft, training all weights (0M parameters)"
+        in choose_recipe([files["chat"], model]).lines[0]
+    )
     monkeypatch.setattr(first_run, "LARGE_PARAMETERS", 100)
     assert read_recipe([files["chat"], model]).adapter is not None
     large = read_recipe([files["preference"], model])
     assert large.adapter is not None and large.objective.kind == "dpo"
     for kind in ("chat", "preference"):
-        with pytest.raises(ConfigError, match=r"init\.from is not given; such data fine-tunes a model\. Add init\.from"):
+        with pytest.raises(
+            ConfigError,
+            match=r"init\.from is not given; such data fine-tunes a model\. Add init\.from",
+        ):
             choose_recipe([files[kind]])
 
 
-def test_commands_that_worked_without_a_recipe_stay_as_they_are(files: dict[str, str], tmp_path: Path) -> None:
+def test_commands_that_worked_without_a_recipe_stay_as_they_are(
+    files: dict[str, str], tmp_path: Path
+) -> None:
     path = files["chat"].removeprefix("data.train=")
     for overrides in (
         [files["text"], "tokenizer=t"],

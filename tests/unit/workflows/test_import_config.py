@@ -54,7 +54,9 @@ def test_the_recipe_is_the_golden_one(name: str) -> None:
     if os.environ.get("HEADWAY_GOLDEN"):
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(imported.as_yaml(), encoding="utf-8")
-    assert json.loads(json.dumps(imported.recipe)) == json.loads(json.dumps(YAML(typ="safe").load(golden.read_text(encoding="utf-8"))))
+    assert json.loads(json.dumps(imported.recipe)) == json.loads(
+        json.dumps(YAML(typ="safe").load(golden.read_text(encoding="utf-8")))
+    )
     load(Recipe, golden)
 
 
@@ -84,7 +86,11 @@ def test_the_other_systems_defaults_are_written_where_they_differ() -> None:
     imported = import_config(HERE / "axolotl-dpo.yml", "axolotl")
     assert imported.recipe["optim"]["weight_decay"] == 0.0
     assert imported.recipe["optim"]["betas"] == [0.9, 0.999]
-    assert {one.key for one in imported.report if one.outcome == "assumed"} >= {"weight_decay", "adam_beta2", "lr_scheduler"}
+    assert {one.key for one in imported.report if one.outcome == "assumed"} >= {
+        "weight_decay",
+        "adam_beta2",
+        "lr_scheduler",
+    }
 
 
 def test_internlm_files_are_read_and_never_run(tmp_path: Path) -> None:
@@ -97,10 +103,15 @@ def test_internlm_files_are_read_and_never_run(tmp_path: Path) -> None:
     imported = import_config(config, "internlm")
     assert not marker.exists()
     told = {one.key: one for one in imported.report}
-    assert told["data.total_steps"].outcome == told["bad"].outcome == told["big"].outcome == "unknown"
+    assert (
+        told["data.total_steps"].outcome == told["bad"].outcome == told["big"].outcome == "unknown"
+    )
     assert imported.recipe["data"]["seq_len"] == 2048
     assert outcomes("internlm-1b.py.txt")["UNUSED"] == {"unknown"}
-    assert "unknown" in outcomes("internlm-1b.py.txt")["BUCKET"] | outcomes("internlm-1b.py.txt")["import os"]
+    assert (
+        "unknown"
+        in outcomes("internlm-1b.py.txt")["BUCKET"] | outcomes("internlm-1b.py.txt")["import os"]
+    )
 
 
 def test_domains_of_a_fine_tuning_script_are_sources_below_its_dataset() -> None:
@@ -128,7 +139,11 @@ CONTEXT_WINDOW_IF_TOGGLED=1024
     ("name", "content", "frozen"),
     [
         ("prulong_masksonly.sh", MASKS_ONLY_SNIPPET, ["weights"]),
-        ("custom_config.sh", "export MODEL=x\nexport STEPS=5000\nexport START_HEAD_SPARSITY=0.0\n", ["weights"]),
+        (
+            "custom_config.sh",
+            "export MODEL=x\nexport STEPS=5000\nexport START_HEAD_SPARSITY=0.0\n",
+            ["weights"],
+        ),
         ("prulong_masksandweights.sh", MASKS_ONLY_SNIPPET, None),
         ("any.sh", MASKS_ONLY_SNIPPET + "FREEZE_WEIGHTS=false\nFREEZE_MASKS=false\n", None),
         ("sft.sh", "model=runs/masks\ndataset=datasets/chat\n", ["gates"]),
@@ -147,9 +162,13 @@ def test_variables_for_a_script_of_prulong_keep_what_the_script_freezes(
     imported = import_config(path, "prulong")
     assert imported.recipe.get("freeze") == frozen
     if name == "prulong_masksonly.sh":
-        assert imported.recipe["batch"]["rows"] == 4  # the script shares a sequence between two GPUs
+        assert (
+            imported.recipe["batch"]["rows"] == 4
+        )  # the script shares a sequence between two GPUs
         assert imported.recipe["optim"]["schedule"]["floor"] == 0.01
-        assert "FREEZE_WEIGHTS" in {line.key for line in imported.report if line.outcome == "assumed"}
+        assert "FREEZE_WEIGHTS" in {
+            line.key for line in imported.report if line.outcome == "assumed"
+        }
     if name == "command.sh":
         assert imported.recipe["objective"]["target"] == 0.95
         assert [source["path"] for source in imported.recipe["data"]["train"]] == ["a", "b"]
@@ -160,7 +179,9 @@ def test_the_report_names_the_settings_that_the_recipe_has(name: str) -> None:
     imported = import_config(Path(name), FILES[name])
     for line in imported.report:
         path, _, value = line.headway.partition(": ")
-        if line.outcome not in ("set", "assumed") or not re.fullmatch(r"[a-z_0-9]+(\.[a-z_0-9]+)+", path):
+        if line.outcome not in ("set", "assumed") or not re.fullmatch(
+            r"[a-z_0-9]+(\.[a-z_0-9]+)+", path
+        ):
             continue
         node: Any = imported.recipe
         for part in path.split("."):
@@ -171,16 +192,31 @@ def test_the_report_names_the_settings_that_the_recipe_has(name: str) -> None:
 
 def test_axes_of_internlm_become_axes_of_a_layout(tmp_path: Path) -> None:
     config, data = tmp_path / "config.py", "data = dict(seq_len=64, micro_bsz=1)\n"
-    config.write_text(data + "parallel = dict(zero1=dict(size=2), tensor=dict(size=4, mode='mtp'), sequence_parallel=False)\n")
-    assert import_config(config, "internlm").recipe["parallel"] == {"zero1": {"size": 2}, "tensor": 4, "sequence": False}
+    config.write_text(
+        data
+        + "parallel = dict(zero1=dict(size=2), tensor=dict(size=4, mode='mtp'), sequence_parallel=False)\n"
+    )
+    assert import_config(config, "internlm").recipe["parallel"] == {
+        "zero1": {"size": 2},
+        "tensor": 4,
+        "sequence": False,
+    }
     config.write_text(data + "parallel = dict(zero1=1, tensor=2, sequence_parallel=True)\n")
-    assert import_config(config, "internlm").recipe["parallel"] == {"zero1": {"size": 1}, "tensor": 2, "sequence": True}
+    assert import_config(config, "internlm").recipe["parallel"] == {
+        "zero1": {"size": 1},
+        "tensor": 2,
+        "sequence": True,
+    }
 
 
 @pytest.mark.parametrize(
     ("options", "folder", "loads"),
     [
-        ("", None, False),  # InternLM resumes its own run first: the placeholder of its example is never read
+        (
+            "",
+            None,
+            False,
+        ),  # InternLM resumes its own run first: the placeholder of its example is never read
         ("", "llm_ckpts/xxxx", True),
         ("auto_resume=True, ", None, False),
         ("auto_resume=False, ", None, True),
@@ -211,7 +247,9 @@ def test_weights_that_internlm_would_not_read_are_left_out(
 
 def test_the_report_on_internlms_checkpoints_is_what_the_recipe_has(tmp_path: Path) -> None:
     config = tmp_path / "config.py"
-    config.write_text("data = dict(seq_len=64)\nckpt = dict(enable_save_ckpt=False, checkpoint_every=50, oss_snapshot_freq=25)\n")
+    config.write_text(
+        "data = dict(seq_len=64)\nckpt = dict(enable_save_ckpt=False, checkpoint_every=50, oss_snapshot_freq=25)\n"
+    )
     imported = import_config(config, "internlm")
     lines = {line.key: line for line in imported.report}
     assert imported.recipe["checkpoint"] == {"every": None, "at_end": False}
@@ -220,12 +258,18 @@ def test_the_report_on_internlms_checkpoints_is_what_the_recipe_has(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["muon", "lion_32bit", "adafactor", "schedule_free_adamw"])
-def test_other_optimizers_are_imported_with_the_settings_they_have(tmp_path: Path, name: str) -> None:
+def test_other_optimizers_are_imported_with_the_settings_they_have(
+    tmp_path: Path, name: str
+) -> None:
     config = tmp_path / "theirs.yml"
-    config.write_text(f"base_model: x\noptimizer: {name}\nlearning_rate: 1e-3\nlr_scheduler: cosine\nadam_beta2: 0.98\n")
+    config.write_text(
+        f"base_model: x\noptimizer: {name}\nlearning_rate: 1e-3\nlr_scheduler: cosine\nadam_beta2: 0.98\n"
+    )
     imported = import_config(config, "axolotl")
     assert imported.recipe["optim"]["kind"] in name
-    lost = {one.key.split(".")[1] for one in imported.not_carried_over if one.key.startswith("optim.")}
+    lost = {
+        one.key.split(".")[1] for one in imported.not_carried_over if one.key.startswith("optim.")
+    }
     assert {"schedule", "betas"} <= lost | set(imported.recipe["optim"])
 
 
@@ -248,7 +292,11 @@ PREFERENCE: list[tuple[str, str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("system", "content", "objective", "kind"), PREFERENCE, ids=lambda one: one if isinstance(one, str) else "")
+@pytest.mark.parametrize(
+    ("system", "content", "objective", "kind"),
+    PREFERENCE,
+    ids=lambda one: one if isinstance(one, str) else "",
+)
 def test_preference_trainings_are_objectives_with_their_settings(
     tmp_path: Path, system: str, content: str, objective: dict[str, Any], kind: str
 ) -> None:
@@ -258,7 +306,9 @@ def test_preference_trainings_are_objectives_with_their_settings(
     assert imported.recipe["objective"] == objective
     assert imported.recipe["data"]["train"][0]["kind"] == kind
     lost = {one.key for one in imported.not_carried_over} - {"dataset"}
-    assert lost == ({"cpo_alpha"} if "rl: simpo" in content and "cpo_alpha" not in content else set())
+    assert lost == (
+        {"cpo_alpha"} if "rl: simpo" in content and "cpo_alpha" not in content else set()
+    )
     (tmp_path / "recipe.yaml").write_text(imported.as_yaml())
     load(Recipe, tmp_path / "recipe.yaml")
 
@@ -266,24 +316,54 @@ def test_preference_trainings_are_objectives_with_their_settings(
 def test_keys_of_labelled_records_and_settings_an_objective_lacks(tmp_path: Path) -> None:
     path = tmp_path / "theirs.yml"
     fields = "{field_prompt: q, field_label: good, prompt_format: p}"
-    path.write_text(f"base_model: x\nrl: kto\nsimpo_gamma: 0.5\ndatasets: [{{path: d.jsonl, type: {fields}}}]\n")
+    path.write_text(
+        f"base_model: x\nrl: kto\nsimpo_gamma: 0.5\ndatasets: [{{path: d.jsonl, type: {fields}}}]\n"
+    )
     imported = import_config(path, "axolotl")
-    assert imported.recipe["data"]["train"][0]["keys"] == {"prompt": "q", "label": "good", "response": "completion"}
-    assert {one.key for one in imported.not_carried_over} == {"simpo_gamma", "datasets.0.type.prompt_format"}
-    info = {"d": {"file_name": "d.json", "columns": {"messages": "turns", "kto_tag": "ok"}, "formatting": "sharegpt"}}
+    assert imported.recipe["data"]["train"][0]["keys"] == {
+        "prompt": "q",
+        "label": "good",
+        "response": "completion",
+    }
+    assert {one.key for one in imported.not_carried_over} == {
+        "simpo_gamma",
+        "datasets.0.type.prompt_format",
+    }
+    info = {
+        "d": {
+            "file_name": "d.json",
+            "columns": {"messages": "turns", "kto_tag": "ok"},
+            "formatting": "sharegpt",
+        }
+    }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     path.write_text(f"stage: kto\ndataset: d\ndataset_dir: {tmp_path}\n")
-    assert import_config(path, "llamafactory").recipe["data"]["train"][0]["keys"] == {"messages": "turns", "label": "ok"}
+    assert import_config(path, "llamafactory").recipe["data"]["train"][0]["keys"] == {
+        "messages": "turns",
+        "label": "ok",
+    }
 
 
 def test_names_that_double_each_other_are_refused_in_time(tmp_path: Path) -> None:
     config = tmp_path / "config.py"
-    config.write_text("a0 = [1] * 9\n" + "a0 = [1, 2]\n" + "\n".join(f"a{n + 1} = [a{n}, a{n}]" for n in range(40)))
+    config.write_text(
+        "a0 = [1] * 9\n"
+        + "a0 = [1, 2]\n"
+        + "\n".join(f"a{n + 1} = [a{n}, a{n}]" for n in range(40))
+    )
     with pytest.raises(ConfigError, match="values"):
         import_config(config, "internlm")
 
 
-EXPRESSIONS = ["(" * 300 + "1" + ")" * 300, "-" * 5000 + "1", "[" * 90 + "]" * 90, "'a' * 10**9", "f'{1}'", "a.b", "None[0]"]
+EXPRESSIONS = [
+    "(" * 300 + "1" + ")" * 300,
+    "-" * 5000 + "1",
+    "[" * 90 + "]" * 90,
+    "'a' * 10**9",
+    "f'{1}'",
+    "a.b",
+    "None[0]",
+]
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
@@ -309,7 +389,9 @@ def test_no_expression_breaks_the_python_reader(expression: str) -> None:
         ("a: 1\n", "megatron", "--from"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str, system: str, wrong: str) -> None:
+def test_mistakes_are_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str, system: str, wrong: str
+) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text(content)
     assert main(["config", "import", str(path), "--from", system]) == 2
@@ -343,15 +425,34 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
     assert main(["config", "import", "prulong-sft.sh", "--from", "prulong"]) == 0
     printed = capfd.readouterr()
-    assert "wandb" in printed.err and "headway[wandb]" in printed.err and len(printed.err.splitlines()) == 1
-    assert main(["config", "import", "prulong-sft.sh", "--from", "prulong", "--out", str(tmp_path / "recipe.yaml")]) == 0
+    assert (
+        "wandb" in printed.err
+        and "headway[wandb]" in printed.err
+        and len(printed.err.splitlines()) == 1
+    )
+    assert (
+        main(
+            [
+                "config",
+                "import",
+                "prulong-sft.sh",
+                "--from",
+                "prulong",
+                "--out",
+                str(tmp_path / "recipe.yaml"),
+            ]
+        )
+        == 0
+    )
     assert "headway[wandb]" in capfd.readouterr().err
     assert main(["config", "import", "prulong-masks.sh", "--from", "prulong"]) == 0
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("system", ["axolotl", "llamafactory"])
-def test_code_in_a_models_folder_is_named_with_the_setting_that_runs_it(tmp_path: Path, system: str) -> None:
+def test_code_in_a_models_folder_is_named_with_the_setting_that_runs_it(
+    tmp_path: Path, system: str
+) -> None:
     path = tmp_path / "theirs.yml"
     model = "base_model" if system == "axolotl" else "model_name_or_path"
     path.write_text(f"{model}: x\ntrust_remote_code: true\nlearning_rate: 1e-4\n")
@@ -378,12 +479,19 @@ def test_an_imported_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "ckpts" / "small" / "final" / "model.safetensors").exists()
 
 
-def test_files_of_purrsight_are_found_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_purrsight_are_found_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "data").mkdir()
-    (tmp_path / "config/p.yaml").write_text("llm_model_name: m\ndata_dir: data\nbatch_size: 16\nnum_gpus: 4\nsave_every_n_epochs: 2\n")
+    (tmp_path / "config/p.yaml").write_text(
+        "llm_model_name: m\ndata_dir: data\nbatch_size: 16\nnum_gpus: 4\nsave_every_n_epochs: 2\n"
+    )
     (tmp_path / "data/train.jsonl").write_text("{}\n" * 100 + "\n")
     (tmp_path / "data/val.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
     found = import_config(Path("config/p.yaml"), "purrsight").recipe
-    assert found["checkpoint"] == {"every": 4} and found["data"]["valid"]["sets"]["val"][0]["path"] == "data/val.jsonl"
+    assert (
+        found["checkpoint"] == {"every": 4}
+        and found["data"]["valid"]["sets"]["val"][0]["path"] == "data/val.jsonl"
+    )

@@ -66,14 +66,26 @@ def test_every_key_of_the_guide_has_a_headway_form(tmp_path: Path) -> None:
     config = tmp_path / "7B_sft.py"
     config.write_text(CONFIG)
     imported = import_config(config, "internlm")
-    outcomes = {one.key: {two.outcome for two in imported.report if two.key == one.key} for one in imported.report}
+    outcomes = {
+        one.key: {two.outcome for two in imported.report if two.key == one.key}
+        for one in imported.report
+    }
     assert [key for key in KEYS if key not in outcomes] == []
     assert {key: found for key in KEYS if (found := outcomes[key] & {"missing", "unknown"})} == {}
     assert set(outcomes) - set(KEYS) == {"model", "tokenizer"}  # the file names no tokenizer
     recipe = imported.recipe
-    assert recipe["batch"] == {"accumulate": 4, "rows_per_rank": 2, "rampup": {"start": 4, "add": 4, "every": 3, "per_rank": True}}
-    assert recipe["log"] == {"slow_every": 10, "slow_ratio": 1.1} and recipe["data"]["train"] == [{"path": "/data/train", "min_length": 50}]
-    assert recipe["parallel"]["tensor"] == recipe["parallel"]["pipeline"] == 2 and recipe["parallel"]["sequence"] is True
+    assert recipe["batch"] == {
+        "accumulate": 4,
+        "rows_per_rank": 2,
+        "rampup": {"start": 4, "add": 4, "every": 3, "per_rank": True},
+    }
+    assert recipe["log"] == {"slow_every": 10, "slow_ratio": 1.1} and recipe["data"]["train"] == [
+        {"path": "/data/train", "min_length": 50}
+    ]
+    assert (
+        recipe["parallel"]["tensor"] == recipe["parallel"]["pipeline"] == 2
+        and recipe["parallel"]["sequence"] is True
+    )
     assert [one["kind"] for one in recipe["track"]] == ["tensorboard", "alert", "heartbeat"]
     made = tmp_path / "recipe.yaml"
     made.write_text(imported.as_yaml())
@@ -88,7 +100,15 @@ def test_both_pages_name_every_key(page: str) -> None:
 
 
 def test_a_batch_that_grows_counts_rows_of_a_rank_or_of_all() -> None:
-    grown = load(Recipe, None, ["batch.rows_per_rank=2", "batch.accumulate=4", "batch.rampup={start: 2, add: 2, every: 3, per_rank: true}"])
+    grown = load(
+        Recipe,
+        None,
+        [
+            "batch.rows_per_rank=2",
+            "batch.accumulate=4",
+            "batch.rampup={start: 2, add: 2, every: 3, per_rank: true}",
+        ],
+    )
     assert grown.batch.rampup is not None
     over = grown.batch.rampup.over(8)
     assert (over.start, over.add, over.every) == (16, 16, 3) and over.over(8) == over

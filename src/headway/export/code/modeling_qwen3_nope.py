@@ -19,9 +19,17 @@ class Qwen3NopeConfig(Qwen3Config):
 class Qwen3NopeAttention(Qwen3Attention):
     """Attention whose angles are all zero; the norm of queries and keys stays."""
 
-    def forward(self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], *rest: Any, **more: Any) -> Any:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
         cos, sin = position_embeddings
-        return super().forward(hidden_states, (torch.ones_like(cos), torch.zeros_like(sin)), *rest, **more)
+        return super().forward(
+            hidden_states, (torch.ones_like(cos), torch.zeros_like(sin)), *rest, **more
+        )
 
 
 class Qwen3NopeModel(Qwen3Model):

@@ -39,27 +39,46 @@ class EngineDevice:
     """Forwards over one cache."""
 
     def __init__(
-        self, loaded: LoadedModel, cache: PagedCache, options: EngineOptions, vocab: int, adapters: AdapterRows | None = None
+        self,
+        loaded: LoadedModel,
+        cache: PagedCache,
+        options: EngineOptions,
+        vocab: int,
+        adapters: AdapterRows | None = None,
     ) -> None:
         self.model, self.cache, self.vocab, self._adapters = loaded.model, cache, vocab, adapters
         on_cuda = cache.device.type == "cuda"
         if options.record is True and not on_cuda:
-            raise ConfigError(f"record is true; decoding steps are recorded on CUDA and the model is on {cache.device.type}. Use auto.")
-        if on_cuda and (options.page_tokens < 16 or options.page_tokens & (options.page_tokens - 1)):
-            raise ConfigError(f"page_tokens is {options.page_tokens}; on CUDA it must be a power of two of 16 or more.")
+            raise ConfigError(
+                f"record is true; decoding steps are recorded on CUDA and the model is on {cache.device.type}. Use auto."
+            )
+        if on_cuda and (
+            options.page_tokens < 16 or options.page_tokens & (options.page_tokens - 1)
+        ):
+            raise ConfigError(
+                f"page_tokens is {options.page_tokens}; on CUDA it must be a power of two of 16 or more."
+            )
         # Outside bf16 a mixture of experts reads on the host how many tokens each expert has; a recorded step cannot.
         # Exchanges between ranks are neither recorded nor compiled.
         self.part = loaded.part
-        can_record = on_cuda and self.part is None and (loaded.config.experts is None or self.model.head_weight.dtype == torch.bfloat16)
+        can_record = (
+            on_cuda
+            and self.part is None
+            and (loaded.config.experts is None or self.model.head_weight.dtype == torch.bfloat16)
+        )
         self.records = can_record if options.record == "auto" else options.record
         compiles = on_cuda if options.compile_blocks == "auto" else options.compile_blocks
-        compiles = compiles and self.part is None and adapters is None  # which adapter a stretch of tokens has would be compiled in
+        compiles = (
+            compiles and self.part is None and adapters is None
+        )  # which adapter a stretch of tokens has would be compiled in
         self.has_first_times = on_cuda or bool(compiles)
         """Something is compiled, recorded, planned or loaded when a launch has a new size or kind."""
         if on_cuda:
             self.model.fuse_projections()
         self._prefill = self.model.cached_forward(compile_any_length if compiles else None)
-        self._decode = self.model.cached_forward(partial(compile_any_length, dim=0) if compiles else None)
+        self._decode = self.model.cached_forward(
+            partial(compile_any_length, dim=0) if compiles else None
+        )
         self.last_token = torch.zeros(cache.slots + 1, dtype=torch.int64, device=cache.device)
         """[slots + 1]: the newest token of each slot; the last slot takes no part."""
         self.adapter = torch.zeros(cache.slots + 1, dtype=torch.int64, device=cache.device)
@@ -88,7 +107,9 @@ class EngineDevice:
         """Hidden states [N,D] of pieces of prompts, each with its adapter; their keys and values are stored."""
         if self._adapters is not None:
             self._adapters.spans = _spans(pieces, adapters)
-            chosen = to_device(torch.tensor([[piece.slot for piece in pieces], list(adapters)]), self.cache.device)
+            chosen = to_device(
+                torch.tensor([[piece.slot for piece in pieces], list(adapters)]), self.cache.device
+            )
             self.adapter[chosen[0]] = chosen[1]
         packed = torch.tensor([one for some in tokens for one in some])
         positions = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
@@ -148,7 +169,9 @@ class EngineDevice:
         logits = self.model.logits(hidden[:, 0])
         if len(self._logits) < batch.rows:
             rows = batch.rows if not self.records else self._sizes[-1]
-            self._logits = torch.empty(rows, logits.shape[-1], dtype=torch.float32, device=logits.device)
+            self._logits = torch.empty(
+                rows, logits.shape[-1], dtype=torch.float32, device=logits.device
+            )
         kept = self._logits[: batch.rows]
         kept.copy_(logits)
         kept[:, self.vocab :] = -torch.inf

@@ -40,7 +40,12 @@ from headway.infer.engine.request import (
     TokenConstraint,
     failure_line,
 )
-from headway.infer.engine.results import LOGPROB_TOKENS, PendingPrefill, PendingTokens, choose_tokens
+from headway.infer.engine.results import (
+    LOGPROB_TOKENS,
+    PendingPrefill,
+    PendingTokens,
+    choose_tokens,
+)
 from headway.infer.engine.rounds import check_media, packed_media, plan_pieces
 from headway.infer.engine.sampler import Sampler, has_penalties
 from headway.infer.engine.sequence import EngineSequence
@@ -77,13 +82,21 @@ class InferenceEngine:
         if loaded.part is not None:
             loaded.part.check(options, adapters)
         self.loaded, self.options = loaded, options
-        self.context = min(loaded.config.max_seq_len, options.max_context or loaded.config.max_seq_len)
-        self.vocab = loaded.config.vocab if loaded.tokenizer is None else loaded.tokenizer.vocab_size
+        self.context = min(
+            loaded.config.max_seq_len, options.max_context or loaded.config.max_seq_len
+        )
+        self.vocab = (
+            loaded.config.vocab if loaded.tokenizer is None else loaded.tokenizer.vocab_size
+        )
         guess = options.speculation
         draft = None if guess is None or guess.draft is None else open_draft(guess.draft, loaded)
         # Rings are taken back to the end of a page, and over guesses that were wrong.
         spare = 0 if guess is None else options.page_tokens + guess.tokens
-        own, drafts = (options, options) if draft is None else split_budget(options, loaded, draft, self.context)
+        own, drafts = (
+            (options, options)
+            if draft is None
+            else split_budget(options, loaded, draft, self.context)
+        )
         self.cache = build_cache(loaded, own, self.context, spare)
         rows = load_adapters(loaded.model, loaded.config, adapters) if adapters else None
         self._adapters, self._constraints = {} if rows is None else rows.number, constraints
@@ -92,7 +105,11 @@ class InferenceEngine:
         self._sampler = Sampler(self.cache.slots, loaded.config.vocab, loaded.device)
         self._speculator: Speculator | None = None
         if guess is not None:
-            proposer = NgramProposer() if draft is None else DraftProposer(draft, drafts, self.cache.slots, self.context, spare)
+            proposer = (
+                NgramProposer()
+                if draft is None
+                else DraftProposer(draft, drafts, self.cache.slots, self.context, spare)
+            )
             self._speculator = Speculator(proposer, guess.tokens)
         self._lag = loaded.device.type == "cuda" if options.lag == "auto" else options.lag
         self._lag = self._lag and guess is None  # guesses are made from tokens that were read
@@ -171,7 +188,9 @@ class InferenceEngine:
         while self.busy:
             for event in InferenceEngine.step(self):
                 if event.error is not None:
-                    log.warning("requests like %s will fail: %s", batch.requests[0].sampling, event.error)
+                    log.warning(
+                        "requests like %s will fail: %s", batch.requests[0].sampling, event.error
+                    )
 
     def _abandon(self) -> None:
         """Forget everything that was submitted, in the middle of a round."""
@@ -197,8 +216,14 @@ class InferenceEngine:
 
     def submit(self, request: EngineRequest) -> int:
         """The number of the request in events."""
-        longest = len(request.prompt) if request.embed else min(len(request.prompt) + max(1, request.max_new_tokens), self.context)
-        if len(request.prompt) > self.context - (0 if request.embed or request.max_new_tokens == 0 else 1):
+        longest = (
+            len(request.prompt)
+            if request.embed
+            else min(len(request.prompt) + max(1, request.max_new_tokens), self.context)
+        )
+        if len(request.prompt) > self.context - (
+            0 if request.embed or request.max_new_tokens == 0 else 1
+        ):
             raise RequestTooLarge(
                 f"prompt has {len(request.prompt)} tokens; the model's max_seq_len={self.context} leaves no room after it. "
                 "Shorten the prompt."
@@ -209,20 +234,28 @@ class InferenceEngine:
                 f"{self.cache.pool.num_pages * self.options.page_tokens}. Ask for fewer tokens, or give the engine more memory."
             )
         if not 0 <= min(request.prompt) <= max(request.prompt) < self.loaded.config.vocab:
-            raise ConfigError(f"prompt has an id outside the model's vocabulary of {self.loaded.config.vocab}.")
+            raise ConfigError(
+                f"prompt has an id outside the model's vocabulary of {self.loaded.config.vocab}."
+            )
         if request.adapter is not None and request.adapter not in self._adapters:
-            raise ConfigError(f"adapter is {request.adapter!r}; loaded are: {', '.join(self._adapters) or 'none'}.")
+            raise ConfigError(
+                f"adapter is {request.adapter!r}; loaded are: {', '.join(self._adapters) or 'none'}."
+            )
         if any(token >= self.vocab for token, _ in request.sampling.logit_bias):
             raise ConfigError(f"logit_bias has an id outside the vocabulary of {self.vocab}.")
         if request.media is not None:
             check_media(self.loaded.config.media, request)
         if self.num_waiting >= self.options.max_waiting:
-            raise QueueFull(f"{self.num_waiting} requests are waiting; no more are taken now. Try again later.")
+            raise QueueFull(
+                f"{self.num_waiting} requests are waiting; no more are taken now. Try again later."
+            )
         return self._enqueue(request)
 
     def _enqueue(self, request: EngineRequest) -> int:
         """Take a request that was checked."""
-        sequence = EngineSequence(self._next, request, self.context - len(request.prompt), self.loaded.end_ids)
+        sequence = EngineSequence(
+            self._next, request, self.context - len(request.prompt), self.loaded.end_ids
+        )
         if request.constraint is not None:
             self._compile(sequence, request.constraint)
         else:
@@ -280,7 +313,9 @@ class InferenceEngine:
         """One round. What is ready comes out; nothing while the first tokens are on their way."""
         self._take_compiled()
         self._admit()
-        launched = [one for one in (self._launch_decode(), self._launch_prefill()) if one is not None]
+        launched = [
+            one for one in (self._launch_decode(), self._launch_prefill()) if one is not None
+        ]
         self._steps += bool(launched)
         if self._lag and launched:
             launched, self._pending = self._pending, launched
@@ -295,7 +330,9 @@ class InferenceEngine:
         while self._waiting:
             # Where nothing runs, nothing will be given back, and what `submit` took fits.
             idle = not self._running and not self._pending
-            if not self._memory.admit(self._waiting[0], reserve=sum(map(self._memory.may_grow, self._running))):
+            if not self._memory.admit(
+                self._waiting[0], reserve=sum(map(self._memory.may_grow, self._running))
+            ):
                 assert not idle, "submit refuses what does not fit"
                 return
             one = self._waiting.popleft()
@@ -308,7 +345,9 @@ class InferenceEngine:
                 self._cached_tokens += one.cached_tokens
             if has_penalties(one.request.sampling):
                 try:
-                    self._sampler.occurrences.start(one.slot, one.request.prompt, one.tokens[len(one.request.prompt) :])
+                    self._sampler.occurrences.start(
+                        one.slot, one.request.prompt, one.tokens[len(one.request.prompt) :]
+                    )
                 except Exception as problem:  # the counts of a large vocabulary may find no memory
                     self._fail(one, failure_line(problem))
 
@@ -326,9 +365,17 @@ class InferenceEngine:
             if any(guesses):
                 self._memory.flush()
                 adapters = [self._adapters.get(one.request.adapter or "", 0) for one in rows]
-                return check_guesses(self._speculator, self._device, self._sampler, list(zip(rows, guesses, strict=True)), adapters)
+                return check_guesses(
+                    self._speculator,
+                    self._device,
+                    self._sampler,
+                    list(zip(rows, guesses, strict=True)),
+                    adapters,
+                )
         self._memory.flush()
-        logits = self._device.decode([one.slot for one in rows], max(one.computed for one in rows) + 1)
+        logits = self._device.decode(
+            [one.slot for one in rows], max(one.computed for one in rows) + 1
+        )
         for one in rows:
             one.computed += 1
         return choose_tokens(self._device, self._sampler, logits, rows, chosen=True)
@@ -371,7 +418,9 @@ class InferenceEngine:
                 self._memory.keep(one, piece.end)
         complete = [one for one, _ in work if not one.is_reading]
         if complete:
-            self.cache.set_length([one.slot for one in complete], [one.computed for one in complete])
+            self.cache.set_length(
+                [one.slot for one in complete], [one.computed for one in complete]
+            )
             for one in complete:
                 self._memory.keep(one, one.target - 1)
         return PendingPrefill.of(self._device, self._sampler, hidden, work)

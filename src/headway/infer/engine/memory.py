@@ -26,15 +26,26 @@ KEPT_RINGS = 2
 """One copy of rings is kept for this many slots."""
 
 
-def build_cache(loaded: LoadedModel, options: EngineOptions, context: int, spare: int = 0) -> PagedCache:
+def build_cache(
+    loaded: LoadedModel, options: EngineOptions, context: int, spare: int = 0
+) -> PagedCache:
     """A cache within the budget."""
     dtype = loaded.model.head_weight.dtype
     part = loaded.part
-    parts = [(loaded.config, loaded.masks)] if part is None else part.heads(loaded.config, loaded.masks)
-    shapes = [CacheShape(config, masks, context, options.page_tokens, dtype, spare) for config, masks in parts]
+    parts = (
+        [(loaded.config, loaded.masks)] if part is None else part.heads(loaded.config, loaded.masks)
+    )
+    shapes = [
+        CacheShape(config, masks, context, options.page_tokens, dtype, spare)
+        for config, masks in parts
+    ]
     shape = shapes[0 if part is None else part.group.rank]
     # Of ranks that share the heads, one may have more full heads than another; all have the same slots and pages.
-    ring, page, per_slot = max(one.ring_bytes for one in shapes), max(one.page_bytes for one in shapes), shape.pages_per_slot
+    ring, page, per_slot = (
+        max(one.ring_bytes for one in shapes),
+        max(one.page_bytes for one in shapes),
+        shape.pages_per_slot,
+    )
     slots, kept = options.max_running, 0
     if ring and options.prefix_reuse:
         kept = max(4, slots // KEPT_RINGS)
@@ -47,17 +58,27 @@ def build_cache(loaded: LoadedModel, options: EngineOptions, context: int, spare
     if ring and budget < (slots + kept) * ring + slots * per_slot * page:
         # Fewer requests run at once. Rings take a quarter, so that long requests find pages, or what whole contexts need beside them;
         # for a few requests they may take half.
-        shares = (budget // 4 // ring, budget // (ring + per_slot * page), min(FEW, budget // 2 // ring))
+        shares = (
+            budget // 4 // ring,
+            budget // (ring + per_slot * page),
+            min(FEW, budget // 2 // ring),
+        )
         room = budget // ring if page == 0 else max(shares)
         slots = min(slots, room - kept) if room > 2 * kept else min(slots, room)
         kept = min(kept, max(0, room - slots))
-    pages = slots * per_slot * 2 if page == 0 else min((budget - (slots + kept) * ring) // page, slots * per_slot * 2)
+    pages = (
+        slots * per_slot * 2
+        if page == 0
+        else min((budget - (slots + kept) * ring) // page, slots * per_slot * 2)
+    )
     if slots < 1 or pages < 1:
         raise ConfigError(
             f"cache_bytes is {budget}; a page of {shape.page_tokens} positions takes {page} bytes and one request's rings {ring}. "
             f"Give at least {ring + per_slot * page}."
         )
-    return PagedCache(shape, slots=slots, pages=pages, kept_rings=kept, device=loaded.device, needs_rings=ring > 0)
+    return PagedCache(
+        shape, slots=slots, pages=pages, kept_rings=kept, device=loaded.device, needs_rings=ring > 0
+    )
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -40,14 +40,27 @@ class ModelPart:
     followers: Followers | None = None
     """The other ranks, on the first one where it has started them."""
 
-    def heads(self, config: ModelConfig, masks: HeadMasks | None) -> list[tuple[ModelConfig, HeadMasks | None]]:
+    def heads(
+        self, config: ModelConfig, masks: HeadMasks | None
+    ) -> list[tuple[ModelConfig, HeadMasks | None]]:
         """The KV heads that each rank stores, as the shape of a model of these alone, and their masks."""
         found: list[tuple[ModelConfig, HeadMasks | None]] = []
         for rank in range(self.group.size):
             own = local_heads(config, RankGroup(rank, self.group.size))
             kept = range(config.kv_heads)[own]
-            local = config.with_(num_heads=config.num_heads // self.group.size, num_kv_heads=len(kept), head_dim=config.head_size)
-            found.append((local, None if masks is None else replace(masks, full=tuple(row[own] for row in masks.full))))
+            local = config.with_(
+                num_heads=config.num_heads // self.group.size,
+                num_kv_heads=len(kept),
+                head_dim=config.head_size,
+            )
+            found.append(
+                (
+                    local,
+                    None
+                    if masks is None
+                    else replace(masks, full=tuple(row[own] for row in masks.full)),
+                )
+            )
         return found
 
     def least(self, value: int) -> int:
@@ -63,22 +76,37 @@ class ModelPart:
         """Refuse what an engine on several ranks cannot do."""
         several = f"--tensor is {self.group.size}"
         if adapters:
-            raise ConfigError(f"{several} and adapters are loaded; they are chosen per request on one rank only. Merge one: `export hf`.")
+            raise ConfigError(
+                f"{several} and adapters are loaded; they are chosen per request on one rank only. Merge one: `export hf`."
+            )
         if options.speculation is not None and options.speculation.draft is not None:
-            raise ConfigError(f"{several} and --speculate is {options.speculation.draft}; ranks share no draft model. Use ngram.")
+            raise ConfigError(
+                f"{several} and --speculate is {options.speculation.draft}; ranks share no draft model. Use ngram."
+            )
         if options.record is True:
-            raise ConfigError(f"{several} and record is true; steps that exchange between ranks are not recorded. Use auto.")
+            raise ConfigError(
+                f"{several} and record is true; steps that exchange between ranks are not recorded. Use auto."
+            )
 
 
 def check_part(config: ModelConfig, size: int) -> None:
     """Refuse a model that cannot be shared by so many ranks."""
     if config.hf_config is not None:
-        raise ConfigError(f"--tensor is {size} and the model is of family transformers, whose layers headway cannot divide. Leave it out.")
+        raise ConfigError(
+            f"--tensor is {size} and the model is of family transformers, whose layers headway cannot divide. Leave it out."
+        )
     if config.media is not None:
-        raise ConfigError(f"--tensor is {size} and the model takes pictures and sounds, which one rank reads. Leave --tensor out.")
+        raise ConfigError(
+            f"--tensor is {size} and the model takes pictures and sounds, which one rank reads. Leave --tensor out."
+        )
 
     def broken(tensor: int) -> list[str]:
-        return list(broken_tensor(Layout(tensor, tensor=tensor, sequence=False), LayoutShape(config, config.max_seq_len)))
+        return list(
+            broken_tensor(
+                Layout(tensor, tensor=tensor, sequence=False),
+                LayoutShape(config, config.max_seq_len),
+            )
+        )
 
     for rule in broken(size):
         fitting = next(n for n in range(min(size, config.num_heads), 0, -1) if not broken(n))
@@ -86,9 +114,16 @@ def check_part(config: ModelConfig, size: int) -> None:
 
 
 def build_part(
-    config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype, group: RankGroup
+    config: ModelConfig,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+    group: RankGroup,
 ) -> Model:
     """This rank's part of a model with given weights; all ranks of the group call this together."""
     ranks = form_groups(Mesh(group.rank, tensor=group.size), group)
     parallel = ParallelConfig(tensor=group.size, sequence=False)
-    return build_frozen_part(EngineSpec(config, NextToken(), AdamW(), device, dtype, parallel=parallel, ranks=ranks), weights)
+    return build_frozen_part(
+        EngineSpec(config, NextToken(), AdamW(), device, dtype, parallel=parallel, ranks=ranks),
+        weights,
+    )

@@ -33,7 +33,12 @@ import torch
 from headway.errors import CommunicationError, ConfigError
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.part import ModelPart, check_part
-from headway.infer.engine.request import ConstraintFactory, EngineEvent, EngineOptions, EngineRequest
+from headway.infer.engine.request import (
+    ConstraintFactory,
+    EngineEvent,
+    EngineOptions,
+    EngineRequest,
+)
 from headway.infer.load import LoadedModel, find_model
 from headway.parallel.collectives import RankGroup, start_group
 from headway.runtime.device import choose_compute
@@ -63,7 +68,9 @@ class RankSetup:
     precision: str
 
 
-def load_on_ranks(path: str | Path, size: int, device: str = "auto", precision: str = "auto") -> LoadedModel:
+def load_on_ranks(
+    path: str | Path, size: int, device: str = "auto", precision: str = "auto"
+) -> LoadedModel:
     """Read a model onto `size` ranks of this machine, one per GPU, or processes on the CPU. `close_ranks` ends the others."""
     from headway.infer.load import load_model
 
@@ -74,13 +81,19 @@ def load_on_ranks(path: str | Path, size: int, device: str = "auto", precision: 
         return load_model(path, device=compute.device, dtype=compute.dtype)
     kind = compute.device.type
     if kind == "mps":
-        raise ConfigError(f"--tensor is {size} and the device is mps, of which there is one. Leave --tensor out, or use --device cpu.")
+        raise ConfigError(
+            f"--tensor is {size} and the device is mps, of which there is one. Leave --tensor out, or use --device cpu."
+        )
     if kind == "cuda" and torch.cuda.device_count() < size:
-        raise ConfigError(f"--tensor is {size}; torch sees {torch.cuda.device_count()} GPUs here, and each takes one rank. Use fewer.")
+        raise ConfigError(
+            f"--tensor is {size}; torch sees {torch.cuda.device_count()} GPUs here, and each takes one rank. Use fewer."
+        )
     check_part(find_model(path).config, size)
     followers = Followers(str(path), size, kind, precision)
     with followers.watched():
-        loaded = load_model(path, device=compute.device, dtype=compute.dtype, group=followers.join(kind))
+        loaded = load_model(
+            path, device=compute.device, dtype=compute.dtype, group=followers.join(kind)
+        )
     assert loaded.part is not None
     return replace(loaded, part=ModelPart(loaded.part.group, followers))
 
@@ -92,19 +105,28 @@ def close_ranks(loaded: LoadedModel) -> None:
 
 
 def build_engine(
-    loaded: LoadedModel, options: EngineOptions, adapters: Mapping[str, Path] = {}, make_constraints: MakeConstraints | None = None
+    loaded: LoadedModel,
+    options: EngineOptions,
+    adapters: Mapping[str, Path] = {},
+    make_constraints: MakeConstraints | None = None,
 ) -> InferenceEngine:
     """The engine of a model, on all ranks that share it."""
     if loaded.part is not None and loaded.part.followers is not None:
         return LeadingEngine(loaded, options, adapters, make_constraints)
-    return InferenceEngine(loaded, options, adapters, None if make_constraints is None else make_constraints(loaded))
+    return InferenceEngine(
+        loaded, options, adapters, None if make_constraints is None else make_constraints(loaded)
+    )
 
 
 class LeadingEngine(InferenceEngine):
     """The engine of the first rank."""
 
     def __init__(
-        self, loaded: LoadedModel, options: EngineOptions, adapters: Mapping[str, Path], make_constraints: MakeConstraints | None
+        self,
+        loaded: LoadedModel,
+        options: EngineOptions,
+        adapters: Mapping[str, Path],
+        make_constraints: MakeConstraints | None,
     ) -> None:
         assert loaded.part is not None and loaded.part.followers is not None
         loaded.part.check(options, adapters)
@@ -112,7 +134,11 @@ class LeadingEngine(InferenceEngine):
         self._notes: list[tuple[str, EngineRequest | int]] = []
         with self._followers.watched():
             self._followers.send(("open", options, loaded.masks, make_constraints))
-            super().__init__(loaded, options, constraints=None if make_constraints is None else make_constraints(loaded))
+            super().__init__(
+                loaded,
+                options,
+                constraints=None if make_constraints is None else make_constraints(loaded),
+            )
 
     def warm_up(self) -> None:
         """On every rank."""
@@ -174,7 +200,10 @@ class Followers:
             torch.set_num_threads(threads)
             environment["OMP_NUM_THREADS"] = str(threads)
         self.processes = [
-            subprocess.Popen([sys.executable, "-m", PROGRAM], stdin=subprocess.PIPE, stdout=2, env=environment) for _ in range(1, size)
+            subprocess.Popen(
+                [sys.executable, "-m", PROGRAM], stdin=subprocess.PIPE, stdout=2, env=environment
+            )
+            for _ in range(1, size)
         ]
         atexit.register(self.close)
         threading.Thread(target=self._watch, daemon=True, name="ranks").start()
@@ -186,7 +215,9 @@ class Followers:
         before = {name: os.environ.get(name) for name in _at(0)}
         os.environ.update(_at(self._port))
         try:
-            return start_group(Process(0, 0, self.size), "nccl" if device == "cuda" else "gloo", WAIT_SECONDS)
+            return start_group(
+                Process(0, 0, self.size), "nccl" if device == "cuda" else "gloo", WAIT_SECONDS
+            )
         finally:
             for name, value in before.items():
                 os.environ.pop(name)

@@ -78,7 +78,9 @@ class EngineRequest:
         if self.max_new_tokens < 1 and not (self.embed or self.prompt_logprobs):
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more.")
         if self.logprobs is not None and self.logprobs < 0:
-            raise ConfigError(f"logprobs is {self.logprobs}; it must be 0 (the chosen token alone) or more.")
+            raise ConfigError(
+                f"logprobs is {self.logprobs}; it must be 0 (the chosen token alone) or more."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,9 @@ class Speculation:
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens <= MAX_SPECULATED:
-            raise ConfigError(f"--speculate-tokens is {self.tokens}; it must be between 1 and {MAX_SPECULATED}.")
+            raise ConfigError(
+                f"--speculate-tokens is {self.tokens}; it must be between 1 and {MAX_SPECULATED}."
+            )
 
 
 @dataclass(frozen=True)

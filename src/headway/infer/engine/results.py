@@ -18,7 +18,9 @@ from headway.model.paged_cache import to_device
 
 LOGPROB_TOKENS = 512
 """Prompt tokens whose log-probabilities exist at one time."""
-NOTHING_FOLLOWS = "no token can follow: under its penalties, biases and grammar, no score is a finite number."
+NOTHING_FOLLOWS = (
+    "no token can follow: under its penalties, biases and grammar, no score is a finite number."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,9 @@ class SequenceResult:
     """A token was in flight for it."""
 
 
-def chosen_token(sequence: EngineSequence, token: int, logprobs: TokenLogprobs | None = None) -> SequenceResult:
+def chosen_token(
+    sequence: EngineSequence, token: int, logprobs: TokenLogprobs | None = None
+) -> SequenceResult:
     """A token as the sampler gives it."""
     if token == NO_TOKEN:
         return SequenceResult(sequence, None, error=NOTHING_FOLLOWS)
@@ -48,7 +52,12 @@ class HostTensors:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         if tensors and tensors[0].is_cuda:
-            self._tensors = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True) for one in tensors]
+            self._tensors = [
+                torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(
+                    one, non_blocking=True
+                )
+                for one in tensors
+            ]
             event = self._event = torch.cuda.Event()
             event.record()
         else:
@@ -99,14 +108,21 @@ class PendingTokens:
 
 
 def choose_tokens(
-    device: EngineDevice, sampler: Sampler, logits: torch.Tensor, rows: Sequence[EngineSequence], *, chosen: bool = False
+    device: EngineDevice,
+    sampler: Sampler,
+    logits: torch.Tensor,
+    rows: Sequence[EngineSequence],
+    *,
+    chosen: bool = False,
 ) -> PendingTokens:
     """The next token of each sequence, of logits [n,V]; it becomes the last token of its slot. `chosen`: the likeliest ones already are."""
     last, on = device.last_token, device.cache.device
     if chosen and all(one.is_plain for one in rows):
         for one in rows:
             one.in_flight += 1
-        return PendingTokens(rows, last[to_device(torch.tensor([one.slot for one in rows]), on)], [], [])
+        return PendingTokens(
+            rows, last[to_device(torch.tensor([one.slot for one in rows]), on)], [], []
+        )
     failures: dict[int, str] = {}
     choices: list[RowChoice] = []
     for row, sequence in enumerate(rows):
@@ -131,7 +147,9 @@ def choose_tokens(
         last[slots] = tokens.clamp(min=0)
     scores = []
     if scored:
-        scores = _logprobs(raw, tokens.clamp(min=0), scored, max(rows[row].request.logprobs or 0 for row in scored))
+        scores = _logprobs(
+            raw, tokens.clamp(min=0), scored, max(rows[row].request.logprobs or 0 for row in scored)
+        )
     for one in rows:
         one.in_flight += 1
     return PendingTokens(rows, tokens, scored, scores, failures)
@@ -145,7 +163,9 @@ def draw_rows(
         return sampler.choose(logits[to_device(torch.tensor(rows), logits.device)], choices), {}
     except Exception as problem:
         if len(rows) == 1:
-            return torch.full((1,), NO_TOKEN, device=logits.device), {rows[0]: failure_line(problem)}
+            return torch.full((1,), NO_TOKEN, device=logits.device), {
+                rows[0]: failure_line(problem)
+            }
     # One of the rows is to blame, or all of them together take more memory than there is.
     tokens: list[torch.Tensor] = []
     problems: dict[int, str] = {}
@@ -164,7 +184,9 @@ def _mask(one: EngineSequence, vocab: int) -> np.ndarray | None:
     return mask
 
 
-def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, scored: list[int], count: int) -> list[torch.Tensor]:
+def _logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, scored: list[int], count: int
+) -> list[torch.Tensor]:
     """Log-probability of the chosen tokens [n], ids and log-probabilities of the likeliest [n, count]."""
     chosen = tokens[to_device(torch.tensor(scored), tokens.device)]
     scores = logits.log_softmax(-1)
@@ -175,14 +197,21 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, scored: list[int], cou
 class PendingPrefill:
     """The results of a prefill piece: first tokens, embeddings, log-probabilities of prompts."""
 
-    def __init__(self, tokens: PendingTokens | None, embedded: list[EngineSequence], only: list[EngineSequence]) -> None:
+    def __init__(
+        self,
+        tokens: PendingTokens | None,
+        embedded: list[EngineSequence],
+        only: list[EngineSequence],
+    ) -> None:
         self._tokens, self._embedded, self._only = tokens, embedded, only
         self._sums = HostTensors([one.hidden_sum for one in embedded if one.hidden_sum is not None])
         self._scores: list[tuple[EngineSequence, int, HostTensors]] = []
         self._failures: list[SequenceResult] = []
 
     @staticmethod
-    def of(device: EngineDevice, sampler: Sampler, hidden: torch.Tensor, work: Sequence[PieceOf]) -> PendingPrefill:
+    def of(
+        device: EngineDevice, sampler: Sampler, hidden: torch.Tensor, work: Sequence[PieceOf]
+    ) -> PendingPrefill:
         """Of the hidden states [N,D] of packed pieces."""
         begin = 0
         last: list[int] = []
@@ -194,11 +223,17 @@ class PendingPrefill:
             if one.request.embed:
                 total = part.float().sum(0)
                 one.hidden_sum = total if one.hidden_sum is None else one.hidden_sum + total
-            if one.request.prompt_logprobs and piece.start < len(one.request.prompt) - 1 and not one.sent_any:
+            if (
+                one.request.prompt_logprobs
+                and piece.start < len(one.request.prompt) - 1
+                and not one.sent_any
+            ):
                 try:
                     scores += _prompt_scores(device, part, one, piece.start)
                 except Exception as problem:  # scores of the whole vocabulary may find no memory
-                    failures.append(SequenceResult(one, None, error=failure_line(problem), was_chosen=False))
+                    failures.append(
+                        SequenceResult(one, None, error=failure_line(problem), was_chosen=False)
+                    )
             if not one.is_reading and one.most > 0:
                 last.append(begin - 1)
         ended = [one for one, _ in work if not one.is_reading]
@@ -207,7 +242,11 @@ class PendingPrefill:
         if rows:
             at = to_device(torch.tensor(last), hidden.device)
             tokens = choose_tokens(device, sampler, device.logits(hidden[at]), rows)
-        found = PendingPrefill(tokens, [one for one in ended if one.request.embed], [one for one in ended if one.most == 0])
+        found = PendingPrefill(
+            tokens,
+            [one for one in ended if one.request.embed],
+            [one for one in ended if one.most == 0],
+        )
         found._scores = scores
         found._failures = failures
         return found
@@ -218,11 +257,17 @@ class PendingPrefill:
             chosen, ids, tops = (part.tolist() for part in copy.read())
             for place, value in enumerate(chosen):
                 top = tuple(zip(ids[place], tops[place], strict=True))
-                one.prompt_logprobs.append(TokenLogprobs(one.request.prompt[start + place + 1], value, top))
+                one.prompt_logprobs.append(
+                    TokenLogprobs(one.request.prompt[start + place + 1], value, top)
+                )
         sums = dict(zip([one.number for one in self._embedded], self._sums.read(), strict=True))
         found = list(self._failures)
         for one in self._only:
-            mean = None if one.number not in sums else tuple((sums[one.number] / len(one.request.prompt)).tolist())
+            mean = (
+                None
+                if one.number not in sums
+                else tuple((sums[one.number] / len(one.request.prompt)).tolist())
+            )
             found.append(SequenceResult(one, None, embedding=mean, was_chosen=False))
         return found + ([] if self._tokens is None else self._tokens.read())
 
@@ -235,7 +280,14 @@ def _prompt_scores(
     stop = min(len(hidden), len(prompt) - 1 - start)
     for begin in range(0, stop, LOGPROB_TOKENS):
         end = min(begin + LOGPROB_TOKENS, stop)
-        targets = to_device(torch.tensor(prompt[start + begin + 1 : start + end + 1]), hidden.device)
-        scores = _logprobs(device.logits(hidden[begin:end]), targets, list(range(end - begin)), one.request.logprobs or 0)
+        targets = to_device(
+            torch.tensor(prompt[start + begin + 1 : start + end + 1]), hidden.device
+        )
+        scores = _logprobs(
+            device.logits(hidden[begin:end]),
+            targets,
+            list(range(end - begin)),
+            one.request.logprobs or 0,
+        )
         found.append((one, start + begin, HostTensors(scores)))
     return found

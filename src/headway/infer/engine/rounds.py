@@ -42,7 +42,9 @@ def check_media(shape: MediaShape | None, request: EngineRequest) -> None:
         raise ConfigError("the request has media; the model takes text alone.")
     for item in media.items:
         if item.modality not in shape.modalities:
-            raise ConfigError(f"the request has an item of {item.modality!r}; the model takes {', '.join(shape.modalities)}.")
+            raise ConfigError(
+                f"the request has an item of {item.modality!r}; the model takes {', '.join(shape.modalities)}."
+            )
         kind = shape.of(item.modality)
         if not 0 <= item.offset <= len(request.prompt) - kind.tokens:
             raise ConfigError(
@@ -80,10 +82,22 @@ def packed_media(loaded: LoadedModel, work: Sequence[PieceOf]) -> MediaTensors |
                 low, high = max(item.offset, piece.start), min(item.offset + kind.tokens, piece.end)
                 if item.modality != kind.modality or low >= high:
                     continue
-                soft = first + len(rows) * kind.tokens + torch.arange(low - item.offset, high - item.offset, dtype=torch.int32)
+                soft = (
+                    first
+                    + len(rows) * kind.tokens
+                    + torch.arange(low - item.offset, high - item.offset, dtype=torch.int32)
+                )
                 slot[0, begin + low - piece.start : begin + high - piece.start] = soft
-                found = None if media is None or item.content_hash is None else media.features.get(item.content_hash)
-                rows.append(torch.zeros(kind.vectors, kind.width) if found is None else torch.from_numpy(found).float())
+                found = (
+                    None
+                    if media is None or item.content_hash is None
+                    else media.features.get(item.content_hash)
+                )
+                rows.append(
+                    torch.zeros(kind.vectors, kind.width)
+                    if found is None
+                    else torch.from_numpy(found).float()
+                )
                 known.append(found is not None)
             begin += piece.count
         if not rows:

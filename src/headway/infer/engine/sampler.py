@@ -36,7 +36,11 @@ class RowChoice:
     @property
     def is_greedy(self) -> bool:
         """The likeliest token, nothing else."""
-        return self.sampling.temperature == 0 and self.mask is None and not self.sampling.changes_scores
+        return (
+            self.sampling.temperature == 0
+            and self.mask is None
+            and not self.sampling.changes_scores
+        )
 
 
 class Occurrences:
@@ -51,7 +55,9 @@ class Occurrences:
         """A sequence with penalties takes a slot."""
         counts = self._generated
         if counts is None:
-            counts = self._generated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+            counts = self._generated = torch.zeros(
+                self._shape, dtype=torch.int32, device=self._device
+            )
             self._seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
         counts[slot] = 0
         self._seen[slot] = False
@@ -66,12 +72,16 @@ class Occurrences:
             self._generated[slots, tokens] += 1
             self._seen[slots, tokens] = True
 
-    def penalise(self, scores: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    def penalise(
+        self, scores: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor
+    ) -> torch.Tensor:
         """Scores [n,V] under the penalties of each row: [n, 3] repetition, presence, frequency."""
         assert self._generated is not None
         seen, count = self._seen[slots], self._generated[slots]
         repetition, presence, frequency = (numbers[:, i : i + 1].to(scores.dtype) for i in range(3))
-        scores = torch.where(seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores)
+        scores = torch.where(
+            seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores
+        )
         return scores - presence * (count > 0) - frequency * count
 
 
@@ -90,13 +100,20 @@ class Sampler:
         penalised = [i for i, row in enumerate(rows) if has_penalties(row.sampling)]
         if penalised:
             at = to_device(torch.tensor(penalised), device)
-            numbers = to_device(torch.tensor([_penalties(rows[i].sampling) for i in penalised], dtype=torch.float64), device)
+            numbers = to_device(
+                torch.tensor(
+                    [_penalties(rows[i].sampling) for i in penalised], dtype=torch.float64
+                ),
+                device,
+            )
             scores[at] = self.occurrences.penalise(scores[at], slots[at], numbers)
         for i, row in enumerate(rows):
             if row.sampling.logit_bias:
                 ids, biases = zip(*row.sampling.logit_bias, strict=True)
                 place = to_device(torch.tensor(ids), device)
-                scores[i].index_add_(0, place, to_device(torch.tensor(biases, dtype=scores.dtype), device))
+                scores[i].index_add_(
+                    0, place, to_device(torch.tensor(biases, dtype=scores.dtype), device)
+                )
         masked = [i for i, row in enumerate(rows) if row.mask is not None]
         if masked:
             bits = to_device(torch.from_numpy(np.stack([rows[i].mask for i in masked])), device)  # pyright: ignore
@@ -112,7 +129,11 @@ class Sampler:
 
 def has_penalties(sampling: Sampling) -> bool:
     """Scores depend on the tokens before."""
-    return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
+    return bool(
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+    )
 
 
 def _penalties(sampling: Sampling) -> tuple[float, float, float]:
@@ -126,7 +147,10 @@ def choose_rows(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor
     greedy = scores.argmax(-1).where(largest > -torch.inf, NO_TOKEN)  # NaN is not above either
     if all(row.sampling.temperature == 0 for row in rows):
         return greedy
-    limits = [1 if row.sampling.temperature == 0 else min(row.sampling.top_k or vocab, vocab) for row in rows]
+    limits = [
+        1 if row.sampling.temperature == 0 else min(row.sampling.top_k or vocab, vocab)
+        for row in rows
+    ]
     numbers = [
         (
             row.sampling.temperature or 1.0,
@@ -147,14 +171,18 @@ def choose_rows(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor
     likely = probability.gather(-1, token)
     reached = likely.cumsum(-1)
     rank = torch.arange(likely.shape[-1], device=likely.device)
-    likely = likely.masked_fill((reached - likely >= top_p) | (rank >= top_k) | (likely < min_p * likely[:, :1]), 0.0)
+    likely = likely.masked_fill(
+        (reached - likely >= top_p) | (rank >= top_k) | (likely < min_p * likely[:, :1]), 0.0
+    )
     reached = likely.cumsum(-1)
     choice = torch.searchsorted(reached, draw * reached[:, -1:], right=True)
     # A row without a token has no likely one, and -1 is no place to gather from.
     last = ((likely > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
     chosen = token.gather(-1, torch.minimum(choice, last)).squeeze(-1).to(scores.device)
     chosen = chosen.where(largest.isfinite(), NO_TOKEN)
-    is_greedy = to_device(torch.tensor([row.sampling.temperature == 0 for row in rows]), scores.device)
+    is_greedy = to_device(
+        torch.tensor([row.sampling.temperature == 0 for row in rows]), scores.device
+    )
     return torch.where(is_greedy, greedy, chosen)
 
 

@@ -7,7 +7,13 @@ import time
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from headway.infer.engine.request import EngineRequest, PromptMedia, StopReason, TokenConstraint, TokenLogprobs
+from headway.infer.engine.request import (
+    EngineRequest,
+    PromptMedia,
+    StopReason,
+    TokenConstraint,
+    TokenLogprobs,
+)
 from headway.infer.engine.sampler import RowChoice
 from headway.model.page_pool import extend_names
 
@@ -19,7 +25,9 @@ if TYPE_CHECKING:
 class EngineSequence:
     """The tokens of a request, its place in the cache, and what is on its way."""
 
-    def __init__(self, number: int, request: EngineRequest, room: int, ends: frozenset[int]) -> None:
+    def __init__(
+        self, number: int, request: EngineRequest, room: int, ends: frozenset[int]
+    ) -> None:
         self.number, self.request = number, request
         self.tokens = list(request.prompt)
         self._prompt_length = len(request.prompt)
@@ -31,7 +39,10 @@ class EngineSequence:
         self.constraint: TokenConstraint | None = None
         sampling = request.sampling
         self.is_plain = (
-            sampling.temperature == 0 and not sampling.changes_scores and request.logprobs is None and request.constraint is None
+            sampling.temperature == 0
+            and not sampling.changes_scores
+            and request.logprobs is None
+            and request.constraint is None
         )
         """Its next token is the likeliest one, and nothing else is asked."""
         self.slot = -1
@@ -80,7 +91,11 @@ class EngineSequence:
     @property
     def is_ready(self) -> bool:
         """A decoding step may include it."""
-        if self.ended or self.computed < self.target or (self.constraint is not None and self.in_flight > 0):
+        if (
+            self.ended
+            or self.computed < self.target
+            or (self.constraint is not None and self.in_flight > 0)
+        ):
             return False
         return len(self.tokens) - self._prompt_length + self.in_flight < self.most
 
@@ -101,7 +116,11 @@ class EngineSequence:
     def choice(self, mask: np.ndarray | None) -> RowChoice:
         """How its next token is chosen."""
         sampling = self.request.sampling
-        draw = 0.0 if sampling.temperature == 0 else sampling.draw(self.request.key, len(self.tokens) + self.in_flight)
+        draw = (
+            0.0
+            if sampling.temperature == 0
+            else sampling.draw(self.request.key, len(self.tokens) + self.in_flight)
+        )
         return RowChoice(self.slot, sampling, draw, mask)
 
     def add(self, token: int) -> StopReason | None:
@@ -121,4 +140,9 @@ class EngineSequence:
 
 
 def _media_name(media: PromptMedia) -> str:
-    return repr([(item.modality, item.offset, item.content_hash, item.content_hash in media.features) for item in media.items])
+    return repr(
+        [
+            (item.modality, item.offset, item.content_hash, item.content_hash in media.features)
+            for item in media.items
+        ]
+    )

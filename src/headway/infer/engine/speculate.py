@@ -25,7 +25,13 @@ from headway.errors import ConfigError
 from headway.infer.engine.device import EngineDevice
 from headway.infer.engine.memory import EngineMemory, build_cache
 from headway.infer.engine.request import EngineOptions
-from headway.infer.engine.results import PendingTokens, SequenceResult, choose_tokens, chosen_token, draw_rows
+from headway.infer.engine.results import (
+    PendingTokens,
+    SequenceResult,
+    choose_tokens,
+    chosen_token,
+    draw_rows,
+)
 from headway.infer.engine.sampler import RowChoice, Sampler, has_penalties
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.load import LoadedModel, load_model
@@ -93,7 +99,9 @@ class _Grams:
 class DraftProposer:
     """Guesses of a small model, which has a cache of its own."""
 
-    def __init__(self, draft: LoadedModel, options: EngineOptions, slots: int, context: int, spare: int) -> None:
+    def __init__(
+        self, draft: LoadedModel, options: EngineOptions, slots: int, context: int, spare: int
+    ) -> None:
         self._context = min(context, draft.config.max_seq_len)
         own = replace(options, max_running=slots, prefix_reuse=False, speculation=None)
         self._cache = build_cache(draft, own, self._context, spare)
@@ -114,7 +122,11 @@ class DraftProposer:
         for one in [one for one in self._shadows if one.ended or one.slot < 0]:
             self._memory.release(self._shadows.pop(one))
         found: list[list[int]] = [[] for _ in rows]
-        work = [(place, shadow) for place, one in enumerate(rows) if (shadow := self._shadow(one, counts[place])) is not None]
+        work = [
+            (place, shadow)
+            for place, one in enumerate(rows)
+            if (shadow := self._shadow(one, counts[place])) is not None
+        ]
         if not work:
             return found
         self._memory.flush()
@@ -161,7 +173,13 @@ class DraftProposer:
                     pieces.append(PrefillPiece(one.slot, one.computed, count, pages))
                     some.append(one)
                     room -= count
-            hidden = self._device.prefill(pieces, [one.tokens[piece.start : piece.end] for one, piece in zip(some, pieces, strict=True)])
+            hidden = self._device.prefill(
+                pieces,
+                [
+                    one.tokens[piece.start : piece.end]
+                    for one, piece in zip(some, pieces, strict=True)
+                ],
+            )
             end = 0
             for one, piece in zip(some, pieces, strict=True):
                 end += piece.count
@@ -170,18 +188,24 @@ class DraftProposer:
         self._cache.set_length([one.slot for one in rows], [one.computed for one in rows])
         return self._device.logits(torch.stack([last[one] for one in rows]))
 
-    def _choose(self, logits: torch.Tensor, work: Sequence[tuple[EngineSequence, EngineSequence]], step: int) -> list[int]:
+    def _choose(
+        self, logits: torch.Tensor, work: Sequence[tuple[EngineSequence, EngineSequence]], step: int
+    ) -> list[int]:
         choices = [_choice(one, step, shadow.slot) for one, shadow in work]
         tokens, _ = draw_rows(self._sampler, logits, range(len(choices)), choices)
         tokens = tokens.clamp(min=0)  # a row without a token has any guess
-        self._device.last_token[torch.tensor([shadow.slot for _, shadow in work], device=tokens.device)] = tokens
+        self._device.last_token[
+            torch.tensor([shadow.slot for _, shadow in work], device=tokens.device)
+        ] = tokens
         return tokens.tolist()
 
 
 def _choice(one: EngineSequence, step: int, slot: int) -> RowChoice:
     """How the token `step` positions after the next one is chosen."""
     sampling = one.request.sampling
-    draw = 0.0 if sampling.temperature == 0 else sampling.draw(one.request.key, len(one.tokens) + step)
+    draw = (
+        0.0 if sampling.temperature == 0 else sampling.draw(one.request.key, len(one.tokens) + step)
+    )
     return RowChoice(slot, sampling, draw)
 
 
@@ -196,11 +220,18 @@ class Speculator:
         """Of each row. Rows whose tokens depend on more than logits and a draw have none."""
         counts = [self._count(one) for one in rows]
         found = self.proposer.propose(rows, counts) if any(counts) else [[] for _ in rows]
-        return [some if not some or memory.grow(one, one.computed + 1 + len(some)) else [] for one, some in zip(rows, found, strict=True)]
+        return [
+            some if not some or memory.grow(one, one.computed + 1 + len(some)) else []
+            for one, some in zip(rows, found, strict=True)
+        ]
 
     def _count(self, one: EngineSequence) -> int:
         request = one.request
-        if one.constraint is not None or request.logprobs is not None or has_penalties(request.sampling):
+        if (
+            one.constraint is not None
+            or request.logprobs is not None
+            or has_penalties(request.sampling)
+        ):
             return 0
         if one.guesses < 0:
             one.guesses = self.most
@@ -220,7 +251,11 @@ class PendingGuesses:
     """Rows that took part in one check: those with guesses gain one token or more, the others one."""
 
     def __init__(
-        self, speculator: Speculator, device: EngineDevice, rows: list[tuple[EngineSequence, list[int]]], tokens: torch.Tensor
+        self,
+        speculator: Speculator,
+        device: EngineDevice,
+        rows: list[tuple[EngineSequence, list[int]]],
+        tokens: torch.Tensor,
     ) -> None:
         self._speculator, self._device, self._rows, self._tokens = speculator, device, rows, tokens
         self.plain: PendingTokens | None = None
@@ -234,7 +269,9 @@ class PendingGuesses:
         for one, guesses in self._rows:
             some = chosen[begin : begin + len(guesses) + 1]
             begin += len(some)
-            right = next((place for place, guess in enumerate(guesses) if some[place] != guess), len(guesses))
+            right = next(
+                (place for place, guess in enumerate(guesses) if some[place] != guess), len(guesses)
+            )
             new = some[: right + 1]
             self._speculator.checked(one, len(guesses), right)
             one.computed += len(new)
@@ -244,13 +281,19 @@ class PendingGuesses:
         if ends:
             slots, last, lengths = zip(*ends, strict=True)
             device = self._device.cache.device
-            self._device.last_token[torch.tensor(slots, device=device)] = torch.tensor(last, device=device)
+            self._device.last_token[torch.tensor(slots, device=device)] = torch.tensor(
+                last, device=device
+            )
             self._device.cache.set_length(slots, lengths)
         return found + ([] if self.plain is None else self.plain.read())
 
 
 def check_guesses(
-    speculator: Speculator, device: EngineDevice, sampler: Sampler, work: Sequence[GuessedRow], adapters: Sequence[int]
+    speculator: Speculator,
+    device: EngineDevice,
+    sampler: Sampler,
+    work: Sequence[GuessedRow],
+    adapters: Sequence[int],
 ) -> PendingGuesses:
     """One forward over the last token and the guesses of every row, each with its adapter."""
     page_tokens = device.cache.shape.page_tokens
@@ -264,17 +307,31 @@ def check_guesses(
         end += count
     logits = device.logits(device.prefill(pieces, tokens, adapters=adapters))
     guessed = [(one, guesses) for one, guesses in work if guesses]
-    places = [begin + step for begin, (_, guesses) in zip(begins, work, strict=True) if guesses for step in range(len(guesses) + 1)]
-    choices = [_choice(one, step, one.slot) for one, guesses in guessed for step in range(len(guesses) + 1)]
+    places = [
+        begin + step
+        for begin, (_, guesses) in zip(begins, work, strict=True)
+        if guesses
+        for step in range(len(guesses) + 1)
+    ]
+    choices = [
+        _choice(one, step, one.slot) for one, guesses in guessed for step in range(len(guesses) + 1)
+    ]
     drawn, _ = draw_rows(sampler, logits, places, choices)
     pending = PendingGuesses(speculator, device, guessed, device.agree(drawn))
-    others = [(one, begin) for begin, (one, guesses) in zip(begins, work, strict=True) if not guesses]
+    others = [
+        (one, begin) for begin, (one, guesses) in zip(begins, work, strict=True) if not guesses
+    ]
     if others:
         plain = [one for one, _ in others]
         for one in plain:
             one.computed += 1
         device.cache.set_length([one.slot for one in plain], [one.computed for one in plain])
-        pending.plain = choose_tokens(device, sampler, logits[torch.tensor([begin for _, begin in others], device=logits.device)], plain)
+        pending.plain = choose_tokens(
+            device,
+            sampler,
+            logits[torch.tensor([begin for _, begin in others], device=logits.device)],
+            plain,
+        )
     return pending
 
 
@@ -282,21 +339,33 @@ def open_draft(path: str, loaded: LoadedModel) -> LoadedModel:
     """The small model on the device of the large one; refused if its tokenizer differs."""
     draft = load_model(path, device=loaded.device, dtype=loaded.model.head_weight.dtype)
     if draft.config.media is not None:
-        raise ConfigError(f"--speculate is {path}, which takes pictures and sounds. Give a model of text.")
-    same = draft.tokenizer is not None and loaded.tokenizer is not None and draft.tokenizer.fingerprint == loaded.tokenizer.fingerprint
+        raise ConfigError(
+            f"--speculate is {path}, which takes pictures and sounds. Give a model of text."
+        )
+    same = (
+        draft.tokenizer is not None
+        and loaded.tokenizer is not None
+        and draft.tokenizer.fingerprint == loaded.tokenizer.fingerprint
+    )
     if not same:
         raise ConfigError(f"--speculate is {path}, whose tokenizer is not that of {loaded.path}; guesses would be other tokens. "
                           "Give a model trained with the same tokenizer, or ngram.")  # fmt: skip
     return draft
 
 
-def split_budget(options: EngineOptions, loaded: LoadedModel, draft: LoadedModel, context: int) -> tuple[EngineOptions, EngineOptions]:
+def split_budget(
+    options: EngineOptions, loaded: LoadedModel, draft: LoadedModel, context: int
+) -> tuple[EngineOptions, EngineOptions]:
     """The options with the cache budget shared between the two models, by what one sequence takes in each."""
     if options.cache_bytes is None:
         return options, options
     sizes: list[int] = []
     for one in (loaded, draft):
-        shape = CacheShape(one.config, one.masks, context, options.page_tokens, one.model.head_weight.dtype)
+        shape = CacheShape(
+            one.config, one.masks, context, options.page_tokens, one.model.head_weight.dtype
+        )
         sizes.append(shape.page_bytes * shape.pages_per_slot + shape.ring_bytes)
     own = options.cache_bytes * sizes[1] // sum(sizes)
-    return replace(options, cache_bytes=options.cache_bytes - own), replace(options, cache_bytes=own)
+    return replace(options, cache_bytes=options.cache_bytes - own), replace(
+        options, cache_bytes=own
+    )

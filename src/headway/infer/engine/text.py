@@ -22,7 +22,9 @@ MAX_PENDING = 8
 class RequestText:
     """The text of one request. `prompt_tail`: the last ids of its prompt, so that no tokenizer drops the first space."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_tail: Sequence[int], stops: Sequence[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._context = list(prompt_tail)[-CONTEXT:]
@@ -83,6 +85,14 @@ class RequestText:
         if places:
             self.stopped, self._held = True, ""
             return text[: min(places)]
-        waiting = max((size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+        waiting = max(
+            (
+                size
+                for stop in self._stops
+                for size in range(1, len(stop))
+                if text.endswith(stop[:size])
+            ),
+            default=0,
+        )
         self._held = text[len(text) - waiting :]
         return text[: len(text) - waiting]

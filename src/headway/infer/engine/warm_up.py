@@ -101,7 +101,9 @@ def warm_up_batches(can: EngineAbilities) -> list[WarmUpBatch]:
 
     def batch(count: int, length: int, masked: bool = False, **more: object) -> WarmUpBatch:
         fitting = max(1, min(count, can.room // (length + new_tokens)))
-        return WarmUpBatch(tuple(request(number, length, **more) for number in range(fitting)), masked)
+        return WarmUpBatch(
+            tuple(request(number, length, **more) for number in range(fitting)), masked
+        )
 
     batches = [batch(1, length) for length in prompt_lengths(can.round_tokens, longest)]
     short = min(SHORT, longest)
@@ -127,7 +129,9 @@ def warm_up_batches(can: EngineAbilities) -> list[WarmUpBatch]:
         for kind in can.media.inputs:
             if kind.tokens + 1 <= longest:
                 features = np.zeros((kind.vectors, kind.width), dtype=np.float32)
-                media = PromptMedia((MediaItem(1, kind.modality, "warm-up"),), {"warm-up": features})
+                media = PromptMedia(
+                    (MediaItem(1, kind.modality, "warm-up"),), {"warm-up": features}
+                )
                 batches += [batch(count, kind.tokens + 1, media=media) for count in counts]
     return batches
 

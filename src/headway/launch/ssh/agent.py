@@ -48,7 +48,11 @@ class Output:
             return
         if self._dropped and "log" in content:
             dropped, self._dropped = self._dropped, 0
-            self.send({"log": f"{dropped} lines are left out here: the connection is too slow. The run folder has them."})
+            self.send(
+                {
+                    "log": f"{dropped} lines are left out here: the connection is too slow. The run folder has them."
+                }
+            )
         self._waiting.put(f"{MARK}{json.dumps(content)}\n".encode())
 
     def close(self, seconds: float = 5.0) -> None:
@@ -72,7 +76,9 @@ class Input:
     def __init__(self, descriptor: int) -> None:
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._is_over = False
-        threading.Thread(target=self._work, args=(descriptor,), name="headway-input", daemon=True).start()
+        threading.Thread(
+            target=self._work, args=(descriptor,), name="headway-input", daemon=True
+        ).start()
 
     def get(self, seconds: float) -> dict[str, Any] | None:
         """The next message; raises queue.Empty if none comes in time."""
@@ -103,10 +109,20 @@ def main() -> int:
     """Answer until the other side ends."""
     output_descriptor = os.dup(1)
     os.dup2(2, 1)  # what anything prints here must not mix with the messages
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the session shows in the input; ranks then get time to save
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # the end of the session shows in the input; ranks then get time to save
     output, messages = Output(output_descriptor), Input(0)
     try:
-        output.send({"hello": {"headway": __version__, "torch": package_version("torch"), "python": sys.version.split()[0]}})
+        output.send(
+            {
+                "hello": {
+                    "headway": __version__,
+                    "torch": package_version("torch"),
+                    "python": sys.version.split()[0],
+                }
+            }
+        )
         return _serve(output.send, messages)
     except HeadwayError as problem:
         output.send({"refused": str(problem).splitlines()[0]})
@@ -125,7 +141,9 @@ def _serve(send: Send, messages: Input) -> int:
         if message is None:
             return 0
         if message["do"] == "start":
-            return RankAgent(message, send, lambda seconds: messages.get(seconds), SILENT_SECONDS).run()
+            return RankAgent(
+                message, send, lambda seconds: messages.get(seconds), SILENT_SECONDS
+            ).run()
         if check is None:
             check = HostCheck(send, lambda: messages.get(SILENT_SECONDS))
         check.answer(message)

@@ -65,11 +65,18 @@ def check_hosts(hosts: Sequence[Host], options: SshOptions, need: HostsNeed) -> 
     talk = HostQuestions(hosts, options)
     try:
         _compare_versions(talk, talk.ask({}, "hello", HELLO_SECONDS, refuses=False), options)
-        looks = talk.ask({node: {"do": "look", "workdir": need.workdir} for node in range(len(hosts))}, "looked", CHECK_SECONDS)
+        looks = talk.ask(
+            {node: {"do": "look", "workdir": need.workdir} for node in range(len(hosts))},
+            "looked",
+            CHECK_SECONDS,
+        )
         _compare_code(talk, looks)
         gpus = [0 if need.uses_gpus is False else looks[node]["gpus"] for node in range(len(hosts))]
         given = need.ranks or (None,) * len(hosts)
-        ranks = tuple(one if one is not None or not need.keeps_ranks else count or 1 for one, count in zip(given, gpus, strict=True))
+        ranks = tuple(
+            one if one is not None or not need.keeps_ranks else count or 1
+            for one, count in zip(given, gpus, strict=True)
+        )
         questions = {
             node: {
                 "do": "check", "node": node, "size": len(hosts), "run": need.run, "paths": need.paths,
@@ -95,9 +102,18 @@ class HostQuestions:
         self.hosts, self.options = hosts, options
         self.messages: queue.Queue[HostMessage] = queue.Queue()
         self.problems: dict[int, str] = {}
-        self.connections = [Connection(node, host, options, self.messages) for node, host in enumerate(hosts)]
+        self.connections = [
+            Connection(node, host, options, self.messages) for node, host in enumerate(hosts)
+        ]
 
-    def ask(self, questions: Mapping[int, Mapping[str, Any]], key: str, seconds: float, *, refuses: bool = True) -> dict[int, Any]:
+    def ask(
+        self,
+        questions: Mapping[int, Mapping[str, Any]],
+        key: str,
+        seconds: float,
+        *,
+        refuses: bool = True,
+    ) -> dict[int, Any]:
         """Send the questions; returns the values of `key` in the answers, or raises with one line per host that gave none.
 
         Without `refuses` the caller adds its own findings to `problems` first.
@@ -111,7 +127,9 @@ class HostQuestions:
         while missing - self.problems.keys() - answers.keys():
             if time.monotonic() > deadline:
                 for node in missing - answers.keys() - self.problems.keys():
-                    self.problems[node] = f"no answer within {seconds:.0f} s. Is the machine overloaded, or its file system slow?"
+                    self.problems[node] = (
+                        f"no answer within {seconds:.0f} s. Is the machine overloaded, or its file system slow?"
+                    )
                 break
             if self.problems and swaps:
                 break  # the others wait for the text of a host that failed
@@ -127,17 +145,23 @@ class HostQuestions:
             self.refuse()
         return answers
 
-    def _take(self, message: HostMessage, key: str, answers: dict[int, Any], swaps: dict[int, str]) -> None:
+    def _take(
+        self, message: HostMessage, key: str, answers: dict[int, Any], swaps: dict[int, str]
+    ) -> None:
         node, content = message.node, message.content
         if message.closed is not None and node not in answers:
             connection = self.connections[node]
-            self.problems.setdefault(node, explain_end(message.closed, list(connection.errors), self.options.python))
+            self.problems.setdefault(
+                node, explain_end(message.closed, list(connection.errors), self.options.python)
+            )
         elif "refused" in content:
             self.problems.setdefault(node, str(content["refused"]))
         elif "swap" in content:
             swaps[node] = content["swap"]
             if len(swaps) == len(self.hosts):
-                self.send_all({"do": "swapped", "texts": [swaps[one] for one in range(len(self.hosts))]})
+                self.send_all(
+                    {"do": "swapped", "texts": [swaps[one] for one in range(len(self.hosts))]}
+                )
                 swaps.clear()
         elif key in content:
             answers[node] = content[key] if key not in ("listening", "connected") else content
@@ -150,7 +174,12 @@ class HostQuestions:
     def refuse(self) -> None:
         """Raise if a host failed: one line each."""
         if self.problems:
-            raise LaunchError("\n".join(f"{self.hosts[node].label}: {self.problems[node]}" for node in sorted(self.problems)))
+            raise LaunchError(
+                "\n".join(
+                    f"{self.hosts[node].label}: {self.problems[node]}"
+                    for node in sorted(self.problems)
+                )
+            )
 
     def close(self) -> None:
         """End all connections."""
@@ -183,9 +212,13 @@ def _compare_versions(talk: HostQuestions, hellos: Mapping[int, Any], options: S
     mine = _release(package_version("torch"))
     for node, hello in hellos.items():
         if hello["headway"] != __version__:
-            talk.problems[node] = f"headway is {hello['headway']}; here it is {__version__}. Install the same there, or give --python."
+            talk.problems[node] = (
+                f"headway is {hello['headway']}; here it is {__version__}. Install the same there, or give --python."
+            )
         elif hello["torch"] is None:
-            talk.problems[node] = f"{options.python} has no torch. Install it there, or give --python."
+            talk.problems[node] = (
+                f"{options.python} has no torch. Install it there, or give --python."
+            )
         elif _release(hello["torch"]) != mine:
             talk.problems[node] = (
                 f"torch is {hello['torch']}; here it is {package_version('torch')}. Install the same there, or give --python."
@@ -202,15 +235,21 @@ def _compare_code(talk: HostQuestions, looks: Mapping[int, Any]) -> None:
     mine = host_facts().code
     for node, look in looks.items():
         if look["code"] != mine:
-            talk.problems[node] = f"headway {__version__} has other source code than here. Install the same build there."
+            talk.problems[node] = (
+                f"headway {__version__} has other source code than here. Install the same build there."
+            )
     talk.refuse()
 
 
 def _refuse_missing(talk: HostQuestions, found: Mapping[int, Any]) -> None:
     for node, answer in found.items():
         if answer["missing"]:
-            names = ", ".join(answer["missing"][:5]) + (f" and {len(answer['missing']) - 5} more" if len(answer["missing"]) > 5 else "")
-            talk.problems[node] = f"not there: {names}. Copy it to the same path, or check --workdir."
+            names = ", ".join(answer["missing"][:5]) + (
+                f" and {len(answer['missing']) - 5} more" if len(answer["missing"]) > 5 else ""
+            )
+            talk.problems[node] = (
+                f"not there: {names}. Copy it to the same path, or check --workdir."
+            )
     talk.refuse()
 
 
@@ -220,9 +259,7 @@ def _refuse_failures(checks: Sequence[Check]) -> None:
     for check in failures(checks):
         remedy = check.remedy or ""
         if check.name == SHARED_FOLDER:
-            remedy = (
-                "A job on several hosts needs one run folder on all of them, also if checkpoints go to S3: set run.dir to a shared one."
-            )
+            remedy = "A job on several hosts needs one run folder on all of them, also if checkpoints go to S3: set run.dir to a shared one."
         lines.append(f"{check.name}: {check.detail.rstrip('.')}. {remedy}".strip())
     if lines:
         raise LaunchError("\n".join(lines))
@@ -231,14 +268,18 @@ def _refuse_failures(checks: Sequence[Check]) -> None:
 def _check_meeting(talk: HostQuestions, need: HostsNeed) -> None:
     """Whether every host reaches the first one at the address where ranks meet."""
     host, port = need.master
-    answer = talk.ask({0: {"do": "listen", "host": host, "port": port}}, "listening", CHECK_SECONDS)[0]
+    answer = talk.ask(
+        {0: {"do": "listen", "host": host, "port": port}}, "listening", CHECK_SECONDS
+    )[0]
     if answer["listening"] is None:
         talk.problems[0] = (
             f"cannot listen at {host}:{port}: {answer['problem']}. Give --master with an address of this host and a free port."
         )
         talk.refuse()
     question = {"do": "connect", "host": host, "port": answer["listening"]}
-    answers = talk.ask(dict.fromkeys(range(1, len(talk.hosts)), question), "connected", CHECK_SECONDS)
+    answers = talk.ask(
+        dict.fromkeys(range(1, len(talk.hosts)), question), "connected", CHECK_SECONDS
+    )
     for node, found in answers.items():
         if not found["connected"]:
             first = talk.hosts[0].label

@@ -70,7 +70,9 @@ class HostMessage:
 def remote_line(words: Sequence[str]) -> str:
     """The shell line for words that the program there must get unchanged. `exec`: the shell does not stay in between."""
     if any("\0" in word or "\n" in word for word in words):
-        raise LaunchError(f"{shlex.join(words)!r} cannot be started over ssh: a word has a line break or a zero byte.")
+        raise LaunchError(
+            f"{shlex.join(words)!r} cannot be started over ssh: a word has a line break or a zero byte."
+        )
     return f"exec {shlex.join(words)}"
 
 
@@ -96,30 +98,51 @@ def _ssh_program() -> str:
 
 def address_of(host: Host, options: SshOptions) -> str:
     """The address that ssh connects to for a host: an alias of the ssh configuration is resolved."""
-    words = [_ssh_program(), "-G", *([] if options.config is None else ["-F", options.config]), "--", host.name]
+    words = [
+        _ssh_program(),
+        "-G",
+        *([] if options.config is None else ["-F", options.config]),
+        "--",
+        host.name,
+    ]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL, check=False
+        )
     except subprocess.TimeoutExpired:
         return host.name
-    found = [line.split(None, 1)[1] for line in done.stdout.splitlines() if line.lower().startswith("hostname ")]
+    found = [
+        line.split(None, 1)[1]
+        for line in done.stdout.splitlines()
+        if line.lower().startswith("hostname ")
+    ]
     return found[0] if done.returncode == 0 and found else host.name
 
 
 class Connection:
     """An agent on one host. Everything that comes from it goes into `messages`, which all connections of a job share."""
 
-    def __init__(self, node: int, host: Host, options: SshOptions, messages: queue.Queue[HostMessage]) -> None:
+    def __init__(
+        self, node: int, host: Host, options: SshOptions, messages: queue.Queue[HostMessage]
+    ) -> None:
         self.node, self.host = node, host
         self.errors: deque[str] = deque(maxlen=50)
         self._messages = messages
         self._outgoing: queue.Queue[bytes | None] = queue.Queue()
         command = ssh_words(host, options, [options.python, "-P", "-m", AGENT])
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0, bufsize=0
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+            bufsize=0,
         )
         out, errors, into = self.process.stdout, self.process.stderr, self.process.stdin
         assert out is not None and errors is not None and into is not None
-        self._reading_errors = threading.Thread(target=self._read_errors, args=(errors,), daemon=True)
+        self._reading_errors = threading.Thread(
+            target=self._read_errors, args=(errors,), daemon=True
+        )
         self._threads = [
             self._reading_errors,
             threading.Thread(target=self._read, args=(out,), daemon=True),

@@ -30,7 +30,11 @@ class PipeExchange:
     """How hosts swap texts during `preflight`: through the launcher, to which every host has a connection."""
 
     def __init__(
-        self, rank: int, size: int, send: Callable[[Mapping[str, Any]], None], receive: Callable[[], dict[str, Any] | None]
+        self,
+        rank: int,
+        size: int,
+        send: Callable[[Mapping[str, Any]], None],
+        receive: Callable[[], dict[str, Any] | None],
     ) -> None:
         self.rank, self.size, self._send, self._receive = rank, size, send, receive
 
@@ -47,13 +51,23 @@ class PipeExchange:
 class HostCheck:
     """Answers the questions of the launcher on one host."""
 
-    def __init__(self, send: Callable[[Mapping[str, Any]], None], receive: Callable[[], dict[str, Any] | None]) -> None:
+    def __init__(
+        self,
+        send: Callable[[Mapping[str, Any]], None],
+        receive: Callable[[], dict[str, Any] | None],
+    ) -> None:
         self._send, self._receive = send, receive
         self._listening: socket.socket | None = None
 
     def answer(self, question: Mapping[str, Any]) -> None:
         """Answer one question."""
-        known = {"look": self._look, "check": self._check, "listen": self._listen, "connect": self._connect, "port": self._port}
+        known = {
+            "look": self._look,
+            "check": self._check,
+            "listen": self._listen,
+            "connect": self._connect,
+            "port": self._port,
+        }
         if question["do"] in known:
             self._send(known[question["do"]](question))
 
@@ -65,7 +79,12 @@ class HostCheck:
     def _check(self, question: Mapping[str, Any]) -> dict[str, Any]:
         exchange = PipeExchange(question["node"], question["size"], self._send, self._receive)
         needs = HostNeeds(question["ranks"], question["gpu_ranks"])
-        checks = preflight(exchange, Path(question["run"]).expanduser(), needs, {**os.environ, **question["environment"]})
+        checks = preflight(
+            exchange,
+            Path(question["run"]).expanduser(),
+            needs,
+            {**os.environ, **question["environment"]},
+        )
         missing = [path for path in question["paths"] if not _is_there(path)]
         return {"checked": {"checks": [check.to_json() for check in checks], "missing": missing}}
 
@@ -79,7 +98,9 @@ class HostCheck:
 
     def _connect(self, question: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            with socket.create_connection((question["host"], question["port"]), CONNECT_SECONDS) as connection:
+            with socket.create_connection(
+                (question["host"], question["port"]), CONNECT_SECONDS
+            ) as connection:
                 connection.settimeout(CONNECT_SECONDS)
                 found = connection.recv(len(GREETING))
         except OSError as error:
@@ -112,7 +133,9 @@ def enter_folder(workdir: str) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
-        raise LaunchError(f"working directory {folder}: {error.strerror}. Make it there, or give --workdir.") from None
+        raise LaunchError(
+            f"working directory {folder}: {error.strerror}. Make it there, or give --workdir."
+        ) from None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -131,4 +154,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _is_there(path: str) -> bool:
     full = os.path.expanduser(path)
-    return os.path.exists(full) or (glob.has_magic(full) and next(glob.iglob(full, recursive=True), None) is not None)
+    return os.path.exists(full) or (
+        glob.has_magic(full) and next(glob.iglob(full, recursive=True), None) is not None
+    )

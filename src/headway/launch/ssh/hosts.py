@@ -49,7 +49,9 @@ def parse_hosts(text: str) -> list[Host]:
     """The hosts of `--hosts`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
-        raise ConfigError(f"--hosts is {text[:200]!r}; an entry is empty. Write HOST[,HOST...], each [USER@]HOST[:PORT].")
+        raise ConfigError(
+            f"--hosts is {text[:200]!r}; an entry is empty. Write HOST[,HOST...], each [USER@]HOST[:PORT]."
+        )
     hosts = [_parse_host(part, f"--hosts: {part[:100]!r}") for part in parts]
     return with_labels(hosts, "--hosts")
 
@@ -66,7 +68,9 @@ def _parse_host(text: str, where: str) -> Host:
         name, colon, after = rest.partition(":")
         port = after if colon else None
     if port is not None and not (port.isdecimal() and port.isascii() and 0 < int(port) < 65536):
-        raise ConfigError(f"{where}: the port is {port[:40]!r}; it must be 1 to 65535, as in user@host:2222.")
+        raise ConfigError(
+            f"{where}: the port is {port[:40]!r}; it must be 1 to 65535, as in user@host:2222."
+        )
     if port is not None and int(port) < FIRST_PORT:
         raise ConfigError(
             f"{where}: {port} is no port of ssh. Give ranks per host with --nproc, or in a --hostfile: `{name} slots={port}`."
@@ -76,9 +80,13 @@ def _parse_host(text: str, where: str) -> Host:
 
 def _checked(host: Host, where: str) -> Host:
     if not NAME.fullmatch(host.name):
-        raise ConfigError(f"{where}: {host.name[:100]!r} is no host name. Write [USER@]HOST[:PORT], e.g. gpu01 or me@10.0.0.2:2222.")
+        raise ConfigError(
+            f"{where}: {host.name[:100]!r} is no host name. Write [USER@]HOST[:PORT], e.g. gpu01 or me@10.0.0.2:2222."
+        )
     if host.user is not None and not USER.fullmatch(host.user):
-        raise ConfigError(f"{where}: {host.user[:100]!r} is no user name. Write [USER@]HOST[:PORT].")
+        raise ConfigError(
+            f"{where}: {host.user[:100]!r} is no user name. Write [USER@]HOST[:PORT]."
+        )
     return host
 
 
@@ -87,9 +95,13 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         text = read_bounded(path, LARGEST_FILE).decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"--hostfile {path}: cannot be read: {error.strerror or error}.") from None
+        raise ConfigError(
+            f"--hostfile {path}: cannot be read: {error.strerror or error}."
+        ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--hostfile {path}: is not UTF-8 text. Write one host on a line.") from None
+        raise ConfigError(
+            f"--hostfile {path}: is not UTF-8 text. Write one host on a line."
+        ) from None
     hosts: list[Host] = []
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -102,7 +114,9 @@ def read_hostfile(path: Path) -> list[Host]:
     if problems:
         raise ConfigError("\n".join(problems[:20]))
     if not hosts:
-        raise ConfigError(f"--hostfile {path}: names no host. Write one on a line, e.g. `gpu01 slots=8`.")
+        raise ConfigError(
+            f"--hostfile {path}: names no host. Write one on a line, e.g. `gpu01 slots=8`."
+        )
     return with_labels(_merged(hosts, path), f"--hostfile {path}")
 
 
@@ -116,14 +130,20 @@ def _parse_line(words: Sequence[str], where: str) -> Host:
         key, equals, value = word.partition("=")
         key = key.lower().replace("-", "_")
         if not equals or key not in ("slots", "max_slots", "port"):
-            raise ConfigError(f"{where}: {word[:80]!r} is not understood. Write HOST, HOST:N or HOST slots=N [port=P].")
+            raise ConfigError(
+                f"{where}: {word[:80]!r} is not understood. Write HOST, HOST:N or HOST slots=N [port=P]."
+            )
         if key in settings:
             raise ConfigError(f"{where}: {key} is given twice. Give it once.")
         settings[key] = _number(value, key, where)
     if settings.get("max_slots", settings.get("slots", 1)) < settings.get("slots", 1):
-        raise ConfigError(f"{where}: slots={settings['slots']} is more than max_slots={settings['max_slots']}.")
+        raise ConfigError(
+            f"{where}: slots={settings['slots']} is more than max_slots={settings['max_slots']}."
+        )
     slots = settings.get("slots", settings.get("max_slots"))
-    return _checked(Host(rest.strip("[]"), user if at else None, settings.get("port"), slots), where)
+    return _checked(
+        Host(rest.strip("[]"), user if at else None, settings.get("port"), slots), where
+    )
 
 
 def _number(text: str, key: str, where: str) -> int:
@@ -139,7 +159,9 @@ def _merged(hosts: Sequence[Host], path: Path) -> list[Host]:
     for host in hosts:
         key = (host.name, host.user, host.port)
         if counts[key] > 1 and host.slots is not None:
-            raise ConfigError(f"--hostfile {path}: {host.name} stands there {counts[key]} times and with a number of slots. Write it once.")
+            raise ConfigError(
+                f"--hostfile {path}: {host.name} stands there {counts[key]} times and with a number of slots. Write it once."
+            )
         merged.setdefault(key, replace(host, slots=counts[key] if counts[key] > 1 else host.slots))
     return list(merged.values())
 
@@ -148,11 +170,15 @@ def with_labels(hosts: Sequence[Host], where: str) -> list[Host]:
     """The hosts with distinct labels; one that is named twice is refused."""
     keys = Counter((host.name, host.user, host.port) for host in hosts)
     if twice := [name for (name, _, _), count in keys.items() if count > 1]:
-        raise ConfigError(f"{where}: {twice[0]} is named twice. Name each host once; --nproc says how many ranks it gets.")
+        raise ConfigError(
+            f"{where}: {twice[0]} is named twice. Name each host once; --nproc says how many ranks it gets."
+        )
     names = Counter(host.name for host in hosts)
     labelled: list[Host] = []
     for host in hosts:
         user = f"{host.user}@" if host.user is not None else ""
         port = f":{host.port}" if host.port is not None else ""
-        labelled.append(replace(host, label=host.name if names[host.name] == 1 else f"{user}{host.name}{port}"))
+        labelled.append(
+            replace(host, label=host.name if names[host.name] == 1 else f"{user}{host.name}{port}")
+        )
     return labelled

@@ -45,7 +45,12 @@ class RankAgent:
         receive: Callable[[float], dict[str, Any] | None],
         silent_seconds: float,
     ) -> None:
-        self.start, self.send, self.receive, self.silent_seconds = start, send, receive, silent_seconds
+        self.start, self.send, self.receive, self.silent_seconds = (
+            start,
+            send,
+            receive,
+            silent_seconds,
+        )
         self.node: int = start["node"]
         self.child: subprocess.Popen[bytes] | None = None
         self.kill_at: float | None = None
@@ -60,16 +65,33 @@ class RankAgent:
         end_earlier(record)
         recipe = self.run_dir / RECIPE
         write_atomic(recipe, self.start["recipe"])
-        command = headway_command(["train", str(recipe), *self.start["arguments"], *self._node_options()])
-        environment = {**os.environ, **self.start["environment"], SUPERVISOR: self.start["job"], RESTARTS: str(self.start["restarts"])}
+        command = headway_command(
+            ["train", str(recipe), *self.start["arguments"], *self._node_options()]
+        )
+        environment = {
+            **os.environ,
+            **self.start["environment"],
+            SUPERVISOR: self.start["job"],
+            RESTARTS: str(self.start["restarts"]),
+        }
         stale = read_beats(self.run_dir)
         self.child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, process_group=0
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            process_group=0,
         )
         try:
             write_atomic(record, json.dumps({**asdict(this_process()), "child": self.child.pid}))
             assert self.child.stdout is not None
-            reader = threading.Thread(target=self._copy_output, args=(self.child.stdout,), name="headway-copy", daemon=True)
+            reader = threading.Thread(
+                target=self._copy_output,
+                args=(self.child.stdout,),
+                name="headway-copy",
+                daemon=True,
+            )
             reader.start()
             self._watch(HangDetector(self.start["hang_seconds"], stale))
             reader.join(5.0)
@@ -84,7 +106,14 @@ class RankAgent:
         words = [] if self.start["ranks"] is None else ["--nproc", str(self.start["ranks"])]
         if self.start["size"] > 1:
             host, port = self.start["master"]
-            words += ["--nnodes", str(self.start["size"]), "--node-rank", str(self.node), "--master", f"{host}:{port}"]
+            words += [
+                "--nnodes",
+                str(self.start["size"]),
+                "--node-rank",
+                str(self.node),
+                "--master",
+                f"{host}:{port}",
+            ]
         return words
 
     def _copy_output(self, stream: IO[bytes]) -> None:
@@ -118,7 +147,12 @@ class RankAgent:
             if now > report_at:
                 report_at = now + REPORT_SECONDS
                 beats = read_beats(self.run_dir)
-                self.send({"step": max((steps_saved(self.run_dir), *(beat.step for beat in beats))), "saved": steps_saved(self.run_dir)})
+                self.send(
+                    {
+                        "step": max((steps_saved(self.run_dir), *(beat.step for beat in beats))),
+                        "saved": steps_saved(self.run_dir),
+                    }
+                )
                 if hung := detector.hung(beats):
                     self._end_hung(hung)
 
@@ -189,4 +223,8 @@ def _is_train(pid: int) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"headway" in words and b"train" in words and any(word.endswith(RECIPE.encode()) for word in words)
+    return (
+        b"headway" in words
+        and b"train" in words
+        and any(word.endswith(RECIPE.encode()) for word in words)
+    )

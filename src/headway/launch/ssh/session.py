@@ -78,7 +78,9 @@ class SshSession:
         """Run the ranks on all hosts to their end; returns the exit code."""
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        self.connections = [Connection(node, host, self.ssh, self.messages) for node, host in enumerate(self.hosts)]
+        self.connections = [
+            Connection(node, host, self.ssh, self.messages) for node, host in enumerate(self.hosts)
+        ]
         self.heard_at = dict.fromkeys(range(len(self.hosts)), time.monotonic())
         try:
             if self._greet():
@@ -126,7 +128,9 @@ class SshSession:
             "recipe": self.recipe_file.read_text(encoding="utf-8"),
             "arguments": list(self.handle.arguments[1:]),
             "master": [options["master"][0], self.port],
-            "environment": {name: self.environment[name] for name in options["env"] if name in self.environment},
+            "environment": {
+                name: self.environment[name] for name in options["env"] if name in self.environment
+            },
             "job": self.environment.get(SUPERVISOR, "ssh"),
             "restarts": int(self.environment.get(RESTARTS, "0")),
             "hang_seconds": self.recipe.supervise.hang_seconds,
@@ -145,7 +149,11 @@ class SshSession:
             self._take_message()
             self._pass_signals()
             for node, heard_at in self.heard_at.items():
-                if node not in self.codes and node not in self.lost and time.monotonic() - heard_at > SILENT_SECONDS:
+                if (
+                    node not in self.codes
+                    and node not in self.lost
+                    and time.monotonic() - heard_at > SILENT_SECONDS
+                ):
                     self._lose(node, f"its agent is silent for {SILENT_SECONDS:.0f} s")
             if self.end_at is not None and time.monotonic() > self.end_at:
                 if self.is_killed:
@@ -163,7 +171,12 @@ class SshSession:
         self.heard_at[node] = time.monotonic()
         if message.closed is not None:
             if node not in self.codes and node not in self.lost:
-                self._lose(node, explain_end(message.closed, list(self.connections[node].errors), self.ssh.python))
+                self._lose(
+                    node,
+                    explain_end(
+                        message.closed, list(self.connections[node].errors), self.ssh.python
+                    ),
+                )
         elif "log" in content:
             say(label, str(content["log"]))
         elif "error" in content:
@@ -174,7 +187,9 @@ class SshSession:
             self.port = int(content["port"])
         elif "refused" in content:
             say(label, f"error: {content['refused']}")
-            is_restart = self.environment.get(RESTARTS, "0") != "0"  # it worked before: a folder that is not mounted yet may come back
+            is_restart = (
+                self.environment.get(RESTARTS, "0") != "0"
+            )  # it worked before: a folder that is not mounted yet may come back
             self._ended(node, LOST if is_restart else USERS_MISTAKE)
         elif "hung" in content:
             say(label, f"no progress: {content['hung']}")
@@ -221,7 +236,11 @@ class SshSession:
 
     def _outcome(self) -> int:
         """The exit code of all hosts together: that of the first one that failed."""
-        if self.received and (self.is_killed or not self.codes or any(code - 128 in STOP_SIGNALS for code in self.codes.values())):
+        if self.received and (
+            self.is_killed
+            or not self.codes
+            or any(code - 128 in STOP_SIGNALS for code in self.codes.values())
+        ):
             return 128 + self.received[0]
         if self.lost:
             return LOST
@@ -236,7 +255,10 @@ class SshSession:
     def _write_progress(self) -> None:
         if (now := (self.step, self.saved)) != self.written:
             with suppress(HeadwayError):
-                write_atomic(self.handle.run_dir / PROGRESS, json.dumps({"step": self.step, "saved": self.saved}))
+                write_atomic(
+                    self.handle.run_dir / PROGRESS,
+                    json.dumps({"step": self.step, "saved": self.saved}),
+                )
                 self.written = now
 
 

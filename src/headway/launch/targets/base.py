@@ -52,7 +52,9 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.resume == "never":
-            raise ConfigError("--resume is 'never'; a launched job is resumed after every failure. Choose another run.name to start again.")
+            raise ConfigError(
+                "--resume is 'never'; a launched job is resumed after every failure. Choose another run.name to start again."
+            )
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise LaunchError(f"--nproc is {self.ranks_per_node}; it must be at least 1.")
 
@@ -121,7 +123,9 @@ def open_target(kind: str) -> Target:
     """The target of a kind."""
     build = getattr(kind_module(PACKAGE, kind), "build", None)
     if not callable(build):
-        raise ConfigError(f"{kind} has no function build() -> Target; a launch target's module needs one.")
+        raise ConfigError(
+            f"{kind} has no function build() -> Target; a launch target's module needs one."
+        )
     return cast(Target, build())
 
 
@@ -135,7 +139,9 @@ def read_handle(run_dir: Path) -> JobHandle:
     """The handle in a run folder; refused in one line if there is none."""
     path = run_dir / FILE
     if not path.is_file():
-        raise ConfigError(f"{run_dir} has no {FILE}, so `headway launch` did not start it. Give the folder of a run that it started.")
+        raise ConfigError(
+            f"{run_dir} has no {FILE}, so `headway launch` did not start it. Give the folder of a run that it started."
+        )
     given = read_object(path, ConfigError)
     try:
         return JobHandle(
@@ -143,7 +149,9 @@ def read_handle(run_dir: Path) -> JobHandle:
             tuple(map(str, given["hosts"])), dict(given["options"]), float(given["submitted_at"]),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as problem:
-        raise ConfigError(f"{path} is damaged ({type(problem).__name__}: {problem}). Restore it, or launch the run again.") from None
+        raise ConfigError(
+            f"{path} is damaged ({type(problem).__name__}: {problem}). Restore it, or launch the run again."
+        ) from None
 
 
 def _text(given: Mapping[str, Any]) -> dict[str, str]:

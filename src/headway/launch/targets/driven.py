@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from headway.errors import LaunchError
-from headway.launch.targets.base import FINAL, JobHandle, JobStatus, State, newest_step, write_handle
+from headway.launch.targets.base import (
+    FINAL,
+    JobHandle,
+    JobStatus,
+    State,
+    newest_step,
+    write_handle,
+)
 from headway.runtime.json_file import load_json
 from headway.runtime.process import boot_id, process_start
 from headway.runtime.run_lock import refuse_live
@@ -76,7 +83,11 @@ def read_state(run_dir: Path) -> tuple[DriverState, float] | None:
     try:
         given: Any = load_json(path)
         state = DriverState(**given)
-        if not (isinstance(state.pid, int) and isinstance(state.attempt, int) and isinstance(state.state, str)):
+        if not (
+            isinstance(state.pid, int)
+            and isinstance(state.attempt, int)
+            and isinstance(state.state, str)
+        ):
             return None
         return state, path.stat().st_mtime
     except (OSError, ValueError, TypeError):
@@ -103,7 +114,11 @@ def recipe_words(arguments: Sequence[str]) -> list[str]:
 def refuse_running(run_dir: Path) -> None:
     """Refuse a run folder in which a job runs."""
     refuse_live(run_dir)
-    if (found := read_state(run_dir)) is not None and found[0].state not in FINAL and found[0].is_alive(found[1]):
+    if (
+        (found := read_state(run_dir)) is not None
+        and found[0].state not in FINAL
+        and found[0].is_alive(found[1])
+    ):
         raise LaunchError(
             f"{run_dir} is running already: process {found[0].pid} on {found[0].host} drives it. "
             f"Stop it with `headway launch cancel {run_dir}`, or choose another run.name."
@@ -119,12 +134,19 @@ def start_driver(handle: JobHandle, environment: Mapping[str, str]) -> None:
     for one in (STATE, CANCEL):
         (run_dir / one).unlink(missing_ok=True)
     if (run_dir / LOG).exists():
-        (run_dir / LOG).rename(run_dir / LOG.with_name(f"launch-{time.time_ns()}.log"))  # of an earlier job
+        (run_dir / LOG).rename(
+            run_dir / LOG.with_name(f"launch-{time.time_ns()}.log")
+        )  # of an earlier job
     write_handle(handle)
     command = [sys.executable, "-P", "-m", DRIVER, str(run_dir)]
     with (run_dir / LOG).open("ab") as output:
         driver = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(environment), start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
         )
     threading.Thread(target=driver.wait, name="headway-reap", daemon=True).start()
     deadline = time.monotonic() + START_SECONDS
@@ -132,7 +154,9 @@ def start_driver(handle: JobHandle, environment: Mapping[str, str]) -> None:
         if driver.poll() is not None or time.monotonic() > deadline:
             driver.kill()
             last = next(iter(tail(run_dir / LOG, 1)), "no output")
-            raise LaunchError(f"the process that drives the job did not start: {last}. See {run_dir / LOG}.")
+            raise LaunchError(
+                f"the process that drives the job did not start: {last}. See {run_dir / LOG}."
+            )
         time.sleep(POLL_SECONDS)
 
 
@@ -154,7 +178,11 @@ class DrivenTarget:
         """From the driver's file and the heartbeats in the run folder."""
         found = read_state(handle.run_dir)
         if found is None:
-            return JobStatus("unknown", hosts=handle.hosts, message=f"{handle.run_dir / STATE} is missing or damaged")
+            return JobStatus(
+                "unknown",
+                hosts=handle.hosts,
+                message=f"{handle.run_dir / STATE} is missing or damaged",
+            )
         now, changed = found
         known = [step for step in (newest_step(handle.run_dir), now.step) if step is not None]
         state, message = now.state, now.message
@@ -163,7 +191,9 @@ class DrivenTarget:
             message = f"the process that drives the job ({now.pid} on {now.host}) is gone; launch the run again to resume it"
         elif state == "running" and cancel_level(handle.run_dir):
             state = "stopping"
-        return JobStatus(state, now.attempt, handle.hosts, now.exit_code, max(known, default=None), message)
+        return JobStatus(
+            state, now.attempt, handle.hosts, now.exit_code, max(known, default=None), message
+        )
 
     def logs(self, handle: JobHandle, *, lines: int, follow: bool) -> Iterator[str]:
         """From launch.log."""
@@ -178,7 +208,10 @@ class DrivenTarget:
             file.seek(at)
             rest = b""
             while True:
-                is_over = self.status(handle).state in (*FINAL, "unknown")  # before the read: what was written until the end is read
+                is_over = self.status(handle).state in (
+                    *FINAL,
+                    "unknown",
+                )  # before the read: what was written until the end is read
                 *whole, rest = (rest + _read_all(file)).split(b"\n")
                 yield from (line.decode(errors="replace") for line in whole)
                 if is_over:
@@ -191,8 +224,13 @@ class DrivenTarget:
         """Leave a request for the driver; the second one kills."""
         status = self.status(handle)
         if status.state not in ("queued", "running", "stopping"):
-            raise LaunchError(f"{handle.run_dir}: the job is {status.state}, so there is nothing to cancel. {status.message}".rstrip())
-        write_atomic(handle.run_dir / CANCEL, json.dumps({"level": min(KILL, cancel_level(handle.run_dir) + 1)}) + "\n")
+            raise LaunchError(
+                f"{handle.run_dir}: the job is {status.state}, so there is nothing to cancel. {status.message}".rstrip()
+            )
+        write_atomic(
+            handle.run_dir / CANCEL,
+            json.dumps({"level": min(KILL, cancel_level(handle.run_dir) + 1)}) + "\n",
+        )
 
 
 def tail(path: Path, lines: int, end: int | None = None) -> list[str]:

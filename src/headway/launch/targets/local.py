@@ -17,9 +17,13 @@ class LocalTarget(DrivenTarget):
     def submit(self, job: Job) -> JobHandle:
         """Start the driver."""
         if job.num_nodes != 1:
-            raise LaunchError(f"the local target has one node, not {job.num_nodes}. Use `headway launch ssh` or `slurm` for several.")
+            raise LaunchError(
+                f"the local target has one node, not {job.num_nodes}. Use `headway launch ssh` or `slurm` for several."
+            )
         if job.setup:
-            raise LaunchError("setup lines were given; the local target starts no shell. Leave them out.")
+            raise LaunchError(
+                "setup lines were given; the local target starts no shell. Leave them out."
+            )
         ranks = [] if job.ranks_per_node is None else ["--nproc", str(job.ranks_per_node)]
         run_dir = Path(os.path.abspath(job.run_dir))
         handle = JobHandle("local", run_dir, (*job.train_arguments, *ranks), hosts=("localhost",))

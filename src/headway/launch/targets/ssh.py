@@ -51,11 +51,21 @@ class SshPlan:
 
 def plan_ssh(settings: SshConfig, hosts: Sequence[Host] | None = None) -> SshPlan:
     """The plan that the settings describe; `hosts` (from --hosts or --hostfile) win over those of the recipe."""
-    found = list(hosts) if hosts is not None else parse_hosts(",".join(settings.hosts)) if settings.hosts else []
+    found = (
+        list(hosts)
+        if hosts is not None
+        else parse_hosts(",".join(settings.hosts))
+        if settings.hosts
+        else []
+    )
     if not found:
-        raise ConfigError("no hosts are given. Use --hosts a,b or --hostfile FILE, or set launch.ssh.hosts in the recipe.")
+        raise ConfigError(
+            "no hosts are given. Use --hosts a,b or --hostfile FILE, or set launch.ssh.hosts in the recipe."
+        )
     if len(found) > MAX_HOSTS:
-        raise ConfigError(f"{len(found)} hosts are given; at most {MAX_HOSTS} are supported over ssh. Use a scheduler, e.g. SLURM.")
+        raise ConfigError(
+            f"{len(found)} hosts are given; at most {MAX_HOSTS} are supported over ssh. Use a scheduler, e.g. SLURM."
+        )
     if settings.config is not None and not Path(settings.config).expanduser().is_file():
         raise ConfigError(f"--ssh-config is {settings.config!r}; there is no such file.")
     config = None if settings.config is None else str(Path(settings.config).expanduser().absolute())
@@ -97,13 +107,33 @@ class SshTarget(DrivenTarget):
         """Check all hosts; one line for each that fails."""
         plan = self._planned()
         if job.setup:
-            raise LaunchError("setup lines were given; the ssh target starts no shell. Use the environment of --python.")
+            raise LaunchError(
+                "setup lines were given; the ssh target starts no shell. Use the environment of --python."
+            )
         recipe = load(Recipe, job.recipe, list(job.overrides))
-        uses_gpus = False if recipe.device == "cpu" or job.gpus == "none" else True if recipe.device == "cuda" else None
+        uses_gpus = (
+            False
+            if recipe.device == "cpu" or job.gpus == "none"
+            else True
+            if recipe.device == "cuda"
+            else None
+        )
         ranks = tuple(job.ranks_per_node or host.slots for host in plan.hosts)
         paths = tuple(needed_paths(job, recipe))
-        leaves_ranks = job.gpus not in (None, "none")  # `headway train --gpus` starts one per chosen GPU
-        need = HostsNeed(plan.workdir, str(job.run_dir), plan.master, paths, ranks, uses_gpus, not leaves_ranks, job.environment)
+        leaves_ranks = job.gpus not in (
+            None,
+            "none",
+        )  # `headway train --gpus` starts one per chosen GPU
+        need = HostsNeed(
+            plan.workdir,
+            str(job.run_dir),
+            plan.master,
+            paths,
+            ranks,
+            uses_gpus,
+            not leaves_ranks,
+            job.environment,
+        )
         return check_hosts(plan.hosts, plan.ssh, need)
 
     def handle(self, job: Job, found: HostsFound) -> JobHandle:
@@ -116,7 +146,13 @@ class SshTarget(DrivenTarget):
             "env": sorted(job.environment),
         }  # fmt: skip
         arguments = (str(run_dir / RECIPE), *job.train_arguments[1:])
-        return JobHandle("ssh", run_dir, arguments, hosts=tuple(host.label for host in plan.hosts), options=options)
+        return JobHandle(
+            "ssh",
+            run_dir,
+            arguments,
+            hosts=tuple(host.label for host in plan.hosts),
+            options=options,
+        )
 
     def command(self, handle: JobHandle) -> list[str]:
         """What the driver supervises."""
@@ -133,7 +169,9 @@ class SshTarget(DrivenTarget):
 
     def _planned(self) -> SshPlan:
         if self.plan is None:
-            raise LaunchError("the ssh target was opened without hosts. Use `headway launch ssh`, or SshTarget(plan_ssh(...)).")
+            raise LaunchError(
+                "the ssh target was opened without hosts. Use `headway launch ssh`, or SshTarget(plan_ssh(...))."
+            )
         return self.plan
 
 
@@ -143,7 +181,10 @@ def describe_commands(handle: JobHandle, plan: SshPlan) -> list[str]:
 
     from headway.launch.ssh.connection import AGENT
 
-    return [shlex.join(ssh_words(host, plan.ssh, [plan.ssh.python, "-P", "-m", AGENT])) for host in plan.hosts]
+    return [
+        shlex.join(ssh_words(host, plan.ssh, [plan.ssh.python, "-P", "-m", AGENT]))
+        for host in plan.hosts
+    ]
 
 
 def progress(run_dir: Path, key: str) -> int:
@@ -163,7 +204,9 @@ def needed_paths(job: Job, recipe: Recipe) -> list[str]:
         if code.module is not None and is_file_name(code.module):
             found.append(code.module)
     inside = f"{job.run_dir}{os.sep}"  # what an earlier stage of the run writes
-    return [path for path in dict.fromkeys(found) if "://" not in path and not path.startswith(inside)]
+    return [
+        path for path in dict.fromkeys(found) if "://" not in path and not path.startswith(inside)
+    ]
 
 
 def _paths_of(recipe: Recipe) -> Iterator[str]:
@@ -173,7 +216,9 @@ def _paths_of(recipe: Recipe) -> Iterator[str]:
     if isinstance(sets, str):
         yield from _local(sets)
     elif sets is not None:
-        yield from (path for sources in sets.values() for source in sources for path in _local(source.path))
+        yield from (
+            path for sources in sets.values() for source in sources for path in _local(source.path)
+        )
     for given in (recipe.tokenizer, recipe.init.source, recipe.init.adapter, recipe.init.masks):
         if given is not None:
             yield from _local(str(given))

@@ -23,7 +23,9 @@ PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 class AdapterConfig(Section):
     """A low-rank update of chosen linears: W x becomes W x + alpha / rank * B A x, and only A and B train."""
 
-    kind: Literal["lora", "dora"] = setting("lora", "lora: W + s B A. dora: also rescales its rows to trained magnitudes.")
+    kind: Literal["lora", "dora"] = setting(
+        "lora", "lora: W + s B A. dora: also rescales its rows to trained magnitudes."
+    )
     rank: int = setting(16, "Rows of A and columns of B.", gt=0, le=65_536)
     alpha: float = setting(32.0, "The update is multiplied by alpha / rank.", gt=0)
     rslora: bool = setting(False, "Multiply by alpha / sqrt(rank) instead.")
@@ -35,7 +37,8 @@ class AdapterConfig(Section):
         min_length=1,
     )
     base: PackedForm | None = setting(
-        None, "How the frozen linears of the layers are stored: nf4 (4 bits, as QLoRA) or int8; null = in the compute precision."
+        None,
+        "How the frozen linears of the layers are stored: nf4 (4 bits, as QLoRA) or int8; null = in the compute precision.",
     )
 
     @property
@@ -53,9 +56,13 @@ class AdapterConfig(Section):
         paths, experts = linears(model), expert_linears(model)
         wanted: set[str] = set()
         for target in self.targets:
-            found = {path for path in paths if _matches(target, path)} | {path for path in experts if _matches_experts(target, path)}
+            found = {path for path in paths if _matches(target, path)} | {
+                path for path in experts if _matches_experts(target, path)
+            }
             if not found:
-                raise ConfigError(f"adapter.targets holds {target!r}, which matches no linear{_why(target, model, paths)}")
+                raise ConfigError(
+                    f"adapter.targets holds {target!r}, which matches no linear{_why(target, model, paths)}"
+                )
             wanted |= found
         if self.dropout and HEAD_MODULE in wanted:
             raise ConfigError(
@@ -63,8 +70,14 @@ class AdapterConfig(Section):
                 f"Set dropout to 0, or remove {HEAD_MODULE}."
             )
         if not wanted.isdisjoint(experts) and (self.kind != "lora" or self.dropout):
-            given = f"adapter.dropout is {self.dropout}" if self.kind == "lora" else f"adapter.kind is {self.kind}"
-            raise ConfigError(f"{given} and adapter.targets holds experts, which take lora without dropout. Set kind lora and dropout 0.")
+            given = (
+                f"adapter.dropout is {self.dropout}"
+                if self.kind == "lora"
+                else f"adapter.kind is {self.kind}"
+            )
+            raise ConfigError(
+                f"{given} and adapter.targets holds experts, which take lora without dropout. Set kind lora and dropout 0."
+            )
         return [path for path in [*paths, *experts] if path in wanted]
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -82,7 +95,11 @@ class AdapterConfig(Section):
         """The weights that are stored quantised, by their plain names: those of all linears and experts of the layers, adapted or not."""
         if self.base is None:
             return {}
-        found = {f"{path}.weight": PackedLayout(self.base, *shape) for path, shape in linears(model).items() if path != HEAD_MODULE}
+        found = {
+            f"{path}.weight": PackedLayout(self.base, *shape)
+            for path, shape in linears(model).items()
+            if path != HEAD_MODULE
+        }
         for path, (experts, outputs, inputs) in expert_linears(model).items():
             found[f"{path}.weight"] = PackedLayout(self.base, experts * outputs, inputs, experts)
         return found
@@ -93,7 +110,11 @@ class AdapterConfig(Section):
         found: dict[str, tuple[int, ...]] = {}
         for spec in param_specs(model):
             layout = layouts.get(spec.name)
-            found |= {spec.name: spec.shape} if layout is None else {packed_name(spec.name, layout.form): (layout.nbytes,)}
+            found |= (
+                {spec.name: spec.shape}
+                if layout is None
+                else {packed_name(spec.name, layout.form): (layout.nbytes,)}
+            )
         return found | self.shapes(model)
 
     def same_form(self, other: AdapterConfig, model: ModelConfig) -> bool:
@@ -108,9 +129,15 @@ def linears(model: ModelConfig) -> dict[str, tuple[int, int]]:
         from headway.model.stock.facts import facts_of  # a class of transformers names its own
 
         return facts_of(model).linears
-    matrices = [spec for spec in param_specs(model) if len(spec.shape) == 2 and spec.name.endswith(".weight")]
+    matrices = [
+        spec
+        for spec in param_specs(model)
+        if len(spec.shape) == 2 and spec.name.endswith(".weight")
+    ]
     found = {
-        spec.name: spec.shape for spec in matrices if spec.split in ("column", "row") or ".self_attn." in spec.name or spec.name == HEAD
+        spec.name: spec.shape
+        for spec in matrices
+        if spec.split in ("column", "row") or ".self_attn." in spec.name or spec.name == HEAD
     }
     return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in found.items()}
 
@@ -120,7 +147,10 @@ def expert_linears(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
     if model.experts is None or model.hf_config is not None:
         return {}
     matrices = [spec for spec in param_specs(model) if len(spec.shape) == STACKED]
-    return {spec.name.removesuffix(".weight"): (spec.shape[0], spec.shape[1], spec.shape[2]) for spec in matrices}
+    return {
+        spec.name.removesuffix(".weight"): (spec.shape[0], spec.shape[1], spec.shape[2])
+        for spec in matrices
+    }
 
 
 def _matches(target: str, path: str) -> bool:
@@ -133,13 +163,17 @@ def _matches_experts(target: str, path: str) -> bool:
     """Experts are adapted where a target says so: `all` and names of linears mean the linears that every token passes."""
     if target == EXPERTS_TARGET:
         return True
-    return EXPERTS_TARGET in target and (path.endswith(f".{target}") or target == path or fnmatchcase(path, target))
+    return EXPERTS_TARGET in target and (
+        path.endswith(f".{target}") or target == path or fnmatchcase(path, target)
+    )
 
 
 def _why(target: str, model: ModelConfig, paths: dict[str, tuple[int, int]]) -> str:
     if target == HEAD_MODULE and model.tie_embeddings:
         return ": the head is the embedding (model.tie_embeddings). Remove it."
-    if any(fnmatchcase(path, target) or path.endswith(f".{target}") for path in expert_linears(model)):
+    if any(
+        fnmatchcase(path, target) or path.endswith(f".{target}") for path in expert_linears(model)
+    ):
         return f", only experts. Use {EXPERTS_TARGET} (all three matrices) or {EXPERTS_TARGET}.{target.rsplit('.', 1)[-1].strip('*')}."
     leaves = list(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
     near = difflib.get_close_matches(target, [*leaves, *paths], n=2)

@@ -32,12 +32,16 @@ class AdaptedExpertLinear(ExpertLinear):
         values = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.weight.device)
         del self.weight
         self.layout = layout
-        self.register_parameter(packed_name("weight", layout.form), nn.Parameter(values, requires_grad=False))
+        self.register_parameter(
+            packed_name("weight", layout.form), nn.Parameter(values, requires_grad=False)
+        )
 
     def matrix(self) -> ExpertMatrix:
         """What products need of it."""
         layout, packed = self.layout, None
-        weight = self.weight if layout is None else getattr(self, packed_name("weight", layout.form))
+        weight = (
+            self.weight if layout is None else getattr(self, packed_name("weight", layout.form))
+        )
         if layout is not None:
             packed = (layout.form, layout.outputs, layout.inputs)
         a, b = (None if one is None else one.weight for one in (self.lora_A, self.lora_B))

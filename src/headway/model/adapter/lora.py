@@ -21,7 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.kernels.packed_layout import PackedForm, PackedLayout, form_of, packed_name, plain_name
-from headway.kernels.packed_weight import packed_linear, packed_linear_updated, packed_matrix, unpack
+from headway.kernels.packed_weight import (
+    packed_linear,
+    packed_linear_updated,
+    packed_matrix,
+    unpack,
+)
 from headway.model.adapter.config import PARTS, AdapterConfig
 from headway.model.adapter.experts import AdaptedExpertLinear
 from headway.model.moe import ExpertLinear
@@ -57,7 +62,9 @@ class AdaptedLinear(nn.Linear):
         bias = self.bias if self.adds_bias else None
         if self.lora_magnitude_vector is None and self.layout is not None:
             packed, low = packed_parameter(self, self.layout), self.lora_A(dropped)
-            y = packed_linear_updated(x, packed, self.layout, low, self.lora_B.weight, self.scale, once=self.once)
+            y = packed_linear_updated(
+                x, packed, self.layout, low, self.lora_B.weight, self.scale, once=self.once
+            )
             return y if bias is None else y + bias
         update = self.lora_B(self.lora_A(dropped)) * self.scale
         if self.lora_magnitude_vector is None:
@@ -77,15 +84,27 @@ class AdaptedLinear(nn.Linear):
     def effective(self) -> Tensor:
         """[O,I]: the equal plain matrix, differentiable, without dropout; of a linear whose weight is a plain matrix."""
         whole = self.weight + self.scale * (self.lora_B.weight @ self.lora_A.weight)
-        return whole if self.lora_magnitude_vector is None else self._ratio(whole.dtype)[:, None] * whole
+        return (
+            whole
+            if self.lora_magnitude_vector is None
+            else self._ratio(whole.dtype)[:, None] * whole
+        )
 
     def _ratio(self, dtype: torch.dtype) -> Tensor:
         magnitude = self.lora_magnitude_vector
         assert isinstance(magnitude, Tensor)
         with torch.no_grad():
             layout = self.layout
-            weight = self.weight if layout is None else packed_matrix(packed_parameter(self, layout), layout, dtype)
-            length = torch.linalg.vector_norm(weight + self.scale * (self.lora_B.weight @ self.lora_A.weight), dim=1, dtype=torch.float32)
+            weight = (
+                self.weight
+                if layout is None
+                else packed_matrix(packed_parameter(self, layout), layout, dtype)
+            )
+            length = torch.linalg.vector_norm(
+                weight + self.scale * (self.lora_B.weight @ self.lora_A.weight),
+                dim=1,
+                dtype=torch.float32,
+            )
             if self.over_inputs is not None:
                 length = self.over_inputs(length.square()).sqrt()
         return (magnitude.float() / length).to(dtype)
@@ -100,7 +119,13 @@ def adapt(model: nn.Module, config: AdapterConfig, modules: list[str]) -> None:
             setattr(owner, leaf, AdaptedExpertLinear(old, config))
             continue
         assert isinstance(old, nn.Linear)
-        setattr(owner, leaf, AdaptedLinear(old.in_features, old.out_features, bias=old.bias is not None, config=config))
+        setattr(
+            owner,
+            leaf,
+            AdaptedLinear(
+                old.in_features, old.out_features, bias=old.bias is not None, config=config
+            ),
+        )
 
 
 class PackedLinear(nn.Linear):
@@ -112,7 +137,9 @@ class PackedLinear(nn.Linear):
         self.once = False
 
     def forward(self, input: Tensor) -> Tensor:
-        return packed_linear(input, packed_parameter(self, self.layout), self.layout, self.bias, once=self.once)
+        return packed_linear(
+            input, packed_parameter(self, self.layout), self.layout, self.bias, once=self.once
+        )
 
 
 def compute_once(linear: nn.Module) -> None:
@@ -120,7 +147,9 @@ def compute_once(linear: nn.Module) -> None:
 
     The caller knows that the result is only added to something; DoRA needs it itself.
     """
-    if isinstance(linear, PackedLinear) or (isinstance(linear, AdaptedLinear) and linear.lora_magnitude_vector is None):
+    if isinstance(linear, PackedLinear) or (
+        isinstance(linear, AdaptedLinear) and linear.lora_magnitude_vector is None
+    ):
         linear.once = True
 
 
@@ -129,7 +158,9 @@ def store_packed(linear: nn.Linear, form: PackedForm) -> PackedLayout:
     layout = PackedLayout(form, linear.out_features, linear.in_features)
     values = torch.empty(layout.nbytes, dtype=torch.uint8, device=linear.weight.device)
     del linear.weight
-    linear.register_parameter(packed_name("weight", form), nn.Parameter(values, requires_grad=False))
+    linear.register_parameter(
+        packed_name("weight", form), nn.Parameter(values, requires_grad=False)
+    )
     return layout
 
 
@@ -145,7 +176,9 @@ def pack_linears(model: nn.Module, layouts: Mapping[str, PackedLayout]) -> None:
         owner = model.get_submodule(above)
         old = owner.get_submodule(leaf)
         if isinstance(old, ExpertLinear):
-            experts = old if isinstance(old, AdaptedExpertLinear) else AdaptedExpertLinear(old, None)
+            experts = (
+                old if isinstance(old, AdaptedExpertLinear) else AdaptedExpertLinear(old, None)
+            )
             setattr(owner, leaf, experts)
             experts.store_packed(layout)
             continue
@@ -153,7 +186,13 @@ def pack_linears(model: nn.Module, layouts: Mapping[str, PackedLayout]) -> None:
         if isinstance(old, AdaptedLinear):
             old.layout = store_packed(old, layout.form)
         else:
-            setattr(owner, leaf, PackedLinear(old.in_features, old.out_features, bias=old.bias is not None, form=layout.form))
+            setattr(
+                owner,
+                leaf,
+                PackedLinear(
+                    old.in_features, old.out_features, bias=old.bias is not None, form=layout.form
+                ),
+            )
 
 
 def with_updates(
@@ -178,14 +217,23 @@ def with_updates(
             layout = None if layouts is None or form_of(name) is None else layouts[plain]
             for part in config.parts:
                 here = f"{path}.{part}"
-                yield here, given[here] if here in given else _initial(here, part, _matrix(value, part, layout), config, seed)
+                yield (
+                    here,
+                    given[here]
+                    if here in given
+                    else _initial(here, part, _matrix(value, part, layout), config, seed),
+                )
 
 
 def _matrix(value: Tensor, part: str, layout: PackedLayout | None) -> Tensor:
     """A base weight, from which a part of its update is made; A and B need nothing but its shape."""
     if layout is None:
         return value
-    return unpack(value, layout, torch.float32) if part == MAGNITUDE else torch.empty(layout.shape, device="meta")
+    return (
+        unpack(value, layout, torch.float32)
+        if part == MAGNITUDE
+        else torch.empty(layout.shape, device="meta")
+    )
 
 
 def _initial(name: str, part: str, weight: Tensor, config: AdapterConfig, seed: int) -> Tensor:
@@ -194,7 +242,9 @@ def _initial(name: str, part: str, weight: Tensor, config: AdapterConfig, seed: 
     if part == A:
         generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", name))
         bound = inputs**-0.5
-        return torch.empty(*experts, config.rank, inputs, device="cpu").uniform_(-bound, bound, generator=generator)
+        return torch.empty(*experts, config.rank, inputs, device="cpu").uniform_(
+            -bound, bound, generator=generator
+        )
     if part == B:
         return torch.zeros(*experts, outputs, config.rank, device="cpu")
     return torch.linalg.vector_norm(weight.float(), dim=1)
@@ -202,13 +252,22 @@ def _initial(name: str, part: str, weight: Tensor, config: AdapterConfig, seed: 
 
 def merged_weight(weight: Tensor, parts: Mapping[str, Tensor], config: AdapterConfig) -> Tensor:
     """The matrix equal to a linear with its update, in fp32."""
-    whole = weight.float() + config.scale * (parts[B].float().to(weight.device) @ parts[A].float().to(weight.device))
+    whole = weight.float() + config.scale * (
+        parts[B].float().to(weight.device) @ parts[A].float().to(weight.device)
+    )
     if config.kind == "lora":
         return whole
-    return whole * (parts[MAGNITUDE].float().to(weight.device) / torch.linalg.vector_norm(whole, dim=1))[:, None]
+    return (
+        whole
+        * (parts[MAGNITUDE].float().to(weight.device) / torch.linalg.vector_norm(whole, dim=1))[
+            :, None
+        ]
+    )
 
 
-def merged(values: Values, config: AdapterConfig, modules: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+def merged(
+    values: Values, config: AdapterConfig, modules: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
     """The weights with updates merged: each adapted linear as soon as all its tensors have come, everything else unchanged."""
     needed = {path: {"weight", *config.parts} for path in modules}
     waiting: dict[str, dict[str, Tensor]] = {path: {} for path in needed}

@@ -20,20 +20,32 @@ from headway.kernels.packed_weight import pack, unpack
 Values = Iterable[tuple[str, Tensor]]
 
 
-def packed_values(values: Values, layouts: Mapping[str, PackedLayout], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def packed_values(
+    values: Values, layouts: Mapping[str, PackedLayout], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     """Matrices as bytes, quantised on a device; what comes as bytes, and everything else, is unchanged."""
     for name, value in values:
         layout = layouts.get(name)
         if layout is None:
             yield name, value
         else:
-            yield packed_name(name, layout.form), pack(value.to(device).view(layout.outputs, layout.inputs), layout.form)
+            yield (
+                packed_name(name, layout.form),
+                pack(value.to(device).view(layout.outputs, layout.inputs), layout.form),
+            )
 
 
-def plain_values(values: Values, layouts: Mapping[str, PackedLayout]) -> Iterator[tuple[str, Tensor]]:
+def plain_values(
+    values: Values, layouts: Mapping[str, PackedLayout]
+) -> Iterator[tuple[str, Tensor]]:
     """Matrices in fp32 under their plain names; everything else is unchanged."""
     for name, value in values:
         if form_of(name) is None:
             yield name, value
         else:
-            yield plain_name(name), unpack(value, layouts[plain_name(name)], torch.float32).view(layouts[plain_name(name)].shape)
+            yield (
+                plain_name(name),
+                unpack(value, layouts[plain_name(name)], torch.float32).view(
+                    layouts[plain_name(name)].shape
+                ),
+            )

@@ -88,7 +88,9 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
     check_digests(folder, (ADAPTER_WEIGHTS,))
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
-        raise CheckpointError(f"{folder}: has no {ADAPTER_WEIGHTS}. Save the adapter as safetensors; a pickle can run code.")
+        raise CheckpointError(
+            f"{folder}: has no {ADAPTER_WEIGHTS}. Save the adapter as safetensors; a pickle can run code."
+        )
     try:
         found = load_file(path)
         with safe_open(path, "pt") as file:
@@ -97,13 +99,24 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
         raise CheckpointError(f"{path}: not a safetensors file: {error}. Fetch it again.") from None
     for name, value in found.items():
         if not value.is_floating_point() or value.element_size() < 2:
-            raise CheckpointError(f"{path}: {name} is of type {value.dtype}; headway reads adapters of 16 or 32 bits.")
+            raise CheckpointError(
+                f"{path}: {name} is of type {value.dtype}; headway reads adapters of 16 or 32 bits."
+            )
     found = dict(check_finite(found.items(), path))
     updates, whole = _sort(found, model, path, joined)
-    modules = sorted({name.removesuffix("." + part) for name in updates for part in PARTS if name.endswith(part)})
+    modules = sorted(
+        {name.removesuffix("." + part) for name in updates for part in PARTS if name.endswith(part)}
+    )
     config = _config(settings, modules, folder)
-    stock = {ours: path for path, one in stock_modules(model).items() if f"{PREFIX}{path}.{PARTS[0]}" in found for ours in one.rows}
-    split = {ours for several in joined.values() for ours in several}  # these are as they were before they were joined
+    stock = {
+        ours: path
+        for path, one in stock_modules(model).items()
+        if f"{PREFIX}{path}.{PARTS[0]}" in found
+        for ours in one.rows
+    }
+    split = {
+        ours for several in joined.values() for ours in several
+    }  # these are as they were before they were joined
     own = {
         module: (config.rank, config.alpha)
         if module in split
@@ -117,7 +130,9 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
         if name not in updates:
             raise CheckpointError(f"{path}: {name} is missing. Fetch the whole adapter again.")
         if tuple(updates[name].shape) != shape:
-            raise CheckpointError(f"{path}: {name} has shape {list(updates[name].shape)}; rank and model make it {list(shape)}.")
+            raise CheckpointError(
+                f"{path}: {name} has shape {list(updates[name].shape)}; rank and model make it {list(shape)}."
+            )
     return PeftAdapter(config, settings.get("base_model_name_or_path"), updates, whole, patterned)
 
 
@@ -133,10 +148,14 @@ def _settings(folder: Path) -> dict[str, Any]:
         strange.append("bias")
     if strange:
         named = ", ".join(f"{key} is {str(found[key])[:80]!r}" for key in strange)
-        raise ConfigError(f"{path}: {named}, which headway does not support. Merge the adapter with PEFT first.")
+        raise ConfigError(
+            f"{path}: {named}, which headway does not support. Merge the adapter with PEFT first."
+        )
     base = found.get("base_model_name_or_path")
     if base is not None and not isinstance(base, str):
-        raise ConfigError(f"{path}: base_model_name_or_path is {str(base)[:80]}; a name or path is expected.")
+        raise ConfigError(
+            f"{path}: base_model_name_or_path is {str(base)[:80]}; a name or path is expected."
+        )
     return found
 
 
@@ -151,7 +170,9 @@ def _config(settings: dict[str, Any], modules: list[str], folder: Path) -> Adapt
             targets=tuple(modules),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{folder / ADAPTER_CONFIG}: rank, alpha or targets cannot be read: {str(error)[:200].splitlines()[0]}") from None
+        raise ConfigError(
+            f"{folder / ADAPTER_CONFIG}: rank, alpha or targets cannot be read: {str(error)[:200].splitlines()[0]}"
+        ) from None
 
 
 def _rank_and_alpha(settings: dict[str, Any], linear: str, folder: Path) -> tuple[int, float]:
@@ -160,9 +181,15 @@ def _rank_and_alpha(settings: dict[str, Any], linear: str, folder: Path) -> tupl
     for key in found:
         patterns = settings.get(key) or {}
         if not isinstance(patterns, dict):
-            raise ConfigError(f"{folder / ADAPTER_CONFIG}: {key} is {str(patterns)[:80]}; a mapping from linears to numbers is expected.")
+            raise ConfigError(
+                f"{folder / ADAPTER_CONFIG}: {key} is {str(patterns)[:80]}; a mapping from linears to numbers is expected."
+            )
         for pattern, value in patterns.items():
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            if (
+                not isinstance(value, (int, float))
+                or isinstance(value, bool)
+                or not 0 < value < math.inf
+            ):
                 raise ConfigError(
                     f"{folder / ADAPTER_CONFIG}: {key} has {pattern[:80]!r} {str(value)[:80]!r}; a number above 0 is expected."
                 )
@@ -171,7 +198,14 @@ def _rank_and_alpha(settings: dict[str, Any], linear: str, folder: Path) -> tupl
                     f"{folder / ADAPTER_CONFIG}: {key} holds the expression {pattern[:80]!r}; headway reads names and paths there. "
                     "Merge the adapter with PEFT first."
                 )
-        found[key] = next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", linear)), found[key])
+        found[key] = next(
+            (
+                value
+                for pattern, value in patterns.items()
+                if re.match(rf"(.*\.)?({pattern})$", linear)
+            ),
+            found[key],
+        )
     return int(found["rank_pattern"]), float(found["alpha_pattern"])
 
 
@@ -210,7 +244,9 @@ def _sort(
     for name, value in found.items():
         bare = name.removeprefix(PREFIX)
         part = next((one for one in PARTS if bare.endswith("." + one)), None)
-        theirs = bare.removesuffix("." + part) + ".weight" if part else bare.replace(".base_layer.", ".")
+        theirs = (
+            bare.removesuffix("." + part) + ".weight" if part else bare.replace(".base_layer.", ".")
+        )
         module = stock.get(theirs.removesuffix(".weight")) if part else None
         if part and module is not None and (part == PARTS[0] or value.shape[0] == module.outputs):
             updates |= split_update(module, part, value, joined.get(module.path))
@@ -227,13 +263,19 @@ def _sort(
     return updates, whole
 
 
-def adapter_settings(config: AdapterConfig, model: ModelConfig, whole: list[str], base: str | None) -> dict[str, Any]:
+def adapter_settings(
+    config: AdapterConfig, model: ModelConfig, whole: list[str], base: str | None
+) -> dict[str, Any]:
     """The adapter_config.json of an adapter; `whole` are the parameters that were fully trained."""
     check_exportable(config, model)
     target, _ = published(model)
     held, stock = held_by(config, target), stock_modules(target)
-    renamed = {ours: path for path in (stock if config.kind == "lora" else ()) for ours in stock[path].rows}
-    modules = list(dict.fromkeys(renamed.get(path) or _bare(path, target) for path in config.modules(model)))
+    renamed = {
+        ours: path for path in (stock if config.kind == "lora" else ()) for ours in stock[path].rows
+    }
+    modules = list(
+        dict.fromkeys(renamed.get(path) or _bare(path, target) for path in config.modules(model))
+    )
     every = list(dict.fromkeys(renamed.get(path) or _bare(path, target) for path in linears(model)))
     ranks, alphas = patterns(config, held)
     owners = [their_name(name, target).rpartition(".")[0] for name in whole]
@@ -276,13 +318,18 @@ def their_name(name: str, target: ModelConfig) -> str:
     part of a tensor, or of a transposed one, has no form in PEFT."""
     family = family_of(target.family)
     if "pieces" in vars(family):
-        pieces = next((pieces_of(family, spec, target) for spec in param_specs(target) if spec.name == name), ())
+        pieces = next(
+            (pieces_of(family, spec, target) for spec in param_specs(target) if spec.name == name),
+            (),
+        )
         if any(piece.dim is not None or piece.transposed for piece in pieces):
             return name
     return their_whole(family, name)
 
 
-def their_tensors(values: Mapping[str, Tensor], config: AdapterConfig, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def their_tensors(
+    values: Mapping[str, Tensor], config: AdapterConfig, model: ModelConfig
+) -> Iterator[tuple[str, Tensor]]:
     """Updates and fully trained parameters under PEFT's names."""
     target, _ = published(model)
     held = held_by(config, target)
@@ -301,4 +348,8 @@ def _short(chosen: list[str], every: list[str]) -> list[str]:
     """Last components where they match the chosen paths and no others, else whole paths."""
     wanted = set(chosen)
     leaves = list(dict.fromkeys(path.rsplit(".", 1)[-1] for path in chosen))
-    return leaves if {path for path in every if path.rsplit(".", 1)[-1] in leaves} == wanted else list(dict.fromkeys(chosen))
+    return (
+        leaves
+        if {path for path in every if path.rsplit(".", 1)[-1] in leaves} == wanted
+        else list(dict.fromkeys(chosen))
+    )

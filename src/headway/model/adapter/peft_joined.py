@@ -59,15 +59,27 @@ def stock_modules(model: ModelConfig) -> dict[str, StockModule]:
         piece, path = pieces[0], pieces[0].name.removesuffix(".weight")
         start, stop = (0, spec.shape[0]) if piece.dim is None else (piece.start, piece.stop)
         known = found[path].rows if path in found else {}
-        rows = dict(sorted({**known, spec.name.removesuffix(".weight"): (start, stop)}.items(), key=lambda one: one[1]))
-        found[path] = StockModule(path, max(end for _, end in rows.values()), rows, piece.transposed)
+        rows = dict(
+            sorted(
+                {**known, spec.name.removesuffix(".weight"): (start, stop)}.items(),
+                key=lambda one: one[1],
+            )
+        )
+        found[path] = StockModule(
+            path, max(end for _, end in rows.values()), rows, piece.transposed
+        )
     return found
 
 
-def patterns(config: AdapterConfig, joined: Mapping[str, list[str]]) -> tuple[dict[str, int], dict[str, float]]:
+def patterns(
+    config: AdapterConfig, joined: Mapping[str, list[str]]
+) -> tuple[dict[str, int], dict[str, float]]:
     """rank_pattern and alpha_pattern of modules that hold several updates each: the scale stays."""
     ranks = {path: config.rank * len(ours) for path, ours in joined.items() if len(ours) > 1}
-    alphas = {path: config.alpha * (rank / config.rank) ** (0.5 if config.rslora else 1) for path, rank in ranks.items()}
+    alphas = {
+        path: config.alpha * (rank / config.rank) ** (0.5 if config.rslora else 1)
+        for path, rank in ranks.items()
+    }
     return ranks, alphas
 
 
@@ -77,11 +89,16 @@ def held_by(config: AdapterConfig, model: ModelConfig) -> dict[str, list[str]]:
     if config.kind != "lora":
         return {}
     adapted = set(config.modules(model))
-    found = {path: [ours for ours in one.rows if ours in adapted] for path, one in stock_modules(model).items()}
+    found = {
+        path: [ours for ours in one.rows if ours in adapted]
+        for path, one in stock_modules(model).items()
+    }
     return {path: ours for path, ours in found.items() if ours}
 
 
-def joined_updates(values: Mapping[str, Tensor], held: Mapping[str, list[str]], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def joined_updates(
+    values: Mapping[str, Tensor], held: Mapping[str, list[str]], model: ModelConfig
+) -> Iterator[tuple[str, Tensor]]:
     """Their updates, by the path of the module and the name of the tensor."""
     import torch
 
@@ -108,12 +125,18 @@ def read_note(notes: Mapping[str, str] | None, model: ModelConfig) -> dict[str, 
     try:
         given = json.loads((notes or {}).get(NOTE, "{}"))
         modules = stock_modules(model)
-        return {path: list(ours) for path, ours in given.items() if ours and set(ours) <= set(modules[path].rows)}
+        return {
+            path: list(ours)
+            for path, ours in given.items()
+            if ours and set(ours) <= set(modules[path].rows)
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def split_update(module: StockModule, part: str, value: Tensor, ours: list[str] | None) -> Iterator[tuple[str, Tensor]]:
+def split_update(
+    module: StockModule, part: str, value: Tensor, ours: list[str] | None
+) -> Iterator[tuple[str, Tensor]]:
     """Our updates of one of their tensors. `ours`: the linears whose updates it joins, one beside the other; None: a stock update."""
     if ours is not None and part in (A, B) and value.shape[0 if part == A else 1] % len(ours):
         ours = None  # not what was written; the caller refuses the shapes
@@ -121,7 +144,13 @@ def split_update(module: StockModule, part: str, value: Tensor, ours: list[str] 
         if ours is not None and path not in ours:
             continue
         if part == A:
-            yield f"{path}.{part}", value if ours is None else value.chunk(len(ours), 0)[ours.index(path)]
+            yield (
+                f"{path}.{part}",
+                value if ours is None else value.chunk(len(ours), 0)[ours.index(path)],
+            )
         else:
             rows = value[start:stop]
-            yield f"{path}.{part}", rows if ours is None or part != B else rows.chunk(len(ours), 1)[ours.index(path)]
+            yield (
+                f"{path}.{part}",
+                rows if ours is None or part != B else rows.chunk(len(ours), 1)[ours.index(path)],
+            )

@@ -36,15 +36,21 @@ class AdapterRows:
 class RowAdaptedLinear(nn.Linear):
     """A linear and the updates of several adapters; it takes over weight and bias."""
 
-    def __init__(self, linear: nn.Linear, rows: AdapterRows, updates: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, linear: nn.Linear, rows: AdapterRows, updates: Mapping[int, tuple[Tensor, Tensor]]
+    ) -> None:
         with torch.device("meta"):
             super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
         self.weight, self.bias = linear.weight, linear.bias
         self.rows = rows
         rank, count = max(a.shape[0] for a, _ in updates.values()), len(rows.number) + 1
         like = linear.weight
-        self.down = torch.zeros(count, rank, linear.in_features, dtype=like.dtype, device=like.device)
-        self.up = torch.zeros(count, linear.out_features, rank, dtype=like.dtype, device=like.device)
+        self.down = torch.zeros(
+            count, rank, linear.in_features, dtype=like.dtype, device=like.device
+        )
+        self.up = torch.zeros(
+            count, linear.out_features, rank, dtype=like.dtype, device=like.device
+        )
         for number, (down, up) in updates.items():
             self.down[number, : len(down)] = down
             self.up[number, :, : up.shape[1]] = up
@@ -60,24 +66,33 @@ class RowAdaptedLinear(nn.Linear):
         return y
 
 
-def load_adapters(model: nn.Module, config: ModelConfig, folders: Mapping[str, Path]) -> AdapterRows:
+def load_adapters(
+    model: nn.Module, config: ModelConfig, folders: Mapping[str, Path]
+) -> AdapterRows:
     """Put the adapters of some PEFT folders over a model. Its other users see the base."""
     rows = AdapterRows(list(folders))
     updates: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
     for name, folder in folders.items():
         found = _readable(name, folder, config)
         for path in found.config.modules(config):
-            pair = (found.updates[f"{path}.{A}"], found.config.scale * found.updates[f"{path}.{B}"].float())
+            pair = (
+                found.updates[f"{path}.{A}"],
+                found.config.scale * found.updates[f"{path}.{B}"].float(),
+            )
             updates.setdefault(path, {})[rows.number[name]] = pair
     for path, of in updates.items():
         above, _, leaf = path.rpartition(".")
         owner = model.get_submodule(above)
         old = owner.get_submodule(leaf)
         if type(old) is not nn.Linear:
-            raise ConfigError(f"adapters change {path}, which is a {type(old).__name__}; only plain linears take an adapter per request.")
+            raise ConfigError(
+                f"adapters change {path}, which is a {type(old).__name__}; only plain linears take an adapter per request."
+            )
         setattr(owner, leaf, RowAdaptedLinear(old, rows, of))
         if "joined" in vars(owner):
-            vars(owner)["joined"] = None  # a product of several linears at once would pass the updates by
+            vars(owner)["joined"] = (
+                None  # a product of several linears at once would pass the updates by
+            )
     return rows
 
 
@@ -85,7 +100,9 @@ def _readable(name: str, folder: Path, config: ModelConfig) -> PeftAdapter:
     final = folder / "final"
     folder = final if not is_adapter(folder) and is_adapter(final) else folder
     if not is_adapter(folder):
-        raise ConfigError(f"adapter {name!r} is {str(folder)!r}, which has no adapter_config.json. Give a PEFT folder.")
+        raise ConfigError(
+            f"adapter {name!r} is {str(folder)!r}, which has no adapter_config.json. Give a PEFT folder."
+        )
     found = read_adapter(folder, config)
     reason = ""
     if found.config.kind == "dora":
@@ -97,5 +114,7 @@ def _readable(name: str, folder: Path, config: ModelConfig) -> PeftAdapter:
     elif any(path.endswith(".kv_b_proj") for path in found.config.modules(config)):
         reason = "changes kv_b_proj, which makes keys and values from the shared cache of latents"
     if reason:
-        raise ConfigError(f"adapter {name!r} ({folder}) {reason}, which cannot be chosen per request. Give this folder as the model.")
+        raise ConfigError(
+            f"adapter {name!r} ({folder}) {reason}, which cannot be chosen per request. Give this folder as the model."
+        )
     return found

@@ -23,8 +23,18 @@ class Config(EncoderConfig):
     TRAINS: ClassVar[bool] = True
     kind: str = setting("audio_cnn", "audio_cnn.", on_resume="fixed")
     frames: int = setting(256, "Frames of 10 ms of the log-mel.", ge=8, le=4096)
-    width: int = setting(128, "Channels of the last stage; the stages before it have half as many each.", ge=32, multiple_of=32)
-    stages: int = setting(3, "Stages; each halves mels and frames, after the first convolution has halved them.", ge=1, le=5)
+    width: int = setting(
+        128,
+        "Channels of the last stage; the stages before it have half as many each.",
+        ge=32,
+        multiple_of=32,
+    )
+    stages: int = setting(
+        3,
+        "Stages; each halves mels and frames, after the first convolution has halved them.",
+        ge=1,
+        le=5,
+    )
 
     def input_of(self, modality: str) -> MelInput:
         """Log-mel, float32 [64, frames]."""

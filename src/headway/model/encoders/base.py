@@ -54,17 +54,25 @@ class EncoderConfig(KindConfig):
 
     def build(self, modality: str) -> FrozenMediaEncoder:
         """The frozen encoder."""
-        raise ConfigError(f"{type(self).__module__} defines no Config.build; every frozen encoder needs one.")
+        raise ConfigError(
+            f"{type(self).__module__} defines no Config.build; every frozen encoder needs one."
+        )
 
     def input_of(self, modality: str) -> MediaInputSpec:
         """What a tower reads."""
-        raise ConfigError(f"{type(self).__module__} defines no Config.input_of; every tower needs one.")
+        raise ConfigError(
+            f"{type(self).__module__} defines no Config.input_of; every tower needs one."
+        )
 
     def tower(self) -> Tower:
         """The module of a tower, its parameters uninitialized."""
-        raise ConfigError(f"{type(self).__module__} defines no Config.tower; every tower needs one.")
+        raise ConfigError(
+            f"{type(self).__module__} defines no Config.tower; every tower needs one."
+        )
 
     @property
     def tower_width(self) -> int:
         """Width of a tower's output."""
-        raise ConfigError(f"{type(self).__module__} defines no Config.tower_width; every tower needs one.")
+        raise ConfigError(
+            f"{type(self).__module__} defines no Config.tower_width; every tower needs one."
+        )

@@ -21,7 +21,9 @@ class Config(EncoderConfig):
 
     FOR: ClassVar[tuple[str, ...]] = ("audio",)
     kind: str = setting("cnn14", "cnn14.", on_resume="fixed")
-    path: str = setting(..., "The file of the weights for 16 kHz, Cnn14_16k_mAP=0.438.pth.", min_length=1)
+    path: str = setting(
+        ..., "The file of the weights for 16 kHz, Cnn14_16k_mAP=0.438.pth.", min_length=1
+    )
     frames: int = setting(256, "Frames of 10 ms of the log-mel.", ge=32, le=4096)
 
     preprocessing: Literal["standard", "purrsight"] = setting(
@@ -44,6 +46,13 @@ class Config(EncoderConfig):
                 )
             module = load_cnn14(path, key, is_purrsight=True)
             inputs = PurrSightMelInput(mel_filters_of(path, key))
-            return FrozenModule(modality, module, inputs, f"cnn14 {files_identity([path])} preprocessing=purrsight")
+            return FrozenModule(
+                modality, module, inputs, f"cnn14 {files_identity([path])} preprocessing=purrsight"
+            )
         module = load_cnn14(path, key)
-        return FrozenModule(modality, module, MelInput(AudioSpec(frames=self.frames)), f"cnn14 {files_identity([path])}")
+        return FrozenModule(
+            modality,
+            module,
+            MelInput(AudioSpec(frames=self.frames)),
+            f"cnn14 {files_identity([path])}",
+        )

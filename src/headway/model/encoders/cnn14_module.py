@@ -43,13 +43,17 @@ class Cnn14(nn.Module):
         self.is_purrsight = is_purrsight
         """PurrSight's copy of the network takes the mean of all places and leaves out the last ReLU."""
         self.bn0 = nn.BatchNorm2d(MELS)
-        for number, (inputs, outputs) in enumerate(zip([1, *channels], channels, strict=False), start=1):
+        for number, (inputs, outputs) in enumerate(
+            zip([1, *channels], channels, strict=False), start=1
+        ):
             setattr(self, f"conv_block{number}", ConvPair(inputs, outputs))
         self.fc1 = nn.Linear(channels[-1], width)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[N,64,T] -> [N,1,width]."""
-        x = self.bn0(inputs[..., None]).permute(0, 3, 2, 1)  # the norm is over mels; the convolutions see [N,1,T,64]
+        x = self.bn0(inputs[..., None]).permute(
+            0, 3, 2, 1
+        )  # the norm is over mels; the convolutions see [N,1,T,64]
         for number in range(1, BLOCKS + 1):
             x = getattr(self, f"conv_block{number}")(x)
             x = x if number == BLOCKS else F.avg_pool2d(x, 2)
@@ -65,7 +69,9 @@ def load_cnn14(path: Path, key: str, *, is_purrsight: bool = False) -> Cnn14:
     names = [f"conv_block{number}.conv2.weight" for number in range(1, BLOCKS + 1)]
     channels = [given[name].shape[0] for name in names if name in given and given[name].ndim == 4]
     if len(channels) < BLOCKS or "fc1.weight" not in given or given["fc1.weight"].ndim != 2:
-        raise CheckpointError(f"{path}: is no CNN14 of PANNs: it lacks its six blocks or fc1. Give Cnn14_16k_mAP=0.438.pth.")
+        raise CheckpointError(
+            f"{path}: is no CNN14 of PANNs: it lacks its six blocks or fc1. Give Cnn14_16k_mAP=0.438.pth."
+        )
     with torch.device("meta"):
         network = Cnn14(channels, given["fc1.weight"].shape[0], is_purrsight=is_purrsight)
     fill_exactly(network, given, path, UNUSED)

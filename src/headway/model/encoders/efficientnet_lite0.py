@@ -27,15 +27,30 @@ class Config(EncoderConfig):
 
     FOR: ClassVar[tuple[str, ...]] = ("image",)
     kind: str = setting("efficientnet_lite0", "efficientnet_lite0.", on_resume="fixed")
-    pool: Literal["mean", "none"] = setting("mean", "One vector, the mean of all places; or none: 49 vectors, one per place.")
+    pool: Literal["mean", "none"] = setting(
+        "mean", "One vector, the mean of all places; or none: 49 vectors, one per place."
+    )
 
     def build(self, modality: str) -> FrozenMediaEncoder:
         """The encoder."""
         from headway.model.encoders.frozen import FrozenModule, files_identity
         from headway.model.encoders.lite0_module import Lite0Encoder, load_lite0
 
-        files = [file for file in package_files(PACKAGE, "model.aligner.encoders.image.kind efficientnet_lite0") if file.suffix == ".pth"]
+        files = [
+            file
+            for file in package_files(
+                PACKAGE, "model.aligner.encoders.image.kind efficientnet_lite0"
+            )
+            if file.suffix == ".pth"
+        ]
         if len(files) != 1:
-            raise ConfigError(f"the package {PACKAGE} holds {len(files)} .pth files; one is expected. Install version 0.1.0.")
+            raise ConfigError(
+                f"the package {PACKAGE} holds {len(files)} .pth files; one is expected. Install version 0.1.0."
+            )
         module = Lite0Encoder(load_lite0(files[0]), pooled=self.pool == "mean")
-        return FrozenModule(modality, module, ImageInput(SPEC), f"efficientnet_lite0 {files_identity(files)} pool={self.pool}")
+        return FrozenModule(
+            modality,
+            module,
+            ImageInput(SPEC),
+            f"efficientnet_lite0 {files_identity(files)} pool={self.pool}",
+        )

@@ -19,7 +19,9 @@ from headway.store.checksums import Checksums
 class FrozenModule:
     """An `FrozenMediaEncoder` around a module whose forward takes inputs [n, *input.shape] and gives [n, tokens, width]."""
 
-    def __init__(self, modality: str, module: nn.Module, source: MediaInputSpec, identity: str) -> None:
+    def __init__(
+        self, modality: str, module: nn.Module, source: MediaInputSpec, identity: str
+    ) -> None:
         self.modality, self.input, self.identity = modality, source, identity
         self.module = module.eval().requires_grad_(False)
         found = self.encode(np.zeros((1, *source.shape), source.dtype))
@@ -41,7 +43,9 @@ class FrozenModule:
 class Pixels(nn.Module):
     """uint8 pixels as a network expects them: (pixels * factor - mean) / std."""
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], factor: float = 1 / 255) -> None:
+    def __init__(
+        self, mean: Sequence[float], std: Sequence[float], factor: float = 1 / 255
+    ) -> None:
         super().__init__()
         self.factor = factor
         self.register_buffer("mean", torch.tensor(list(mean)).view(3, 1, 1), persistent=False)
@@ -54,4 +58,6 @@ class Pixels(nn.Module):
 def files_identity(files: Sequence[Path]) -> str:
     """A hash of the names and contents of files; large files are read once, their checksums are cached."""
     found = Checksums(default_cache_dir()).of_all(list(files))
-    return hashlib.sha256(repr([(path.name, one) for path, one in zip(files, found, strict=True)]).encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        repr([(path.name, one) for path, one in zip(files, found, strict=True)]).encode()
+    ).hexdigest()[:32]

@@ -34,7 +34,12 @@ PARTS: dict[str, dict[str, str]] = {
     "whisper": {"audio": "encoder"},
 }
 """The part of a model of several modalities; other models are taken whole."""
-TAKES = {"pixel_values": "image", "input_features": "audio", "input_values": "audio", "input_ids": "text"}
+TAKES = {
+    "pixel_values": "image",
+    "input_features": "audio",
+    "input_values": "audio",
+    "input_ids": "text",
+}
 PREPROCESSOR = "preprocessor_config.json"
 FULL_TEXT = ("siglip", "siglip_text_model", "siglip2", "siglip2_text_model")
 """Trained on texts padded to the full length, without a mask."""
@@ -50,23 +55,37 @@ def open_encoder(config: Config, modality: str) -> FrozenMediaEncoder:
     folder = Path(config.path)
     if not folder.is_dir():
         if not is_hub_id(config.path):
-            raise ConfigError(f"{key} is {config.path!r}, which is not a folder. Give a Hugging Face folder or a hub id.")
+            raise ConfigError(
+                f"{key} is {config.path!r}, which is not a folder. Give a Hugging Face folder or a hub id."
+            )
         folder = local_or_hub(config.path)
     try:
-        described = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        described = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         model = _model(folder, described)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as problem:
-        raise ConfigError(f"{key} is {config.path!r}; transformers cannot load it: {first_line(problem)}") from None
+        raise ConfigError(
+            f"{key} is {config.path!r}; transformers cannot load it: {first_line(problem)}"
+        ) from None
     kind = str(described.model_type)
     part = PARTS.get(kind, {}).get(modality)
     if kind in PARTS and part is None:
-        raise ConfigError(f"{key} is {config.path!r}, a {kind} model, which encodes {' and '.join(PARTS[kind])}, not {modality}.")
+        raise ConfigError(
+            f"{key} is {config.path!r}, a {kind} model, which encodes {' and '.join(PARTS[kind])}, not {modality}."
+        )
     module: Any = model if part is None else getattr(model, part)
     takes = "input_features" if kind == "whisper" else str(getattr(module, "main_input_name", ""))
     if TAKES.get(takes) != modality:
-        raise ConfigError(f"{key} is {config.path!r}, a {kind} model, which takes {takes or 'something else'}, not {modality}.")
+        raise ConfigError(
+            f"{key} is {config.path!r}, a {kind} model, which takes {takes or 'something else'}, not {modality}."
+        )
     source, forward = _prepared(config, modality, folder, module, kind, key)
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json", ".bin", ".txt", ".model"))
+    files = sorted(
+        path
+        for path in folder.iterdir()
+        if path.suffix in (".safetensors", ".json", ".bin", ".txt", ".model")
+    )
     identity = f"huggingface {kind} {files_identity(files)} pool={config.pool} layer={config.layer}"
     return FrozenModule(modality, forward, source, identity)
 
@@ -76,10 +95,18 @@ def _model(folder: Path, described: Any) -> Any:
     from transformers.utils import logging as their_logging
 
     their_logging.disable_progress_bar()
-    return AutoModel.from_pretrained(folder, config=described, local_files_only=True, trust_remote_code=False, dtype=torch.float32)
+    return AutoModel.from_pretrained(
+        folder,
+        config=described,
+        local_files_only=True,
+        trust_remote_code=False,
+        dtype=torch.float32,
+    )
 
 
-def _prepared(config: Config, modality: str, folder: Path, module: Any, kind: str, key: str) -> tuple[MediaInputSpec, nn.Module]:
+def _prepared(
+    config: Config, modality: str, folder: Path, module: Any, kind: str, key: str
+) -> tuple[MediaInputSpec, nn.Module]:
     """What the encoder reads, and the module from that to vectors."""
     if modality == "image":
         spec, pixels = read_image_settings(folder)
@@ -89,11 +116,20 @@ def _prepared(config: Config, modality: str, folder: Path, module: Any, kind: st
     from transformers import AutoFeatureExtractor
 
     try:
-        extractor: Any = AutoFeatureExtractor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        extractor: Any = AutoFeatureExtractor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, ImportError) as problem:
-        raise ConfigError(f"{key} is {config.path!r}; its feature extractor cannot be loaded: {first_line(problem)}") from None
-    rate, most = int(extractor.sampling_rate), getattr(extractor, "n_samples", None) or getattr(extractor, "nb_max_samples", None)
-    samples = int(config.seconds * rate) if most is None else min(int(config.seconds * rate), int(most))
+        raise ConfigError(
+            f"{key} is {config.path!r}; its feature extractor cannot be loaded: {first_line(problem)}"
+        ) from None
+    rate, most = (
+        int(extractor.sampling_rate),
+        getattr(extractor, "n_samples", None) or getattr(extractor, "nb_max_samples", None),
+    )
+    samples = (
+        int(config.seconds * rate) if most is None else min(int(config.seconds * rate), int(most))
+    )
     return WaveInput(rate, samples), AudioPart(module, extractor, rate, config, kind)
 
 
@@ -101,11 +137,15 @@ def read_image_settings(folder: Path) -> tuple[ImageSpec, Pixels]:
     """Resizing, cropping and normalisation of preprocessor_config.json."""
     path = folder / PREPROCESSOR
     if not path.is_file():
-        raise ConfigError(f"{folder}: has no {PREPROCESSOR}, which says how pixels are prepared. Download it too.")
+        raise ConfigError(
+            f"{folder}: has no {PREPROCESSOR}, which says how pixels are prepared. Download it too."
+        )
     given = read_object(path, ConfigError)
     try:
         resize = _side(given["size"]) if given.get("do_resize", True) else None
-        crop = _side(given["crop_size"]) if given.get("do_center_crop", "crop_size" in given) else None
+        crop = (
+            _side(given["crop_size"]) if given.get("do_center_crop", "crop_size" in given) else None
+        )
         square = isinstance(given.get("size"), Mapping) and "height" in given["size"]
         size = crop or resize
         if size is None:
@@ -120,12 +160,18 @@ def read_image_settings(folder: Path) -> tuple[ImageSpec, Pixels]:
             fit=fit,
             interpolation="bicubic" if resample == BICUBIC else "bilinear",
         )
-        factor = float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else 1.0
+        factor = (
+            float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else 1.0
+        )
         normal = given.get("do_normalize", True)
-        mean, std = (given["image_mean"], given["image_std"]) if normal else ((0.0,) * 3, (1.0,) * 3)
+        mean, std = (
+            (given["image_mean"], given["image_std"]) if normal else ((0.0,) * 3, (1.0,) * 3)
+        )
         return spec, Pixels([float(one) for one in mean], [float(one) for one in std], factor)
     except (KeyError, TypeError, ValueError) as problem:
-        raise ConfigError(f"{path}: cannot be used: {type(problem).__name__}: {first_line(problem)}.") from None
+        raise ConfigError(
+            f"{path}: cannot be used: {type(problem).__name__}: {first_line(problem)}."
+        ) from None
 
 
 def _side(given: Any) -> int:
@@ -139,13 +185,19 @@ def _side(given: Any) -> int:
     return int(given)
 
 
-def _text(config: Config, folder: Path, module: Any, kind: str, key: str) -> tuple[MediaInputSpec, nn.Module]:
+def _text(
+    config: Config, folder: Path, module: Any, kind: str, key: str
+) -> tuple[MediaInputSpec, nn.Module]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, ImportError) as problem:
-        raise ConfigError(f"{key} is {config.path!r}; its tokenizer cannot be loaded: {first_line(problem)}") from None
+        raise ConfigError(
+            f"{key} is {config.path!r}; its tokenizer cannot be loaded: {first_line(problem)}"
+        ) from None
     most = getattr(module.config, "max_position_embeddings", None)
     length = config.max_tokens if most is None else min(config.max_tokens, int(most))
     full = kind in FULL_TEXT
@@ -153,11 +205,19 @@ def _text(config: Config, folder: Path, module: Any, kind: str, key: str) -> tup
 
     def encode(text: str) -> list[int]:
         padding = "max_length" if full else False
-        return list(tokenizer(text, truncation=True, max_length=length, padding=padding)["input_ids"])
+        return list(
+            tokenizer(text, truncation=True, max_length=length, padding=padding)["input_ids"]
+        )
 
-    names = sorted(path for path in folder.iterdir() if path.name.startswith(("tokenizer", "vocab", "merges", "spiece", "special")))
+    names = sorted(
+        path
+        for path in folder.iterdir()
+        if path.name.startswith(("tokenizer", "vocab", "merges", "spiece", "special"))
+    )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    return TokenInput(length, files_identity(names), encode), TextPart(module, int(pad), not full, config)
+    return TokenInput(length, files_identity(names), encode), TextPart(
+        module, int(pad), not full, config
+    )
 
 
 class ImagePart(nn.Module):
@@ -168,7 +228,9 @@ class ImagePart(nn.Module):
         self.part, self.pixels, self.config = module, pixels, config
 
     def forward(self, inputs: Tensor) -> Tensor:
-        out = self.part(pixel_values=self.pixels(inputs), output_hidden_states=self.config.layer != -1)
+        out = self.part(
+            pixel_values=self.pixels(inputs), output_hidden_states=self.config.layer != -1
+        )
         return pooled(out, self.config, None)
 
 
@@ -191,27 +253,46 @@ class TextPart(nn.Module):
 class AudioPart(nn.Module):
     """Samples to vectors. Features are extracted one sound at a time, so that no sound depends on another."""
 
-    def __init__(self, module: nn.Module, extractor: Any, rate: int, config: Config, kind: str) -> None:
+    def __init__(
+        self, module: nn.Module, extractor: Any, rate: int, config: Config, kind: str
+    ) -> None:
         super().__init__()
-        self.part, self.extractor, self.rate, self.config, self.kind = module, extractor, rate, config, kind
+        self.part, self.extractor, self.rate, self.config, self.kind = (
+            module,
+            extractor,
+            rate,
+            config,
+            kind,
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         waves = inputs.cpu().numpy()
         found = [self._features(np.asarray(wave)) for wave in waves]
-        given = {name: torch.cat([one[name] for one in found]).to(inputs.device) for name in found[0]}
+        given = {
+            name: torch.cat([one[name] for one in found]).to(inputs.device) for name in found[0]
+        }
         out = self.part(**given, output_hidden_states=self.config.layer != -1)
         states = out.last_hidden_state
         mask = None
-        if self.kind == "whisper":  # what follows the end of a sound is padding, of which there is much
+        if (
+            self.kind == "whisper"
+        ):  # what follows the end of a sound is padding, of which there is much
             ends = [int(np.flatnonzero(wave)[-1]) + 1 if wave.any() else 1 for wave in waves]
-            last = torch.tensor([min(-(-end // WHISPER_SAMPLES_PER_STATE), states.shape[1]) for end in ends], device=states.device)
+            last = torch.tensor(
+                [min(-(-end // WHISPER_SAMPLES_PER_STATE), states.shape[1]) for end in ends],
+                device=states.device,
+            )
             mask = torch.arange(states.shape[1], device=states.device)[None] < last[:, None]
         return pooled(out, self.config, mask)
 
     def _features(self, wave: np.ndarray[Any, Any]) -> dict[str, Tensor]:
         given = {"truncation": "rand_trunc", "padding": "pad"} if self.kind == "clap" else {}
         found = self.extractor(wave, sampling_rate=self.rate, return_tensors="pt", **given)
-        return {name: found[name] for name in ("input_features", "input_values", "is_longer") if name in found}
+        return {
+            name: found[name]
+            for name in ("input_features", "input_values", "is_longer")
+            if name in found
+        }
 
 
 def pooled(out: Any, config: Config, mask: Tensor | None) -> Tensor:

@@ -15,7 +15,15 @@ from headway.model.encoders.frozen import Pixels
 from headway.model.encoders.weight_file import fill_exactly
 from headway.model.loading.untrusted import open_pickled
 
-STAGES = ((1, 3, 1, 1, 16), (2, 3, 2, 6, 24), (2, 5, 2, 6, 40), (3, 3, 2, 6, 80), (3, 5, 1, 6, 112), (4, 5, 2, 6, 192), (1, 3, 1, 6, 320))
+STAGES = (
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
+)
 """Repeats, kernel, stride of the first, expansion, channels."""
 EPS = 1e-3
 STEM, HEAD, CLASSES = 32, 1280, 1000
@@ -25,7 +33,9 @@ MEAN, STD = 127.0, 128.0
 class SameConv(nn.Conv2d):
     """A convolution whose output has ceil(size / stride) places."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
+    ) -> None:
         super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -69,7 +79,9 @@ class EfficientNetLite0(nn.Module):
         channels = STEM
         for repeats, kernel, stride, expansion, outputs in STAGES:
             for number in range(repeats):
-                blocks.append(Bottleneck(channels, outputs, kernel, stride if number == 0 else 1, expansion))
+                blocks.append(
+                    Bottleneck(channels, outputs, kernel, stride if number == 0 else 1, expansion)
+                )
                 channels = outputs
         self._blocks = nn.ModuleList(blocks)
         self._conv_head = SameConv(channels, HEAD, 1)

@@ -20,16 +20,26 @@ class Config(EncoderConfig):
 
     FOR: ClassVar[tuple[str, ...]] = ("text",)
     kind: str = setting("minilm", "minilm.", on_resume="fixed")
-    pool: Literal["mean", "cls"] = setting("mean", "The mean of all tokens, as it was trained; or the first token, as PurrSight does.")
-    max_tokens: int = setting(32, "Tokens of a text that are read; the rest is ignored.", ge=3, le=512)
+    pool: Literal["mean", "cls"] = setting(
+        "mean", "The mean of all tokens, as it was trained; or the first token, as PurrSight does."
+    )
+    max_tokens: int = setting(
+        32, "Tokens of a text that are read; the rest is ignored.", ge=3, le=512
+    )
 
     def build(self, modality: str) -> FrozenMediaEncoder:
         """The encoder."""
         from headway.model.encoders.huggingface import Config as FolderConfig
 
         found = [
-            file.parent for file in package_files(PACKAGE, "model.aligner.encoders.text.kind minilm") if file.name == "model.safetensors"
+            file.parent
+            for file in package_files(PACKAGE, "model.aligner.encoders.text.kind minilm")
+            if file.name == "model.safetensors"
         ]
         if len(found) != 1:
-            raise ConfigError(f"the package {PACKAGE} holds {len(found)} models; one is expected. Install version 0.1.0.")
-        return FolderConfig(path=str(found[0]), pool=self.pool, max_tokens=self.max_tokens).build(modality)
+            raise ConfigError(
+                f"the package {PACKAGE} holds {len(found)} models; one is expected. Install version 0.1.0."
+            )
+        return FolderConfig(path=str(found[0]), pool=self.pool, max_tokens=self.max_tokens).build(
+            modality
+        )

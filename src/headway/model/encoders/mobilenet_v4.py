@@ -24,8 +24,12 @@ class Config(EncoderConfig):
 
     FOR: ClassVar[tuple[str, ...]] = ("image",)
     kind: str = setting("mobilenet_v4", "mobilenet_v4.", on_resume="fixed")
-    path: str = setting(..., "model.safetensors or .pth of timm's mobilenetv4_conv_small.", min_length=1)
-    pool: Literal["mean", "none"] = setting("mean", "One vector, the mean of all places; or none: 49 vectors, one per place.")
+    path: str = setting(
+        ..., "model.safetensors or .pth of timm's mobilenetv4_conv_small.", min_length=1
+    )
+    pool: Literal["mean", "none"] = setting(
+        "mean", "One vector, the mean of all places; or none: 49 vectors, one per place."
+    )
 
     preprocessing: Literal["standard", "purrsight"] = setting(
         "standard",
@@ -38,8 +42,12 @@ class Config(EncoderConfig):
         from headway.model.encoders.mobilenet_v4_module import MobileNetV4Encoder, load_mobilenet_v4
 
         path = Path(self.path)
-        module = MobileNetV4Encoder(load_mobilenet_v4(path, "the path of encoder mobilenet_v4"), pooled=self.pool == "mean")
+        module = MobileNetV4Encoder(
+            load_mobilenet_v4(path, "the path of encoder mobilenet_v4"), pooled=self.pool == "mean"
+        )
         identity = f"mobilenet_v4 {files_identity([path])} pool={self.pool}"
         if self.preprocessing == "purrsight":
-            return FrozenModule(modality, module, PurrSightImageInput(), f"{identity} preprocessing=purrsight")
+            return FrozenModule(
+                modality, module, PurrSightImageInput(), f"{identity} preprocessing=purrsight"
+            )
         return FrozenModule(modality, module, ImageInput(SPEC), identity)

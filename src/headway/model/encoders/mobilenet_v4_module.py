@@ -21,7 +21,13 @@ PLAIN = (((3, 2, 32), (1, 1, 32)), ((3, 2, 96), (1, 1, 64)))
 """Two stages of plain convolutions: kernel, stride, channels."""
 INVERTED = (
     ((5, 5, 2, 3, 96), *((0, 3, 1, 2, 96),) * 4, (3, 0, 1, 4, 96)),
-    ((3, 3, 2, 6, 128), (5, 5, 1, 4, 128), (0, 5, 1, 4, 128), (0, 5, 1, 3, 128), *((0, 3, 1, 4, 128),) * 2),
+    (
+        (3, 3, 2, 6, 128),
+        (5, 5, 1, 4, 128),
+        (0, 5, 1, 4, 128),
+        (0, 5, 1, 3, 128),
+        *((0, 3, 1, 4, 128),) * 2,
+    ),
 )
 """Two stages of bottlenecks: kernel of the first and of the second depthwise convolution, stride, expansion, channels."""
 UNUSED = ("conv_head.", "norm_head.", "classifier.")
@@ -30,9 +36,19 @@ UNUSED = ("conv_head.", "norm_head.", "classifier.")
 class ConvNorm(nn.Module):
     """A convolution and its norm, with a ReLU or without."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1, active: bool = True) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int,
+        stride: int = 1,
+        groups: int = 1,
+        active: bool = True,
+    ) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
+        self.conv = nn.Conv2d(
+            inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False
+        )
         self.bn = nn.BatchNorm2d(outputs)
         self.active = active
 
@@ -56,13 +72,17 @@ class PlainConv(nn.Module):
 class UniversalBottleneck(nn.Module):
     """A universal inverted bottleneck; it adds its input where shapes allow. The last depthwise convolution has the stride."""
 
-    def __init__(self, inputs: int, kernels: tuple[int, int], stride: int, expansion: int, outputs: int) -> None:
+    def __init__(
+        self, inputs: int, kernels: tuple[int, int], stride: int, expansion: int, outputs: int
+    ) -> None:
         super().__init__()
         first, second = kernels
         wide = inputs * expansion
         self.adds = stride == 1 and inputs == outputs
         if first:
-            self.dw_start = ConvNorm(inputs, inputs, first, 1 if second else stride, inputs, active=False)
+            self.dw_start = ConvNorm(
+                inputs, inputs, first, 1 if second else stride, inputs, active=False
+            )
         self.pw_exp = ConvNorm(inputs, wide, 1)
         if second:
             self.dw_mid = ConvNorm(wide, wide, second, stride, wide)
@@ -92,7 +112,9 @@ class MobileNetV4(nn.Module):
         for stage in INVERTED:
             layers = []
             for first, second, stride, expansion, outputs in stage:
-                layers.append(UniversalBottleneck(channels, (first, second), stride, expansion, outputs))
+                layers.append(
+                    UniversalBottleneck(channels, (first, second), stride, expansion, outputs)
+                )
                 channels = outputs
             stages.append(nn.Sequential(*layers))
         self.blocks = nn.Sequential(*stages, nn.Sequential(PlainConv(channels, WIDTH, 1, 1)))

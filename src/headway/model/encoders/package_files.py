@@ -13,4 +13,9 @@ def package_files(package: str, what: str) -> list[Path]:
     need(package, what)
     found = find_spec(package)
     folders = [] if found is None else list(found.submodule_search_locations or ())
-    return sorted(path for folder in folders for path in Path(folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return sorted(
+        path
+        for folder in folders
+        for path in Path(folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    )

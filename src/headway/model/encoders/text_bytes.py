@@ -20,7 +20,9 @@ class Config(EncoderConfig):
     FOR: ClassVar[tuple[str, ...]] = ("text",)
     TRAINS: ClassVar[bool] = True
     kind: str = setting("text_bytes", "text_bytes.", on_resume="fixed")
-    max_bytes: int = setting(96, "Bytes of UTF-8 that are read; the rest of a text is ignored.", gt=0, le=8192)
+    max_bytes: int = setting(
+        96, "Bytes of UTF-8 that are read; the rest of a text is ignored.", gt=0, le=8192
+    )
     width: int = setting(128, "Width of the stream.", gt=0)
     layers: int = setting(2, "Number of layers.", gt=0, le=1000)
     heads: int = setting(4, "Attention heads.", gt=0)

@@ -40,8 +40,14 @@ class TowerLayer(nn.Module):
     def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
         """x [N,T,D]; `visible` [N,T]: which positions may be seen; None: all."""
         n, t, d = x.shape
-        q, k, v = self.qkv_proj(self.attn_norm(x)).view(n, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=None if visible is None else visible[:, None, None, :])
+        q, k, v = (
+            self.qkv_proj(self.attn_norm(x))
+            .view(n, t, 3, self.heads, d // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
+        seen = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=None if visible is None else visible[:, None, None, :]
+        )
         x = x + self.o_proj(seen.transpose(1, 2).reshape(n, t, d))
         return x + self.down_proj(F.gelu(self.up_proj(self.mlp_norm(x)), approximate="tanh"))
 
@@ -93,7 +99,11 @@ class PatchStem(Cast):
         """[N, 3, H, W] -> [N, T, D]."""
         n, c, h, w = x.shape
         p = self.patch
-        return super().forward(x.view(n, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5).reshape(n, (h // p) * (w // p), c * p * p))
+        return super().forward(
+            x.view(n, c, h // p, p, w // p, p)
+            .permute(0, 2, 4, 1, 3, 5)
+            .reshape(n, (h // p) * (w // p), c * p * p)
+        )
 
 
 class HalvingConv(nn.Module):
@@ -129,7 +139,15 @@ class ConvStem(nn.Module):
 class VisionTower(Tower):
     """Patches of a picture through a transformer; the mean of all patches comes out. `patches` makes a vector of each patch."""
 
-    def __init__(self, size: int, patches: PatchStem | ConvStem, patch: int, width: int, layers: int, heads: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        patches: PatchStem | ConvStem,
+        patch: int,
+        width: int,
+        layers: int,
+        heads: int,
+    ) -> None:
         super().__init__()
         self.patches = patches
         self.positions = Positions((size // patch) ** 2, width)
@@ -200,7 +218,9 @@ class AudioTower(Tower):
         super().__init__()
         channels = [max(16, width >> (stages - 1 - n)) for n in range(stages)]
         self.stem = StemConv(channels[0])
-        self.layers = nn.ModuleDict({str(n): AudioStage(channels[max(0, n - 1)], channels[n]) for n in range(stages)})
+        self.layers = nn.ModuleDict(
+            {str(n): AudioStage(channels[max(0, n - 1)], channels[n]) for n in range(stages)}
+        )
         rows = max(1, 64 >> (stages + 1))  # of 64 mels
         self.norm = nn.LayerNorm(width * rows)
         self.out_proj = nn.Linear(width * rows, width)
@@ -223,7 +243,11 @@ def tower_value(name: str, shape: tuple[int, ...], seed: int, layers: int) -> Te
     if name.endswith("norm.weight"):
         return torch.ones(*shape, device="cpu")
     generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", name))
-    std = EMBEDDING_STD if name.endswith(("positions.weight", "embed_tokens.weight")) else 1 / sqrt(max(1, torch.Size(shape[1:]).numel()))
+    std = (
+        EMBEDDING_STD
+        if name.endswith(("positions.weight", "embed_tokens.weight"))
+        else 1 / sqrt(max(1, torch.Size(shape[1:]).numel()))
+    )
     if name.endswith(("o_proj.weight", "down_proj.weight", "out_conv.weight")):
         std /= sqrt(2 * layers)
     return torch.empty(*shape, device="cpu").normal_(0.0, std, generator=generator)

@@ -37,7 +37,9 @@ class Config(EncoderConfig):
         if self.image_size % self.patch:
             raise ValueError(f"has patch={self.patch}; it must divide image_size={self.image_size}")
         if self.stem == "convolutions" and (self.patch < 2 or self.patch & (self.patch - 1)):
-            raise ValueError(f"has patch={self.patch}; with stem: convolutions it must be a power of two: each one halves the picture")
+            raise ValueError(
+                f"has patch={self.patch}; with stem: convolutions it must be a power of two: each one halves the picture"
+            )
         if self.width % self.heads:
             raise ValueError(f"has heads={self.heads}; it must divide width={self.width}")
         return self

@@ -29,18 +29,31 @@ def read_weights(path: Path, key: str) -> dict[str, Tensor]:
         try:
             return load_file(path)
         except (SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{path}: cannot be read: {first_line(problem)}. Fetch it again.") from None
+            raise CheckpointError(
+                f"{path}: cannot be read: {first_line(problem)}. Fetch it again."
+            ) from None
     found = open_pickled(path)
     inner = next((found[name] for name in NESTED if isinstance(found.get(name), dict)), found)
     return {str(name): value for name, value in inner.items() if isinstance(value, Tensor)}
 
 
-def fill_exactly(network: nn.Module, given: Mapping[str, Any], path: Path, ignored: Sequence[str] = ()) -> None:
+def fill_exactly(
+    network: nn.Module, given: Mapping[str, Any], path: Path, ignored: Sequence[str] = ()
+) -> None:
     """Put tensors into a network that was built without memory; those that start with `ignored` are of parts that are not used."""
-    used = {str(name): value for name, value in given.items() if not str(name).startswith(tuple(ignored))}
+    used = {
+        str(name): value
+        for name, value in given.items()
+        if not str(name).startswith(tuple(ignored))
+    }
     wanted = {name: tuple(value.shape) for name, value in network.state_dict().items()}
-    found = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in used.items()}
+    found = {
+        name: tuple(value.shape) if isinstance(value, Tensor) else None
+        for name, value in used.items()
+    }
     if found != wanted:
         wrong = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
-        raise CheckpointError(f"{path}: {wrong} is {found.get(wrong, 'missing')}; {wanted.get(wrong, 'nothing')} is expected.")
+        raise CheckpointError(
+            f"{path}: {wrong} is {found.get(wrong, 'missing')}; {wanted.get(wrong, 'nothing')} is expected."
+        )
     network.load_state_dict(dict(check_finite(used.items(), path)), assign=True)

@@ -22,7 +22,13 @@ DEFAULTS: dict[str, Any] = {
     "rope_scaling": None,
     "rope_parameters": None,
 }
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -30,7 +36,10 @@ ROPE_KEYS = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-OPTIONAL_ROPE_KEYS = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"), "longrope": ("factor", "attention_factor")}
+OPTIONAL_ROPE_KEYS = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
+    "longrope": ("factor", "attention_factor"),
+}
 ROPE_LISTS = ("short_factor", "long_factor")
 NEUTRAL: dict[str, Any] = {
     key: ModelConfig.model_fields[key].default
@@ -48,15 +57,31 @@ def understood(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     known = {**DEFAULTS, **defaults}
     read = known.keys() | set(REQUIRED)
     fixed = ONLY.keys() - defaults.keys()  # what a family reads itself may have any value
-    strange = [key for key, value in given.items() if (key in fixed or key not in read) and not harmless(key, value, given)]
-    computed = [f"{key} is {shown(given[key])} (headway computes only {ONLY[key][0]!r})" for key in strange if key in ONLY]
+    strange = [
+        key
+        for key, value in given.items()
+        if (key in fixed or key not in read) and not harmless(key, value, given)
+    ]
+    computed = [
+        f"{key} is {shown(given[key])} (headway computes only {ONLY[key][0]!r})"
+        for key in strange
+        if key in ONLY
+    ]
     unknown = [f"{key} is {shown(given[key])}" for key in strange if key not in ONLY]
-    wrong = ((key, misfit(key, given[key])) for key in given if key in read and given[key] is not None)
-    problems = computed + [f"{key} is {shown(given[key])}; {why}" for key, why in wrong if why is not None]
+    wrong = (
+        (key, misfit(key, given[key])) for key in given if key in read and given[key] is not None
+    )
+    problems = computed + [
+        f"{key} is {shown(given[key])}; {why}" for key, why in wrong if why is not None
+    ]
     if unknown:
         remedy = "Remove keys that do not change what the model computes"
-        problems.append(f"{', '.join(unknown)}: headway does not know {'this' if len(unknown) == 1 else 'these'}. {remedy}")
-    problems += [f"{key} is missing; it must be given" for key in REQUIRED if given.get(key) is None]
+        problems.append(
+            f"{', '.join(unknown)}: headway does not know {'this' if len(unknown) == 1 else 'these'}. {remedy}"
+        )
+    problems += [
+        f"{key} is missing; it must be given" for key in REQUIRED if given.get(key) is None
+    ]
     if problems:
         raise ConfigError("; ".join(problems) + ".")
     return {**known, **given}
@@ -99,18 +124,31 @@ def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     top = {"rope_theta": settings["rope_theta"]} if settings["rope_theta"] is not None else {}
     for where in (settings["rope_parameters"] or {}, settings["rope_scaling"] or {}, top):
         for key, value in where.items():
-            listed = key in ROPE_LISTS and isinstance(value, list) and all(isinstance(one, (int, float)) for one in value)
-            if key != "rope_type" and key != "type" and not listed and not isinstance(value, (int, float, type(None))):
+            listed = (
+                key in ROPE_LISTS
+                and isinstance(value, list)
+                and all(isinstance(one, (int, float)) for one in value)
+            )
+            if (
+                key != "rope_type"
+                and key != "type"
+                and not listed
+                and not isinstance(value, (int, float, type(None)))
+            ):
                 raise ConfigError(
                     f"rope_type is {where.get('rope_type', where.get('type'))!r} with {key} {shown(value)}; numbers are expected."
                 )
             name = "rope_type" if key == "type" else key
             if rope.setdefault(name, value) != value:
-                raise ConfigError(f"{key} is given as {rope[name]!r} and as {value!r}. Keep one of rope_parameters and rope_scaling.")
+                raise ConfigError(
+                    f"{key} is given as {rope[name]!r} and as {value!r}. Keep one of rope_parameters and rope_scaling."
+                )
     theta = rope.pop("rope_theta", 10000.0)
     kind = rope.pop("rope_type", "default")
     if rope.pop("partial_rotary_factor", 1) != 1 and "partial_rotary_factor" not in settings:
-        raise ConfigError("partial_rotary_factor is not 1; headway rotates whole heads in this family.")
+        raise ConfigError(
+            "partial_rotary_factor is not 1; headway rotates whole heads in this family."
+        )
     kind = "longrope" if kind == "su" else kind
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ConfigError(f"rope_type is {kind!r}; headway computes {', '.join(ROPE_KEYS)}.")
@@ -120,27 +158,38 @@ def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         rope = _yarn(rope)
     if kind == "longrope":
         rope = {key: value for key, value in rope.items() if value is not None}
-        longest, original = settings["max_position_embeddings"], rope.get("original_max_position_embeddings")
+        longest, original = (
+            settings["max_position_embeddings"],
+            rope.get("original_max_position_embeddings"),
+        )
         if isinstance(longest, int) and isinstance(original, int):
             rope.setdefault("factor", max(1.0, longest / max(1, original)))
     takes = (*ROPE_KEYS[kind], *OPTIONAL_ROPE_KEYS.get(kind, ()))
     for key in (*rope, *ROPE_KEYS[kind]):
         if key not in rope or key not in takes:
-            raise ConfigError(f"rope_type is {kind!r} {'without' if key not in rope else 'with'} {key}; it takes {_listed(takes)}.")
+            raise ConfigError(
+                f"rope_type is {kind!r} {'without' if key not in rope else 'with'} {key}; it takes {_listed(takes)}."
+            )
     if kind == "default":
         return theta, None
     names = {"original_max_position_embeddings": "original_max_seq_len"}
-    return theta, validate(RopeScaling, {"kind": kind, **{names.get(key, key): value for key, value in rope.items()}})
+    return theta, validate(
+        RopeScaling, {"kind": kind, **{names.get(key, key): value for key, value in rope.items()}}
+    )
 
 
 def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Yarn's keys without those that are null; mscale and mscale_all_dim become an attention factor."""
     given = {key: value for key, value in rope.items() if value is not None}
     if not 0 < given.get("factor", 1) < math.inf:
-        raise ConfigError(f"rope_type is 'yarn' with factor {given['factor']!r}; it must be a number above 0.")
+        raise ConfigError(
+            f"rope_type is 'yarn' with factor {given['factor']!r}; it must be a number above 0."
+        )
     scales = given.pop("mscale", 0), given.pop("mscale_all_dim", 0)
     if all(scales) and "attention_factor" not in given and "factor" in given:
-        given["attention_factor"] = yarn_growth(given["factor"], scales[0]) / yarn_growth(given["factor"], scales[1])
+        given["attention_factor"] = yarn_growth(given["factor"], scales[0]) / yarn_growth(
+            given["factor"], scales[1]
+        )
     return given
 
 
@@ -172,7 +221,10 @@ def settings_of(config: ModelConfig, model_type: str, architecture: str) -> dict
             "long_factor": list(scaling.long_factor),
         }
         keys = (*ROPE_KEYS[scaling.kind], *OPTIONAL_ROPE_KEYS.get(scaling.kind, ()))
-        rope = {"rope_type": scaling.kind, **{key: values[key] for key in keys if values[key] is not None}}
+        rope = {
+            "rope_type": scaling.kind,
+            **{key: values[key] for key in keys if values[key] is not None},
+        }
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -219,23 +271,34 @@ def require_one_bias(config: ModelConfig, family: str) -> None:
 
 def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
     """sliding_window and window_layers of the families that choose per layer."""
-    layers, window = settings["num_hidden_layers"], settings["sliding_window"] if settings["use_sliding_window"] else None
+    layers, window = (
+        settings["num_hidden_layers"],
+        settings["sliding_window"] if settings["use_sliding_window"] else None,
+    )
     if layers > MAX_LAYERS:
         raise ConfigError(f"num_hidden_layers is {layers}; a model may have {MAX_LAYERS} layers.")
     types = settings["layer_types"]
     if types is None:
         types = [
-            "sliding_attention" if window is not None and i >= (settings["max_window_layers"] or 0) else "full_attention"
+            "sliding_attention"
+            if window is not None and i >= (settings["max_window_layers"] or 0)
+            else "full_attention"
             for i in range(layers)
         ]
     if len(types) != layers:
-        raise ConfigError(f"layer_types names {len(types)} layers; there are num_hidden_layers={layers}.")
+        raise ConfigError(
+            f"layer_types names {len(types)} layers; there are num_hidden_layers={layers}."
+        )
     for kind in types:
         if kind not in ("sliding_attention", "full_attention"):
-            raise ConfigError(f"layer_types holds {kind!r}; headway computes sliding_attention and full_attention.")
+            raise ConfigError(
+                f"layer_types holds {kind!r}; headway computes sliding_attention and full_attention."
+            )
     sliding = [i for i, kind in enumerate(types) if kind == "sliding_attention"]
     if sliding and window is None:
-        raise ConfigError("layer_types holds 'sliding_attention', but use_sliding_window is false or sliding_window is not given.")
+        raise ConfigError(
+            "layer_types holds 'sliding_attention', but use_sliding_window is false or sliding_window is not given."
+        )
     if not sliding:
         return {"sliding_window": None, "window_layers": None}
     return {"sliding_window": window, "window_layers": None if len(sliding) == layers else sliding}

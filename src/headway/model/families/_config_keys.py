@@ -73,7 +73,17 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 # Keys that are settings of some families; in the others they may only say what those always do.
 ELSEWHERE: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    ("attention_bias", "attn_bias", "qkv_bias", "mlp_bias", "bias", "qk_norm", "use_qk_norm", "use_sliding_window"), (False,)
+    (
+        "attention_bias",
+        "attn_bias",
+        "qkv_bias",
+        "mlp_bias",
+        "bias",
+        "qk_norm",
+        "use_qk_norm",
+        "use_sliding_window",
+    ),
+    (False,),
 )
 
 
@@ -83,7 +93,14 @@ WHOLE = (
     "max_position_embeddings", "sliding_window", "max_window_layers", "no_rope_layer_interval", "multiple_of", "num_experts",
     "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
 )  # fmt: skip
-SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "bias", "use_sliding_window", "norm_topk_prob")
+SWITCHES = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "bias",
+    "use_sliding_window",
+    "norm_topk_prob",
+)
 NUMBERS = ("initializer_range", "rms_norm_eps", "rope_theta", "router_aux_loss_coef")
 MAPPINGS = ("rope_scaling", "rope_parameters", "rotary")
 LISTS = ("layer_types", "no_rope_layers", "mlp_only_layers")
@@ -124,7 +141,11 @@ def harmless(key: str, value: Any, given: Mapping[str, Any]) -> bool:
         return True
     values = ONLY.get(key, ELSEWHERE.get(key))
     if values is not None:
-        return not isinstance(value, str) and value in values if not isinstance(values[0], str) else value in values
+        return (
+            not isinstance(value, str) and value in values
+            if not isinstance(values[0], str)
+            else value in values
+        )
     if key == "layer_types":
         return isinstance(value, list) and all(one == "full_attention" for one in value)
     if key == "max_window_layers":

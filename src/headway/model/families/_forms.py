@@ -11,7 +11,13 @@ from headway.model.families._config_json import default_theta, ours_or_none, rea
 from headway.model.families.base import Piece
 from headway.model.layout import ParamSpec
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 WRITTEN_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
@@ -44,17 +50,26 @@ def read_both_ropes(settings: dict[str, Any], theta: float, local: float | None)
     if "full_attention" in nested or "sliding_attention" in nested:
         for kind in ("full_attention", "sliding_attention"):
             if not isinstance(nested.get(kind) or {}, Mapping):
-                raise ConfigError(f"rope_parameters of {kind} is {shown(nested[kind])}; a mapping is expected.")
-        near, settings["rope_parameters"] = nested.get("sliding_attention") or {}, nested.get("full_attention") or {}
+                raise ConfigError(
+                    f"rope_parameters of {kind} is {shown(nested[kind])}; a mapping is expected."
+                )
+        near, settings["rope_parameters"] = (
+            nested.get("sliding_attention") or {},
+            nested.get("full_attention") or {},
+        )
     default_theta(settings, theta)
     kind = near.get("rope_type", near.get("type", "default"))
     if kind != "default" or set(near) - {"rope_type", "type", "rope_theta"}:
-        raise ConfigError(f"rope_parameters of sliding_attention is {shown(dict(near))}; headway rotates windowed layers unscaled.")
+        raise ConfigError(
+            f"rope_parameters of sliding_attention is {shown(dict(near))}; headway rotates windowed layers unscaled."
+        )
     full, scaling = read_rope(settings)
     found = near.get("rope_theta", settings.get("rope_local_base_freq"))
     found = (full if local is None else local) if found is None else found
     if not isinstance(found, (int, float)):
-        raise ConfigError(f"rope_theta of sliding_attention is {shown(found)}; a number is expected.")
+        raise ConfigError(
+            f"rope_theta of sliding_attention is {shown(found)}; a number is expected."
+        )
     return None if found == full and scaling is None else float(found)
 
 
@@ -77,12 +92,18 @@ def pattern(settings: Mapping[str, Any], period: int) -> list[str]:
         raise ConfigError(f"num_hidden_layers is {layers}; a model may have {MAX_LAYERS} layers.")
     if settings["layer_types"] is not None:
         return settings["layer_types"]
-    return ["sliding_attention" if (layer + 1) % max(1, period) else "full_attention" for layer in range(layers)]
+    return [
+        "sliding_attention" if (layer + 1) % max(1, period) else "full_attention"
+        for layer in range(layers)
+    ]
 
 
 def layer_types(config: ModelConfig) -> list[str]:
     """The kind of every layer."""
-    return ["full_attention" if config.window_of(layer) is None else "sliding_attention" for layer in range(config.num_layers)]
+    return [
+        "full_attention" if config.window_of(layer) is None else "sliding_attention"
+        for layer in range(config.num_layers)
+    ]
 
 
 def renaming(names: Mapping[str, str]) -> tuple[Callable[[str], str], Callable[[str], str | None]]:

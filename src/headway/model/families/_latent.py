@@ -37,7 +37,11 @@ GROWTHS = ("mscale", "mscale_all_dim")
 def one_name(given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings in which the number of experts is `n_routed_experts`, and that of layers for more tokens `num_nextn_predict_layers`."""
     found = dict(given)
-    others = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+    others = {
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    }
     for key, name in others.items():
         value = found.pop(key, None)
         if value is not None:
@@ -51,7 +55,9 @@ def read_latent(settings: dict[str, Any], **more: Any) -> dict[str, Any]:
     if absent:
         raise ConfigError(f"{absent[0]} is null; a number is expected.")
     if settings["moe_layer_freq"] not in (None, 1):
-        raise ConfigError(f"moe_layer_freq is {shared.shown(settings['moe_layer_freq'])}; transformers and headway compute only 1.")
+        raise ConfigError(
+            f"moe_layer_freq is {shared.shown(settings['moe_layer_freq'])}; transformers and headway compute only 1."
+        )
     if settings["num_key_value_heads"] not in (None, settings["num_attention_heads"]):
         raise ConfigError(
             f"num_key_value_heads is {settings['num_key_value_heads']}; latent attention has as many as "
@@ -61,7 +67,9 @@ def read_latent(settings: dict[str, Any], **more: Any) -> dict[str, Any]:
     growths = _growths(settings)
     _, scaling = shared.read_rope(settings)
     if growths and (scaling is None or scaling.kind != "yarn"):
-        raise ConfigError("rope_parameters has mscale or mscale_all_dim, which belong to rope_type 'yarn'.")
+        raise ConfigError(
+            "rope_parameters has mscale or mscale_all_dim, which belong to rope_type 'yarn'."
+        )
     return {
         "latent_attention": {
             "kv_rank": settings["kv_lora_rank"],
@@ -89,18 +97,30 @@ def read_latent(settings: dict[str, Any], **more: Any) -> dict[str, Any]:
 def read_groups(settings: Mapping[str, Any], score: str) -> dict[str, Any]:
     """The groups of experts; without them, nothing."""
     groups, chosen = settings["n_group"] or 1, settings["topk_group"] or 1
-    return {"num_groups": groups, "groups_per_token": chosen, "group_score": score} if groups > 1 else {}
+    return (
+        {"num_groups": groups, "groups_per_token": chosen, "group_score": score}
+        if groups > 1
+        else {}
+    )
 
 
-def written_latent(config: ModelConfig, names: tuple[str, str, str], always: Mapping[str, Any]) -> dict[str, Any]:
+def written_latent(
+    config: ModelConfig, names: tuple[str, str, str], always: Mapping[str, Any]
+) -> dict[str, Any]:
     """The config.json of a model; `names`: family, model_type and architecture; `always`: what its experts are."""
     family, model_type, architecture = names
     latent, experts = config.latent_attention, config.experts
-    free = {"experts": experts, "latent_attention": latent, "rope_interleaved": config.rope_interleaved}
+    free = {
+        "experts": experts,
+        "latent_attention": latent,
+        "rope_interleaved": config.rope_interleaved,
+    }
     shared.require(config, family, **free, qk_norm=False, ffn_bias=False, sliding_window=None)
     shared.require_one_bias(config, family)
     if latent is None:
-        raise ConfigError(f"model.latent_attention is null; a Hugging Face {family} model has it. Use another family.")
+        raise ConfigError(
+            f"model.latent_attention is null; a Hugging Face {family} model has it. Use another family."
+        )
     found = check_experts(config, family, {**always, "every": 1})
     if found.shared_ffn_size == 0 or found.shared_ffn_size % config.expert_size:
         raise ConfigError(
@@ -109,7 +129,11 @@ def written_latent(config: ModelConfig, names: tuple[str, str, str], always: Map
         )
     written = shared.settings_of(config, model_type, architecture)
     if config.rope_scaling is not None:
-        growths = {key: getattr(config.rope_scaling, key) for key in GROWTHS if getattr(config.rope_scaling, key)}
+        growths = {
+            key: getattr(config.rope_scaling, key)
+            for key in GROWTHS
+            if getattr(config.rope_scaling, key)
+        }
         for key in ("rope_parameters", "rope_scaling"):
             written[key] = {**written[key], **growths}
     return {
@@ -138,8 +162,16 @@ def written_latent(config: ModelConfig, names: tuple[str, str, str], always: Map
 def further_layers(stored: Collection[str], config: ModelConfig) -> set[str]:
     """Tensors of layers behind the last one that predict more tokens; transformers leaves them out too."""
     at = "model.layers."
-    numbers = {name.split(".")[2] for name in stored if name.startswith(at) and name.endswith(".eh_proj.weight")}
-    further = tuple(f"{at}{number}." for number in numbers if number.isdecimal() and int(number) >= config.num_layers)
+    numbers = {
+        name.split(".")[2]
+        for name in stored
+        if name.startswith(at) and name.endswith(".eh_proj.weight")
+    }
+    further = tuple(
+        f"{at}{number}."
+        for number in numbers
+        if number.isdecimal() and int(number) >= config.num_layers
+    )
     return {name for name in stored if name.startswith(further)} if further else set()
 
 
@@ -150,7 +182,9 @@ def _growths(settings: dict[str, Any]) -> dict[str, float]:
         rope = dict(settings[key] or {})
         for name in GROWTHS:
             value = rope.pop(name, None)
-            if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
+            if value is not None and (
+                not isinstance(value, (int, float)) or isinstance(value, bool)
+            ):
                 raise ConfigError(f"{name} is {shared.shown(value)}; a number is expected.")
             if value:
                 found[name] = float(value)

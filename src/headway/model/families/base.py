@@ -49,7 +49,9 @@ class Piece:
         return (self.name,) if self.scales is None else (self.name, self.scales)
 
 
-def pieces_of(family: Family, spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None = None) -> tuple[Piece, ...]:
+def pieces_of(
+    family: Family, spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None = None
+) -> tuple[Piece, ...]:
     """The tensors of theirs that hold a parameter; several are stacked, one for each expert.
 
     A family whose tensors are not ours one by one defines `pieces(spec, config, stored)`: the pieces of a parameter, or none if it is
@@ -57,7 +59,9 @@ def pieces_of(family: Family, spec: ParamSpec, config: ModelConfig, stored: Coll
     A family that reads weights quantised by some method names it in QUANTISED.
     """
     split = vars(family).get("pieces")
-    found: tuple[Piece, ...] = split(spec, config, stored) if split is not None and spec.name != SCORE else ()
+    found: tuple[Piece, ...] = (
+        split(spec, config, stored) if split is not None and spec.name != SCORE else ()
+    )
     return found or (Piece(their_whole(family, spec.name)),)
 
 
@@ -110,7 +114,11 @@ class Family(Protocol):
 def family_names() -> list[str]:
     """The families headway ships, by file name."""
     folder = importlib.import_module(PACKAGE)
-    return sorted(m.name for m in pkgutil.iter_modules(folder.__path__) if m.name != "base" and not m.name.startswith("_"))
+    return sorted(
+        m.name
+        for m in pkgutil.iter_modules(folder.__path__)
+        if m.name != "base" and not m.name.startswith("_")
+    )
 
 
 def as_stored(config: ModelConfig) -> ModelConfig:
@@ -123,7 +131,11 @@ def as_stored(config: ModelConfig) -> ModelConfig:
 
 def trusting(config: ModelConfig, family: str | None) -> ModelConfig:
     """The config with its family enabled, if the user names the same one."""
-    return config.with_(family=family) if family is not None and config.family == STORED + family else config
+    return (
+        config.with_(family=family)
+        if family is not None and config.family == STORED + family
+        else config
+    )
 
 
 def family_of(name: str) -> Family:
@@ -142,10 +154,16 @@ def family_of(name: str) -> Family:
             f"model.family is {name!r}; it must be one of {', '.join(names)}, the dotted name of your own module, or a file such as "
             f"./my_family.py.{hint}"
         )
-    module = import_user_module(name, "model.family") if "." in name else importlib.import_module(f"{PACKAGE}.{name}")
+    module = (
+        import_user_module(name, "model.family")
+        if "." in name
+        else importlib.import_module(f"{PACKAGE}.{name}")
+    )
     absent = [member for member in MEMBERS if member not in vars(module)]
     if absent:
-        raise ConfigError(f"model.family is {name!r}, but that module has no {absent[0]}; a family needs {', '.join(MEMBERS)}.")
+        raise ConfigError(
+            f"model.family is {name!r}, but that module has no {absent[0]}; a family needs {', '.join(MEMBERS)}."
+        )
     return cast(Family, module)
 
 
@@ -173,11 +191,17 @@ def classifier_of(config: ModelConfig) -> str:
 def with_head(given: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     """The config with the head that a config.json names: that of a reward model where its class is one for sequence classification."""
     named = given.get("architectures")
-    if not isinstance(named, list) or not any(isinstance(one, str) and one.endswith("ForSequenceClassification") for one in named):
+    if not isinstance(named, list) or not any(
+        isinstance(one, str) and one.endswith("ForSequenceClassification") for one in named
+    ):
         return config
-    labels = given.get("num_labels", len(given["id2label"]) if isinstance(given.get("id2label"), Mapping) else 2)
+    labels = given.get(
+        "num_labels", len(given["id2label"]) if isinstance(given.get("id2label"), Mapping) else 2
+    )
     if labels != 1:
-        raise ConfigError(f"{named[0]} has {str(labels)[:20]} labels; headway reads reward models, which have one.")
+        raise ConfigError(
+            f"{named[0]} has {str(labels)[:20]} labels; headway reads reward models, which have one."
+        )
     config = config.with_(score_head=True)
     classifier_of(config)
     return config
@@ -193,7 +217,9 @@ def published_with_code(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any
     except ConfigError:
         target = family_of(config.family).published(config)
     else:
-        raise ConfigError(f"--remote-code is given; transformers already has a class for this {target.family} model. Remove the flag.")
+        raise ConfigError(
+            f"--remote-code is given; transformers already has a class for this {target.family} model. Remove the flag."
+        )
     members = vars(family_of(target.family))
     if "write_with_code" not in members or not config.no_rope_layers:
         published(config)  # raises the error that names the reason
@@ -205,7 +231,9 @@ def family_for(given: Mapping[str, Any]) -> Family:
     wanted = given.get("model_type")
     shipped = [family_of(name) for name in family_names() if name != WRAPPED]
     families = {family.MODEL_TYPE: family for family in shipped}
-    families |= {vars(family)["CODE_TYPE"]: family for family in shipped if "CODE_TYPE" in vars(family)}
+    families |= {
+        vars(family)["CODE_TYPE"]: family for family in shipped if "CODE_TYPE" in vars(family)
+    }
     families |= {kind: family for family in shipped for kind in vars(family).get("OTHER_TYPES", ())}
     if isinstance(wanted, str) and wanted in families:
         return families[wanted]

@@ -25,7 +25,11 @@ DEFAULTS = {
 # Published files carry these keys, and nothing reads them.
 UNREAD = ("rms_norm_eps", "rotary_pct", "use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding",
           "order_of_interleaved_layers", "position_embedding_type", "layer_switch", "cache_implementation", "use_qk_norm")  # fmt: skip
-FORM: dict[str, Any] = {"norm": "layernorm_no_bias", "parallel_block": True, "rope_interleaved": True}
+FORM: dict[str, Any] = {
+    "norm": "layernorm_no_bias",
+    "parallel_block": True,
+    "rope_interleaved": True,
+}
 
 to_theirs = shared.same_name
 to_ours = shared.ours_or_none
@@ -34,9 +38,13 @@ published = shared.as_it_is
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Cohere 2 config.json."""
-    settings = shared.understood({key: value for key, value in given.items() if key not in UNREAD}, DEFAULTS)
+    settings = shared.understood(
+        {key: value for key, value in given.items() if key not in UNREAD}, DEFAULTS
+    )
     settings["rms_norm_eps"], settings["head_dim"] = settings["layer_norm_eps"], None
-    settings["layer_types"] = types = forms.pattern(settings, settings["sliding_window_pattern"] or PERIOD)
+    settings["layer_types"] = types = forms.pattern(
+        settings, settings["sliding_window_pattern"] or PERIOD
+    )
     bias = settings["attention_bias"]
     return shared.model_config(
         "cohere2",
@@ -53,8 +61,14 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Cohere 2 config.json of a ModelConfig."""
     full = tuple(layer for layer in range(config.num_layers) if config.window_of(layer) is None)
-    always = {"qk_norm": False, "ffn_bias": False, "head_size": config.hidden_size // config.num_heads}
-    shared.require(config, "cohere2", logit_scale=config.logit_scale, no_rope_layers=full, **FORM, **always)
+    always = {
+        "qk_norm": False,
+        "ffn_bias": False,
+        "head_size": config.hidden_size // config.num_heads,
+    }
+    shared.require(
+        config, "cohere2", logit_scale=config.logit_scale, no_rope_layers=full, **FORM, **always
+    )
     shared.require_one_bias(config, "cohere2")
     return {
         **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),

@@ -36,7 +36,9 @@ to_ours = shared.ours_or_none
 left_out = latent.further_layers
 
 
-def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+def pieces(
+    spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
+) -> tuple[Piece, ...]:
     """The tensors of the experts."""
     return expert_pieces(spec, config, stored)
 
@@ -44,7 +46,11 @@ def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None)
 def published(config: ModelConfig) -> ModelConfig:
     """Their routers always have a bias; zeros change nothing."""
     experts = config.experts
-    return config if experts is None or experts.bias_rate is not None else config.with_(experts={**experts.model_dump(), "bias_rate": 0.0})
+    return (
+        config
+        if experts is None or experts.bias_rate is not None
+        else config.with_(experts={**experts.model_dump(), "bias_rate": 0.0})
+    )
 
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
@@ -52,11 +58,23 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     settings = shared.understood(latent.one_name(given), DEFAULTS)
     for key in ("scoring_func", "topk_method"):
         if settings[key] not in (None, DEFAULTS[key]):
-            raise ConfigError(f"{key} is {shared.shown(settings[key])}; headway computes only {DEFAULTS[key]!r} in this family.")
+            raise ConfigError(
+                f"{key} is {shared.shown(settings[key])}; headway computes only {DEFAULTS[key]!r} in this family."
+            )
     groups = latent.read_groups(settings, "top2")
-    more = {"router": "sigmoid", "normalize": bool(settings["norm_topk_prob"]), "bias_rate": 0.0, **groups}
+    more = {
+        "router": "sigmoid",
+        "normalize": bool(settings["norm_topk_prob"]),
+        "bias_rate": 0.0,
+        **groups,
+    }
     interleaved = settings["rope_interleave"] is not False
-    return shared.model_config("deepseek_v3", settings, rope_interleaved=interleaved, **latent.read_latent(settings, **more))
+    return shared.model_config(
+        "deepseek_v3",
+        settings,
+        rope_interleaved=interleaved,
+        **latent.read_latent(settings, **more),
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:

@@ -42,7 +42,11 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     settings = shared.understood(given, DEFAULTS)
     settings["layer_types"] = forms.pattern(settings, PERIOD)
     return shared.model_config(
-        "gemma2", settings, norm_placement="both", attention_softcap=settings["attn_logit_softcapping"], **read_common(settings)
+        "gemma2",
+        settings,
+        norm_placement="both",
+        attention_softcap=settings["attn_logit_softcapping"],
+        **read_common(settings),
     )
 
 
@@ -68,7 +72,13 @@ def read_common(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Gemma 2 config.json of a ModelConfig."""
-    shared.require(config, "gemma2", qk_norm=False, attention_softcap=config.attention_softcap, **common(config))
+    shared.require(
+        config,
+        "gemma2",
+        qk_norm=False,
+        attention_softcap=config.attention_softcap,
+        **common(config),
+    )
     return {
         **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
         **write_common(config, "gemma2"),

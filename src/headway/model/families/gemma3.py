@@ -32,8 +32,17 @@ DEFAULTS = {
 TEXT_SIZES = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
 }  # fmt: skip
-PICTURES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+PICTURES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 
 to_theirs, _renamed = forms.renaming(gemma2.NAMES)
 published = shared.as_it_is
@@ -58,17 +67,34 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
         given = {**TEXT_SIZES, **text}
     settings = shared.understood(given, DEFAULTS)
     if settings["attn_logit_softcapping"] is not None:
-        raise ConfigError(f"attn_logit_softcapping is {settings['attn_logit_softcapping']}; Gemma 3 has none.")
-    settings["layer_types"] = forms.pattern(settings, settings["_sliding_window_pattern"] or settings["sliding_window_pattern"] or PERIOD)
+        raise ConfigError(
+            f"attn_logit_softcapping is {settings['attn_logit_softcapping']}; Gemma 3 has none."
+        )
+    settings["layer_types"] = forms.pattern(
+        settings,
+        settings["_sliding_window_pattern"] or settings["sliding_window_pattern"] or PERIOD,
+    )
     local = forms.read_both_ropes(settings, THETA, LOCAL_THETA)
     more = gemma2.read_common(settings)
     if more["sliding_window"] is None:
         local = None
-    return shared.model_config("gemma3", settings, norm_placement="both", qk_norm=True, rope_local_theta=local, **more)
+    return shared.model_config(
+        "gemma3", settings, norm_placement="both", qk_norm=True, rope_local_theta=local, **more
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Gemma 3 config.json of a ModelConfig."""
-    shared.require(config, "gemma3", qk_norm=True, rope_local_theta=config.rope_local_theta, **gemma2.common(config))
+    shared.require(
+        config,
+        "gemma3",
+        qk_norm=True,
+        rope_local_theta=config.rope_local_theta,
+        **gemma2.common(config),
+    )
     written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
-    return {**written, **gemma2.write_common(config, "gemma3"), **forms.written_both_ropes(config, written)}
+    return {
+        **written,
+        **gemma2.write_common(config, "gemma3"),
+        **forms.written_both_ropes(config, written),
+    }

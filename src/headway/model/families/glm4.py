@@ -27,7 +27,9 @@ to_ours = shared.ours_or_none
 published = shared.as_it_is
 
 
-def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+def pieces(
+    spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
+) -> tuple[Piece, ...]:
     """The part of gate_up_proj that is one of our parameters."""
     return forms.fused(spec, config, attention=False)
 
@@ -37,14 +39,31 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     settings = shared.understood(given, DEFAULTS)
     fraction = forms.read_partial(settings, PARTIAL)
     return shared.model_config(
-        "glm4", settings, norm_placement="both", rope_interleaved=True, rotary_fraction=fraction, qkv_bias=settings["attention_bias"]
+        "glm4",
+        settings,
+        norm_placement="both",
+        rope_interleaved=True,
+        rotary_fraction=fraction,
+        qkv_bias=settings["attention_bias"],
     )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The GLM 4 config.json of a ModelConfig."""
-    always = {"norm_placement": "both", "rope_interleaved": True, "qk_norm": False, "output_bias": False, "ffn_bias": False}
-    shared.require(config, "glm4", sliding_window=None, rotary_fraction=config.rotary_fraction, **always)
+    always = {
+        "norm_placement": "both",
+        "rope_interleaved": True,
+        "qk_norm": False,
+        "output_bias": False,
+        "ffn_bias": False,
+    }
+    shared.require(
+        config, "glm4", sliding_window=None, rotary_fraction=config.rotary_fraction, **always
+    )
     written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
     written["rope_parameters"]["partial_rotary_factor"] = config.rotary_fraction
-    return {**written, "attention_bias": config.qkv_bias, "partial_rotary_factor": config.rotary_fraction}
+    return {
+        **written,
+        "attention_bias": config.qkv_bias,
+        "partial_rotary_factor": config.rotary_fraction,
+    }

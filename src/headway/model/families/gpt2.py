@@ -25,7 +25,12 @@ SETTINGS = {
     "n_positions": "max_position_embeddings",
     "layer_norm_epsilon": "rms_norm_eps",
 }
-SIZES = {"vocab_size": 50257, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+SIZES = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+}
 DEFAULTS = {
     "num_key_value_heads": None,
     "max_position_embeddings": 1024,
@@ -36,7 +41,11 @@ DEFAULTS = {
 # Dropouts, kernels, and the heads of other tasks.
 UNREAD = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout",
           "summary_proj_to_labels", "summary_type", "summary_use_proj", "gradient_checkpointing")  # fmt: skip
-ALWAYS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+ALWAYS = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
 FORM: dict[str, Any] = {
     "norm": "layernorm", "positions": "learned", "ffn_gate": False, "qkv_bias": True, "output_bias": True, "ffn_bias": True,
 }  # fmt: skip
@@ -71,7 +80,9 @@ def to_ours(name: str) -> str | None:
     return name
 
 
-def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+def pieces(
+    spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
+) -> tuple[Piece, ...]:
     """Matrices of the layers are transposed, and c_attn holds q, k and v."""
     if not spec.name.startswith("model.layers.") or "layernorm" in spec.name:
         return ()
@@ -90,21 +101,42 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     for key, value in ALWAYS.items():
         if given.get(key, value) is not value:
             raise ConfigError(f"{key} is {given[key]!r}; headway computes only {value}.")
-    named = {SETTINGS.get(key, key): value for key, value in given.items() if key not in UNREAD and key not in ALWAYS}
+    named = {
+        SETTINGS.get(key, key): value
+        for key, value in given.items()
+        if key not in UNREAD and key not in ALWAYS
+    }
     named = {**SIZES, **named}
     if named.get("intermediate_size") is None and isinstance(named["hidden_size"], int):
         named["intermediate_size"] = 4 * named["hidden_size"]
     settings = shared.understood(named, DEFAULTS)
-    return shared.model_config("gpt2", settings, activation=forms.read_activation(settings, "activation_function"), **FORM)
+    return shared.model_config(
+        "gpt2", settings, activation=forms.read_activation(settings, "activation_function"), **FORM
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The GPT-2 config.json of a ModelConfig."""
     whole = {"kv_heads": config.num_heads, "head_size": config.hidden_size // config.num_heads}
-    shared.require(config, "gpt2", qk_norm=False, sliding_window=None, activation=config.activation, **FORM, **whole)
+    shared.require(
+        config,
+        "gpt2",
+        qk_norm=False,
+        sliding_window=None,
+        activation=config.activation,
+        **FORM,
+        **whole,
+    )
     written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
     theirs = {name: written[ours] for name, ours in SETTINGS.items()}
-    kept = ("architectures", "model_type", "vocab_size", "initializer_range", "tie_word_embeddings", "use_cache")
+    kept = (
+        "architectures",
+        "model_type",
+        "vocab_size",
+        "initializer_range",
+        "tie_word_embeddings",
+        "use_cache",
+    )
     activation = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}[config.activation]
     return {**{key: written[key] for key in kept}, **theirs, "n_ctx": config.max_seq_len, "activation_function": activation,
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout)}  # fmt: skip

@@ -59,7 +59,9 @@ def to_ours(name: str) -> str | None:
     return shared.ours_or_none(name.replace(THEIRS, OURS))
 
 
-def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+def pieces(
+    spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
+) -> tuple[Piece, ...]:
     """The tensors of the experts."""
     if EXPERTS not in spec.name:
         return ()
@@ -67,7 +69,11 @@ def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None)
     before, leaf = owner.split(EXPERTS)
     is_down = leaf == "down_proj"
     name = before + EXPERTS + ("down_proj" if is_down else "gate_up_proj")
-    start, stop, step = (0, config.hidden_size, 1) if is_down else (int(leaf == "up_proj"), 2 * config.expert_size, 2)
+    start, stop, step = (
+        (0, config.hidden_size, 1)
+        if is_down
+        else (int(leaf == "up_proj"), 2 * config.expert_size, 2)
+    )
     if kind == "bias":
         return (Piece(name + "_bias", 1, start, stop, step=step),)
     if stored is not None and name not in stored and name + "_blocks" in stored:
@@ -84,26 +90,47 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     shared.default_theta(settings, THETA)
     chosen, other = settings["num_experts_per_tok"], settings["experts_per_token"]
     if other is not None and other != chosen:
-        raise ConfigError(f"experts_per_token is {other} and num_experts_per_tok is {chosen}; they are the same. Remove one of them.")
+        raise ConfigError(
+            f"experts_per_token is {other} and num_experts_per_tok is {chosen}; they are the same. Remove one of them."
+        )
     if not settings["output_router_logits"]:
         settings["router_aux_loss_coef"] = 0.0
     clamp = {key: settings[key] for key in ("swiglu_limit", "swiglu_alpha")}
     experts = read_experts(settings, num="num_local_experts", router_bias=True, bias=True, **clamp)
     bias = settings["attention_bias"]
     windows = shared.read_windows({**settings, "use_sliding_window": True})
-    return shared.model_config("gpt_oss", settings, attention_sinks=True, qkv_bias=bias, output_bias=bias, experts=experts, **windows)
+    return shared.model_config(
+        "gpt_oss",
+        settings,
+        attention_sinks=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        experts=experts,
+        **windows,
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The gpt-oss config.json of a ModelConfig."""
-    shared.require(config, "gpt_oss", attention_sinks=True, experts=config.experts, qk_norm=False, ffn_bias=False)
+    shared.require(
+        config,
+        "gpt_oss",
+        attention_sinks=True,
+        experts=config.experts,
+        qk_norm=False,
+        ffn_bias=False,
+    )
     shared.require_one_bias(config, "gpt_oss")
     always = {"normalize": True, "router_bias": True, "bias": True, "first_dense": 0, "every": 1}
     limit = None if config.experts is None else config.experts.swiglu_limit
-    experts = written_experts(config, "gpt_oss", num="num_local_experts", swiglu_limit=limit, **always)
+    experts = written_experts(
+        config, "gpt_oss", num="num_local_experts", swiglu_limit=limit, **always
+    )
     assert config.experts is not None
     if config.experts.swiglu_limit is None:
-        raise ConfigError("model.experts.swiglu_limit is null; the SwiGLU of a Hugging Face gpt_oss model is clamped. Use another family.")
+        raise ConfigError(
+            "model.experts.swiglu_limit is null; the SwiGLU of a Hugging Face gpt_oss model is clamped. Use another family."
+        )
     return {
         **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
         "attention_bias": config.qkv_bias,

@@ -28,7 +28,12 @@ published = shared.as_it_is
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Granite config.json."""
     settings = shared.understood(given, DEFAULTS)
-    for key in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+    for key in (
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+    ):
         if settings[key] is None or not settings[key] > 0:
             raise ConfigError(f"{key} is {settings[key]!r}; a number above 0 is expected.")
     bias = settings["attention_bias"]
@@ -47,7 +52,10 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Granite config.json of a ModelConfig."""
-    scales = {key: getattr(config, key) for key in ("embed_scale", "residual_scale", "attention_scale", "logit_scale")}
+    scales = {
+        key: getattr(config, key)
+        for key in ("embed_scale", "residual_scale", "attention_scale", "logit_scale")
+    }
     shared.require(config, "granite", qk_norm=False, sliding_window=None, **scales)
     shared.require_one_bias(config, "granite")
     scaling = 1.0 / config.logit_scale
@@ -58,6 +66,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": config.ffn_bias,
         "embedding_multiplier": config.embed_scale,
         "residual_multiplier": config.residual_scale,
-        "attention_multiplier": config.head_size**-0.5 if config.attention_scale is None else config.attention_scale,
+        "attention_multiplier": config.head_size**-0.5
+        if config.attention_scale is None
+        else config.attention_scale,
         "logits_scaling": near if near and 1.0 / near == config.logit_scale else scaling,
     }

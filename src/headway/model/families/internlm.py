@@ -10,7 +10,13 @@ from headway.model.families._config_json import model_config, ours_or_none, same
 
 MODEL_TYPE = "internlm"
 ARCHITECTURE = llama.ARCHITECTURE
-DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048, "bias": True, "rotary": None, "auto_map": None}
+DEFAULTS = {
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "bias": True,
+    "rotary": None,
+    "auto_map": None,
+}
 # Dynamic frequencies differ beyond max_position_embeddings alone; there headway keeps the plain ones.
 ROTARY_TYPES = ("origin", "dynamic")
 
@@ -24,10 +30,14 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     rotary = {"base": 10000.0, "type": "origin", **(settings["rotary"] or {})}
     base = rotary["base"]
     if rotary["type"] not in ROTARY_TYPES or len(rotary) > 2 or not isinstance(base, (int, float)):
-        raise ConfigError(f"rotary is {settings['rotary']}; headway computes a base and one of the types {', '.join(ROTARY_TYPES)}.")
+        raise ConfigError(
+            f"rotary is {settings['rotary']}; headway computes a base and one of the types {', '.join(ROTARY_TYPES)}."
+        )
     if settings["rope_theta"] is None:
         settings["rope_theta"] = base
-    return model_config("internlm", settings, qkv_bias=settings["bias"], output_bias=settings["bias"])
+    return model_config(
+        "internlm", settings, qkv_bias=settings["bias"], output_bias=settings["bias"]
+    )
 
 
 def published(config: ModelConfig) -> ModelConfig:

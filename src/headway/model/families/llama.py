@@ -5,12 +5,25 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
-from headway.model.families._config_json import model_config, ours_or_none, require, require_one_bias, same_name, settings_of, understood
+from headway.model.families._config_json import (
+    model_config,
+    ours_or_none,
+    require,
+    require_one_bias,
+    same_name,
+    settings_of,
+    understood,
+)
 
 MODEL_TYPE = "llama"
 ARCHITECTURE = "LlamaForCausalLM"
 CLASSIFIER = "LlamaForSequenceClassification"
-DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
+DEFAULTS = {
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
 to_theirs = same_name
 to_ours = ours_or_none
@@ -20,7 +33,9 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Llama config.json."""
     settings = understood(given, DEFAULTS)
     bias = settings["attention_bias"]
-    return model_config("llama", settings, qkv_bias=bias, output_bias=bias, ffn_bias=settings["mlp_bias"])
+    return model_config(
+        "llama", settings, qkv_bias=bias, output_bias=bias, ffn_bias=settings["mlp_bias"]
+    )
 
 
 def published(config: ModelConfig) -> ModelConfig:
@@ -38,4 +53,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
         raise ConfigError(
             f"model.num_heads is {config.num_heads}; in a Hugging Face llama it must divide hidden_size={config.hidden_size}."
         )
-    return {**settings_of(config, MODEL_TYPE, ARCHITECTURE), "attention_bias": config.qkv_bias, "mlp_bias": config.ffn_bias}
+    return {
+        **settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.ffn_bias,
+    }

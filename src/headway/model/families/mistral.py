@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.model.config import ModelConfig
-from headway.model.families._config_json import model_config, ours_or_none, require, same_name, settings_of, understood
+from headway.model.families._config_json import (
+    model_config,
+    ours_or_none,
+    require,
+    same_name,
+    settings_of,
+    understood,
+)
 
 MODEL_TYPE = "mistral"
 ARCHITECTURE = "MistralForCausalLM"

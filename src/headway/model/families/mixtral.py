@@ -38,7 +38,9 @@ def to_ours(name: str) -> str | None:
     return shared.ours_or_none(name.replace(THEIRS, OURS))
 
 
-def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+def pieces(
+    spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
+) -> tuple[Piece, ...]:
     """The tensors of the experts."""
     return expert_pieces(spec, config, stored, at=f"{THEIRS}experts.", names=NAMES)
 
@@ -48,14 +50,30 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     settings = shared.understood(given, DEFAULTS)
     shared.default_theta(settings, THETA)
     experts = read_experts(settings, num="num_local_experts")
-    return shared.model_config("mixtral", settings, sliding_window=settings["sliding_window"], experts=experts)
+    return shared.model_config(
+        "mixtral", settings, sliding_window=settings["sliding_window"], experts=experts
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Mixtral config.json of a ModelConfig."""
-    shared.require(config, "mixtral", experts=config.experts, qk_norm=False, qkv_bias=False, output_bias=False, ffn_bias=False)
+    shared.require(
+        config,
+        "mixtral",
+        experts=config.experts,
+        qk_norm=False,
+        qkv_bias=False,
+        output_bias=False,
+        ffn_bias=False,
+    )
     if any(config.window_of(layer) != config.sliding_window for layer in range(config.num_layers)):
         shared.require(config, "mixtral", window_layers=None)
-    experts = written_experts(config, "mixtral", num="num_local_experts", normalize=True, first_dense=0, every=1)
-    settings = {**shared.settings_of(config, MODEL_TYPE, ARCHITECTURE), "sliding_window": config.sliding_window, **experts}
+    experts = written_experts(
+        config, "mixtral", num="num_local_experts", normalize=True, first_dense=0, every=1
+    )
+    settings = {
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        "sliding_window": config.sliding_window,
+        **experts,
+    }
     return {**settings, "intermediate_size": config.expert_size}

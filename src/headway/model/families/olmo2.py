@@ -10,8 +10,16 @@ from headway.model.families import _forms as forms
 MODEL_TYPE = "olmo2"
 ARCHITECTURE = "Olmo2ForCausalLM"
 CLASSIFIER = "Olmo2ForSequenceClassification"
-NAMES = {"post_attention_layernorm": "post_self_attn_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
-DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False}
+NAMES = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+DEFAULTS = {
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+}
 FORM: dict[str, Any] = {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "projection"}
 
 to_theirs, to_ours = forms.renaming(NAMES)
@@ -29,4 +37,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     """The OLMo 2 config.json of a ModelConfig."""
     shared.require(config, "olmo2", ffn_bias=False, sliding_window=None, **FORM)
     shared.require_one_bias(config, "olmo2")
-    return {**shared.settings_of(config, MODEL_TYPE, ARCHITECTURE), "attention_bias": config.qkv_bias}
+    return {
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        "attention_bias": config.qkv_bias,
+    }

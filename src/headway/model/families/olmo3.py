@@ -26,12 +26,22 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     local = forms.read_both_ropes(settings, THETA, None)
     windows = shared.read_windows({**settings, "use_sliding_window": True})
     bias, local = settings["attention_bias"], None if windows["sliding_window"] is None else local
-    return shared.model_config("olmo3", settings, qkv_bias=bias, output_bias=bias, rope_local_theta=local, **windows, **olmo2.FORM)
+    return shared.model_config(
+        "olmo3",
+        settings,
+        qkv_bias=bias,
+        output_bias=bias,
+        rope_local_theta=local,
+        **windows,
+        **olmo2.FORM,
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The OLMo 3 config.json of a ModelConfig."""
-    shared.require(config, "olmo3", ffn_bias=False, rope_local_theta=config.rope_local_theta, **olmo2.FORM)
+    shared.require(
+        config, "olmo3", ffn_bias=False, rope_local_theta=config.rope_local_theta, **olmo2.FORM
+    )
     shared.require_one_bias(config, "olmo3")
     written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
     return {

@@ -28,7 +28,9 @@ to_ours = shared.ours_or_none
 published = shared.as_it_is
 
 
-def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+def pieces(
+    spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
+) -> tuple[Piece, ...]:
     """The tensors of the experts."""
     return expert_pieces(spec, config, stored)
 
@@ -38,14 +40,33 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     settings = shared.understood(one_name(given), DEFAULTS)
     bias = settings["attention_bias"]
     experts = read_experts(settings, normalize=settings["norm_topk_prob"])
-    return shared.model_config("olmoe", settings, qkv_bias=bias, output_bias=bias, experts=experts, **FORM)
+    return shared.model_config(
+        "olmoe", settings, qkv_bias=bias, output_bias=bias, experts=experts, **FORM
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The OLMoE config.json of a ModelConfig."""
-    shared.require(config, "olmoe", experts=config.experts, ffn_bias=False, sliding_window=None, head_dim=config.head_dim, **FORM)
+    shared.require(
+        config,
+        "olmoe",
+        experts=config.experts,
+        ffn_bias=False,
+        sliding_window=None,
+        head_dim=config.head_dim,
+        **FORM,
+    )
     shared.require_one_bias(config, "olmoe")
     experts = written_experts(config, "olmoe", first_dense=0, every=1)
     assert config.experts is not None
-    settings = {**shared.settings_of(config, MODEL_TYPE, ARCHITECTURE), "attention_bias": config.qkv_bias, **experts}
-    return {**settings, "intermediate_size": config.expert_size, "norm_topk_prob": config.experts.normalize, "clip_qkv": None}
+    settings = {
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        "attention_bias": config.qkv_bias,
+        **experts,
+    }
+    return {
+        **settings,
+        "intermediate_size": config.expert_size,
+        "norm_topk_prob": config.experts.normalize,
+        "clip_qkv": None,
+    }

@@ -29,7 +29,9 @@ to_ours = shared.ours_or_none
 published = shared.as_it_is
 
 
-def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+def pieces(
+    spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
+) -> tuple[Piece, ...]:
     """The part of qkv_proj or gate_up_proj that is one of our parameters."""
     return forms.fused(spec, config, attention=True)
 
@@ -42,9 +44,15 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
         kind = rope.get("rope_type", rope.get("type"))
         if kind in ("su", "yarn", "longrope"):  # early files say su or yarn and mean longrope
             rope.pop("type", None)
-            settings[key] = {**rope, "rope_type": "longrope", ORIGINAL: rope.get(ORIGINAL) or settings[ORIGINAL]}
+            settings[key] = {
+                **rope,
+                "rope_type": "longrope",
+                ORIGINAL: rope.get(ORIGINAL) or settings[ORIGINAL],
+            }
     fraction = forms.read_partial(settings, 1.0)
-    return shared.model_config("phi3", settings, sliding_window=settings["sliding_window"], rotary_fraction=fraction)
+    return shared.model_config(
+        "phi3", settings, sliding_window=settings["sliding_window"], rotary_fraction=fraction
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -58,9 +66,16 @@ def write(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is not None:
         if scaling.kind != "longrope":
-            raise ConfigError(f"model.rope_scaling.kind is {scaling.kind!r}; a Hugging Face phi3 model has longrope or no scaling.")
-        by_length = scaling.attention_factor is None and scaling.factor == max(1.0, config.max_seq_len / scaling.original_max_seq_len)
-        lists = {"short_factor": list(scaling.short_factor), "long_factor": list(scaling.long_factor)}
+            raise ConfigError(
+                f"model.rope_scaling.kind is {scaling.kind!r}; a Hugging Face phi3 model has longrope or no scaling."
+            )
+        by_length = scaling.attention_factor is None and scaling.factor == max(
+            1.0, config.max_seq_len / scaling.original_max_seq_len
+        )
+        lists = {
+            "short_factor": list(scaling.short_factor),
+            "long_factor": list(scaling.long_factor),
+        }
         # transformers 4 knows no other keys here, and derives the rest from the two lengths.
         written["rope_scaling"] = {"type": "longrope", **lists} if by_length else None
     return {

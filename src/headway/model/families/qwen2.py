@@ -36,4 +36,7 @@ def published(config: ModelConfig) -> ModelConfig:
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Qwen 2 config.json of a ModelConfig."""
     shared.require(config, "qwen2", qk_norm=False, qkv_bias=True, output_bias=False, ffn_bias=False)
-    return {**shared.settings_of(config, MODEL_TYPE, ARCHITECTURE), **shared.written_windows(config)}
+    return {
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        **shared.written_windows(config),
+    }

@@ -38,13 +38,21 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     if given.get("model_type") == CODE_TYPE:
         given = dict(given)
         unrotated = given.pop("no_rope_layers", [])
-        if not isinstance(unrotated, list) or not all(isinstance(layer, int) for layer in unrotated):
+        if not isinstance(unrotated, list) or not all(
+            isinstance(layer, int) for layer in unrotated
+        ):
             raise ConfigError(f"no_rope_layers is {unrotated!r}; a list of layers is expected.")
         given.pop("auto_map", None)
     settings = shared.understood(given, DEFAULTS)
     bias = settings["attention_bias"]
     return shared.model_config(
-        "qwen3", settings, qk_norm=True, qkv_bias=bias, output_bias=bias, no_rope_layers=unrotated, **shared.read_windows(settings)
+        "qwen3",
+        settings,
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        no_rope_layers=unrotated,
+        **shared.read_windows(settings),
     )
 
 
@@ -57,7 +65,11 @@ def write(config: ModelConfig) -> dict[str, Any]:
         )
     shared.require(config, "qwen3", qk_norm=True, ffn_bias=False)
     shared.require_one_bias(config, "qwen3")
-    return {**shared.settings_of(config, MODEL_TYPE, ARCHITECTURE), "attention_bias": config.qkv_bias, **shared.written_windows(config)}
+    return {
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        "attention_bias": config.qkv_bias,
+        **shared.written_windows(config),
+    }
 
 
 def write_with_code(config: ModelConfig) -> dict[str, Any]:

@@ -35,7 +35,9 @@ to_ours = shared.ours_or_none
 published = shared.as_it_is
 
 
-def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+def pieces(
+    spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
+) -> tuple[Piece, ...]:
     """The tensors of the experts."""
     return expert_pieces(spec, config, stored)
 
@@ -43,24 +45,53 @@ def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None)
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen 3 MoE config.json."""
     settings = shared.understood(one_name(given), DEFAULTS)
-    bias, dense, step = settings["attention_bias"], settings["mlp_only_layers"] or [], settings["decoder_sparse_step"]
-    if dense and (dense != list(range(len(dense))) or step != 1):
-        raise ConfigError(f"mlp_only_layers is {dense} and decoder_sparse_step is {step}; headway reads the first layers, and step 1.")
-    experts = read_experts(
-        settings, ffn_size=settings["moe_intermediate_size"], normalize=settings["norm_topk_prob"], first_dense=len(dense), every=step
+    bias, dense, step = (
+        settings["attention_bias"],
+        settings["mlp_only_layers"] or [],
+        settings["decoder_sparse_step"],
     )
-    windows = {"sliding_window": settings["sliding_window"] if settings["use_sliding_window"] else None}
-    return shared.model_config("qwen3_moe", settings, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts, **windows)
+    if dense and (dense != list(range(len(dense))) or step != 1):
+        raise ConfigError(
+            f"mlp_only_layers is {dense} and decoder_sparse_step is {step}; headway reads the first layers, and step 1."
+        )
+    experts = read_experts(
+        settings,
+        ffn_size=settings["moe_intermediate_size"],
+        normalize=settings["norm_topk_prob"],
+        first_dense=len(dense),
+        every=step,
+    )
+    windows = {
+        "sliding_window": settings["sliding_window"] if settings["use_sliding_window"] else None
+    }
+    return shared.model_config(
+        "qwen3_moe",
+        settings,
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        experts=experts,
+        **windows,
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Qwen 3 MoE config.json of a ModelConfig."""
-    shared.require(config, "qwen3_moe", experts=config.experts, qk_norm=True, ffn_bias=False, window_layers=None)
+    shared.require(
+        config,
+        "qwen3_moe",
+        experts=config.experts,
+        qk_norm=True,
+        ffn_bias=False,
+        window_layers=None,
+    )
     shared.require_one_bias(config, "qwen3_moe")
     experts = written_experts(config, "qwen3_moe")
     assert config.experts is not None
     if config.experts.first_dense and config.experts.every > 1:
-        raise ConfigError("model.experts has first_dense and every; the config.json of a Hugging Face qwen3_moe model has one of them.")
+        raise ConfigError(
+            "model.experts has first_dense and every; the config.json of a Hugging Face qwen3_moe model has one of them."
+        )
     return {
         **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
         "attention_bias": config.qkv_bias,

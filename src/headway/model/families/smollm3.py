@@ -33,12 +33,16 @@ published = shared.as_it_is
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a SmolLM 3 config.json."""
-    settings = shared.understood({key: value for key, value in given.items() if key not in UNREAD}, DEFAULTS)
+    settings = shared.understood(
+        {key: value for key, value in given.items() if key not in UNREAD}, DEFAULTS
+    )
     shared.default_theta(settings, THETA)
     rotates = _rotates(settings)
     if settings["layer_types"] is None:
         sliding = settings["use_sliding_window"] and settings["sliding_window"] is not None
-        settings["layer_types"] = ["sliding_attention" if sliding and not one else "full_attention" for one in rotates]
+        settings["layer_types"] = [
+            "sliding_attention" if sliding and not one else "full_attention" for one in rotates
+        ]
     bias = settings["attention_bias"]
     return shared.model_config(
         "smollm3",
@@ -56,10 +60,14 @@ def _rotates(settings: Mapping[str, Any]) -> list[bool]:
     layers, listed = settings["num_hidden_layers"], settings["no_rope_layers"]
     if listed is None:
         if not settings["no_rope_layer_interval"]:
-            raise ConfigError("no_rope_layer_interval is 0 or null without no_rope_layers; give the list of 1 (rotates) and 0.")
+            raise ConfigError(
+                "no_rope_layer_interval is 0 or null without no_rope_layers; give the list of 1 (rotates) and 0."
+            )
         return [(layer + 1) % settings["no_rope_layer_interval"] != 0 for layer in range(layers)]
     if len(listed) < layers or any(one not in (0, 1) for one in listed):
-        raise ConfigError(f"no_rope_layers is {listed}; it must say 1 (rotates) or 0 for each of num_hidden_layers={layers}.")
+        raise ConfigError(
+            f"no_rope_layers is {listed}; it must say 1 (rotates) or 0 for each of num_hidden_layers={layers}."
+        )
     return [bool(one) for one in listed[:layers]]
 
 
@@ -71,7 +79,9 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.ffn_bias,
-        "no_rope_layers": [int(layer not in config.no_rope_layers) for layer in range(config.num_layers)],
+        "no_rope_layers": [
+            int(layer not in config.no_rope_layers) for layer in range(config.num_layers)
+        ],
         "no_rope_layer_interval": DEFAULTS["no_rope_layer_interval"],
         **shared.written_windows(config),
     }

@@ -39,7 +39,12 @@ class Wrapping:
         """The shape of the model in a folder with this config.json."""
         place = {"_name_or_path": str(folder.resolve())} if "auto_map" in given else {}
         return read(
-            {**{key: one for key, one in given.items() if key != "_name_or_path"}, **place, **self.settings}, self.trust_remote_code
+            {
+                **{key: one for key, one in given.items() if key != "_name_or_path"},
+                **place,
+                **self.settings,
+            },
+            self.trust_remote_code,
         )
 
 
@@ -61,10 +66,14 @@ def read(given: Mapping[str, Any], trust_remote_code: bool = False) -> ModelConf
 
     named = given.get("architectures")
     if isinstance(named, list) and any("Classification" in str(one) for one in named):
-        raise ConfigError(f"architectures is {str(named)[:80]}; model.family transformers wraps models that predict tokens.")
+        raise ConfigError(
+            f"architectures is {str(named)[:80]}; model.family transformers wraps models that predict tokens."
+        )
     facts = read_facts(given, trust_remote_code=trust_remote_code)
     theirs = make_config(given, trust_remote_code=trust_remote_code)
-    inner = {path: sizes for path, sizes in facts.linears.items() if path.startswith(f"{facts.layers}0.")}
+    inner = {
+        path: sizes for path, sizes in facts.linears.items() if path.startswith(f"{facts.layers}0.")
+    }
     ffn = max((max(sizes) for sizes in inner.values()), default=4 * facts.hidden_size)
     windowed = tuple(layer for layer, window in enumerate(facts.windows) if window is not None)
     shape: dict[str, Any] = {
@@ -78,8 +87,12 @@ def read(given: Mapping[str, Any], trust_remote_code: bool = False) -> ModelConf
         "head_dim": facts.head_size,
         "ffn_size": ffn,
         "ffn_gate": sum(ffn == outputs for outputs, _ in inner.values()) > 1,
-        "vocab_size": next(spec.shape[0] for spec in facts.specs if spec.tied_to is not None or spec.name == HEAD),
-        "max_seq_len": next((int(getattr(theirs, key)) for key in LENGTHS if getattr(theirs, key, None)), UNLIMITED),
+        "vocab_size": next(
+            spec.shape[0] for spec in facts.specs if spec.tied_to is not None or spec.name == HEAD
+        ),
+        "max_seq_len": next(
+            (int(getattr(theirs, key)) for key in LENGTHS if getattr(theirs, key, None)), UNLIMITED
+        ),
         "tie_embeddings": facts.tied is not None,
         "sliding_window": next((window for window in facts.windows if window is not None), None),
         "window_layers": windowed if windowed and len(windowed) < len(facts.windows) else None,
@@ -90,7 +103,9 @@ def read(given: Mapping[str, Any], trust_remote_code: bool = False) -> ModelConf
     try:
         return ModelConfig.model_validate(shape)
     except ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, one['loc']))} {one['msg']}".strip() for one in error.errors())
+        said = "; ".join(
+            f"{'.'.join(map(str, one['loc']))} {one['msg']}".strip() for one in error.errors()
+        )
         raise ConfigError(f"{facts.class_name}: {said[:500]}.") from None
 
 
@@ -104,14 +119,20 @@ def write(config: ModelConfig) -> dict[str, Any]:
     from headway.model.stock.facts import facts_of
 
     if config.hf_config is None:
-        raise ConfigError("model.family is transformers without model.hf_config; it is read from init.from.")
+        raise ConfigError(
+            "model.family is transformers without model.hf_config; it is read from init.from."
+        )
     kept = {key: value for key, value in config.hf_config.items() if key != "_name_or_path"}
     return {**kept, "architectures": [facts_of(config).class_name]}
 
 
 def code_files(config: ModelConfig) -> list[Path]:
     """The files of a folder that hold the code of a trusted class, which an export of it needs."""
-    if config.hf_config is None or not config.trust_remote_code or "_name_or_path" not in config.hf_config:
+    if (
+        config.hf_config is None
+        or not config.trust_remote_code
+        or "_name_or_path" not in config.hf_config
+    ):
         return []
     return sorted(Path(str(config.hf_config["_name_or_path"])).glob("*.py"))
 
@@ -133,7 +154,9 @@ def to_ours_in(name: str, config: ModelConfig) -> str | None:
     return names_of(config).to_ours(name)
 
 
-def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+def pieces(
+    spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
+) -> tuple[Piece, ...]:
     """Every parameter is one tensor of a folder."""
     from headway.model.stock.names import names_of
 

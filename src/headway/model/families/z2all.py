@@ -65,7 +65,9 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     if missing:
         raise ConfigError("; ".join(f"{key} is missing; it must be given" for key in missing) + ".")
     for key in ("hidden_dim", "multiple_of"):
-        if (why := misfit(SETTINGS.get(key, key), given.get(key))) is not None and given.get(key) is not None:
+        if (why := misfit(SETTINGS.get(key, key), given.get(key))) is not None and given.get(
+            key
+        ) is not None:
             raise ConfigError(f"{key} is {given[key]!r}; {why}.")
     renamed = {SETTINGS.get(key, key): value for key, value in given.items() if key not in UNREAD}
     if renamed.get("intermediate_size") is None:

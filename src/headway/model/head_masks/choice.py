@@ -64,11 +64,17 @@ class MaskChoice:
 
     def __post_init__(self) -> None:
         if self.window is not None and not 1 <= self.window <= MAX_REACH:
-            raise ConfigError(f"--stream-window is {self.window}; it must be 1 (a token sees itself) or more, and at most {MAX_REACH}.")
+            raise ConfigError(
+                f"--stream-window is {self.window}; it must be 1 (a token sees itself) or more, and at most {MAX_REACH}."
+            )
         if self.sinks is not None and not 0 <= self.sinks <= MAX_REACH:
-            raise ConfigError(f"--stream-sinks is {self.sinks}; it must be 0 or more, and at most {MAX_REACH}.")
+            raise ConfigError(
+                f"--stream-sinks is {self.sinks}; it must be 0 or more, and at most {MAX_REACH}."
+            )
         if self.masks == NONE and (flag := self.first_flag()) is not None:
-            raise ConfigError(f"{flag} is given with --masks none; it needs masks. Give --masks own or --masks FILE, or leave it out.")
+            raise ConfigError(
+                f"{flag} is given with --masks none; it needs masks. Give --masks own or --masks FILE, or leave it out."
+            )
 
     def first_flag(self) -> str | None:
         """The first given option that needs masks, by name."""
@@ -92,7 +98,9 @@ class MaskChoice:
             return self.read(self.file, source.config)
         masks = self.own(source)
         if masks is None and (flag := self.first_flag()) is not None:
-            raise ConfigError(f"{flag} is given without --masks, and the model has no masks. Give --masks FILE, or leave it out.")
+            raise ConfigError(
+                f"{flag} is given without --masks, and the model has no masks. Give --masks FILE, or leave it out."
+            )
         return masks
 
     def own(self, source: MaskSource) -> HeadMasks | None:
@@ -122,7 +130,8 @@ class MaskChoice:
     def _with_reach(self, masks: HeadMasks) -> HeadMasks:
         found = masks.with_reach(self.window, self.sinks)
         return found.with_reach(
-            DEFAULT_WINDOW if found.window is None else found.window, DEFAULT_SINKS if found.sinks is None else found.sinks
+            DEFAULT_WINDOW if found.window is None else found.window,
+            DEFAULT_SINKS if found.sinks is None else found.sinks,
         )
 
 
@@ -135,7 +144,11 @@ def _warn_if_different(gates: TrainedGates, file: Path | None) -> None:
     except HeadwayError:
         same = False
     if not same:
-        log.warning("%s: differs from the gates of the model, which are used. Give --masks %s to use the file.", file, file)
+        log.warning(
+            "%s: differs from the gates of the model, which are used. Give --masks %s to use the file.",
+            file,
+            file,
+        )
 
 
 @dataclass(frozen=True)
@@ -160,14 +173,18 @@ class MaskSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if any(not 0 < sparsity <= 1 for sparsity in self.sparsities) or len(set(self.sparsities)) < len(self.sparsities):
+        if any(not 0 < sparsity <= 1 for sparsity in self.sparsities) or len(
+            set(self.sparsities)
+        ) < len(self.sparsities):
             given = ", ".join(map(str, self.sparsities))
             raise ConfigError(
                 f"--sparsities is {given}; give different shares above 0 and up to 1. The model without masks is always evaluated."
             )
         if self.choice.masks == NONE and (self.sparsities or self.random):
             flag = "--sparsities" if self.sparsities else "--random-masks"
-            raise ConfigError(f"{flag} is given with --masks none; it needs masks. Leave one of them out.")
+            raise ConfigError(
+                f"{flag} is given with --masks none; it needs masks. Leave one of them out."
+            )
 
     def variants(self, source: MaskSource) -> list[MaskVariant]:
         """The model without masks, then under each of the masks, most full heads first."""
@@ -176,11 +193,17 @@ class MaskSpec:
         if not masked:
             flag = "--random-masks" if self.random else self.choice.first_flag()
             if flag is not None:
-                raise ConfigError(f"{flag} is given, but there are no masks. Give --masks FILE or --sparsities, or remove {flag}.")
+                raise ConfigError(
+                    f"{flag} is given, but there are no masks. Give --masks FILE or --sparsities, or remove {flag}."
+                )
         for variant in masked:
             found.append(variant)
             if self.random and variant.masks is not None:
-                found.append(MaskVariant(f"random {variant.name}", random_masks(variant.masks, self.seed), "random"))
+                found.append(
+                    MaskVariant(
+                        f"random {variant.name}", random_masks(variant.masks, self.seed), "random"
+                    )
+                )
         return found
 
     def _masked(self, source: MaskSource) -> list[MaskVariant]:
@@ -188,10 +211,16 @@ class MaskSpec:
         if choice.masks == NONE:
             return []
         if choice.file is not None:
-            read = [choice.read(choice.file, source.config, sparsity) for sparsity in sorted(self.sparsities) or [None]]
+            read = [
+                choice.read(choice.file, source.config, sparsity)
+                for sparsity in sorted(self.sparsities) or [None]
+            ]
             return [MaskVariant(f"s={masks.sparsity:.2f}", masks, choice.masks) for masks in read]
         if self.sparsities:
             gates = source.trained_gates()
-            return [MaskVariant(f"s={sparsity:g}", choice.at_sparsity(gates, sparsity), OWN) for sparsity in sorted(self.sparsities)]
+            return [
+                MaskVariant(f"s={sparsity:g}", choice.at_sparsity(gates, sparsity), OWN)
+                for sparsity in sorted(self.sparsities)
+            ]
         masks = choice.own(source)
         return [] if masks is None else [MaskVariant(OWN, masks, OWN)]

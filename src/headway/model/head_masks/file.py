@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headway.errors import ConfigError, DataError
-from headway.model.head_masks.masks import HeadMasks, num_full_heads, select_heads, warn_if_unreached
+from headway.model.head_masks.masks import (
+    HeadMasks,
+    num_full_heads,
+    select_heads,
+    warn_if_unreached,
+)
 from headway.runtime.digests import check_digests, record_digests
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import write_atomic
@@ -31,14 +36,18 @@ def write_masks(masks: HeadMasks, path: Path) -> None:
     if masks.window is not None or masks.sinks is not None:
         write_atomic(reach_file, json.dumps({"window": masks.window, "sinks": masks.sinks}) + "\n")
     else:
-        reach_file.unlink(missing_ok=True)  # else the numbers of an earlier export would be read with this table
+        reach_file.unlink(
+            missing_ok=True
+        )  # else the numbers of an earlier export would be read with this table
     record_digests(path.parent, (path.name, reach_file.name))
 
 
 def prepare_output(path: Path) -> None:
     """Refuse a path that cannot be a mask table; make its folder."""
     if path.is_dir():
-        raise ConfigError(f"out is {str(path)!r}, which is a folder. Give the name of a file, such as {path / 'masks.tsv'}.")
+        raise ConfigError(
+            f"out is {str(path)!r}, which is a folder. Give the name of a file, such as {path / 'masks.tsv'}."
+        )
     if path.suffix == ".json":
         raise ConfigError(
             f"out is {str(path)!r}; window and sinks are written to a .json file next to the masks. Give a name that ends in .tsv."
@@ -46,7 +55,9 @@ def prepare_output(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def read_masks(path: Path | str, sparsity: float | None = None, *, equal_per_layer: bool = False) -> HeadMasks:
+def read_masks(
+    path: Path | str, sparsity: float | None = None, *, equal_per_layer: bool = False
+) -> HeadMasks:
     """Read masks. Soft values are selected at `sparsity`, or at 0.5; with `equal_per_layer`, in each layer.
 
     A table of 0 and 1 ranks no heads, so it cannot be selected at another sparsity.
@@ -58,8 +69,14 @@ def read_masks(path: Path | str, sparsity: float | None = None, *, equal_per_lay
     hard = HeadMasks(tuple(tuple(value >= 0.5 for value in row) for row in scores), window, sinks)
     if sparsity is None and not equal_per_layer:
         return hard
-    num_full = hard.num_full if sparsity is None else num_full_heads(hard.num_layers * hard.num_kv_heads, sparsity)
-    masks = select_heads(scores, num_full, equal_per_layer=equal_per_layer).with_reach(window, sinks)
+    num_full = (
+        hard.num_full
+        if sparsity is None
+        else num_full_heads(hard.num_layers * hard.num_kv_heads, sparsity)
+    )
+    masks = select_heads(scores, num_full, equal_per_layer=equal_per_layer).with_reach(
+        window, sinks
+    )
     if all(value in (0.0, 1.0) for row in scores for value in row) and masks.full != hard.full:
         _refuse_decided(file, hard, sparsity if num_full != hard.num_full else None)
     if equal_per_layer:
@@ -86,26 +103,44 @@ def read_table(path: Path) -> tuple[tuple[float, ...], ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path}: cannot be read as a mask table ({problem}). Give a file that `headway masks export` wrote.") from None
-    rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+        raise DataError(
+            f"{path}: cannot be read as a mask table ({problem}). Give a file that `headway masks export` wrote."
+        ) from None
+    rows = [
+        _row(path, number, line)
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.startswith("#")
+    ]
     if not rows:
-        raise DataError(f"{path}: is empty; a mask table has one row per layer and one number per KV head.")
+        raise DataError(
+            f"{path}: is empty; a mask table has one row per layer and one number per KV head."
+        )
     for number, row in enumerate(rows, 1):
         if len(row) != len(rows[0]):
-            raise DataError(f"{path}: row {number} has {len(row)} numbers and the first has {len(rows[0])}; a mask table is a rectangle.")
+            raise DataError(
+                f"{path}: row {number} has {len(row)} numbers and the first has {len(rows[0])}; a mask table is a rectangle."
+            )
     return tuple(rows)
 
 
 def _row(path: Path, number: int, line: str) -> tuple[float, ...]:
     if line.startswith("layer\t"):
-        raise DataError(f"{path}: is a raw export (--raw), which holds no masks. Export masks with --sparsity instead.")
+        raise DataError(
+            f"{path}: is a raw export (--raw), which holds no masks. Export masks with --sparsity instead."
+        )
     try:
         values = tuple(float(text) for text in line.split())
     except ValueError:
-        raise DataError(f"{path}: line {number} is {line[:40]!r}; a mask table holds numbers between tabs.") from None
+        raise DataError(
+            f"{path}: line {number} is {line[:40]!r}; a mask table holds numbers between tabs."
+        ) from None
     for value in values:
-        if not -1e-6 <= value <= 1 + 1e-6:  # a soft value may be off by its rounding; NaN is refused too
-            raise DataError(f"{path}: line {number} contains {value}; masks must be between 0 (streaming) and 1 (full).")
+        if (
+            not -1e-6 <= value <= 1 + 1e-6
+        ):  # a soft value may be off by its rounding; NaN is refused too
+            raise DataError(
+                f"{path}: line {number} contains {value}; masks must be between 0 (streaming) and 1 (full)."
+            )
     return tuple(min(max(value, 0.0), 1.0) for value in values)
 
 
@@ -116,20 +151,30 @@ def find_masks(path: Path) -> Path:
     for name in FILE_NAMES:
         if (path / name).is_file():
             return path / name
-    raise ConfigError(f"masks is {str(path)!r}; there is no such file, nor a folder that holds {' or '.join(FILE_NAMES)}.")
+    raise ConfigError(
+        f"masks is {str(path)!r}; there is no such file, nor a folder that holds {' or '.join(FILE_NAMES)}."
+    )
 
 
 def _read_reach(file: Path) -> tuple[int | None, int | None]:
     """The window and sinks stored next to a table by headway or DuoAttention."""
-    for path, keys in ((file.with_suffix(".json"), ("window", "sinks")), (file.with_name("config.json"), ("recent_size", "sink_size"))):
+    for path, keys in (
+        (file.with_suffix(".json"), ("window", "sinks")),
+        (file.with_name("config.json"), ("recent_size", "sink_size")),
+    ):
         if not path.is_file():
             continue
         try:
             fields: Any = load_json(path)
         except (OSError, ValueError) as problem:
-            raise DataError(f"{path}: cannot be read as JSON ({problem}); it holds the window and sinks of {file.name}.") from None
+            raise DataError(
+                f"{path}: cannot be read as JSON ({problem}); it holds the window and sinks of {file.name}."
+            ) from None
         if isinstance(fields, dict) and any(key in fields for key in keys):
-            window, sinks = (_count(path, key, fields.get(key), least) for key, least in zip(keys, (1, 0), strict=True))
+            window, sinks = (
+                _count(path, key, fields.get(key), least)
+                for key, least in zip(keys, (1, 0), strict=True)
+            )
             return window, sinks
     return None, None
 

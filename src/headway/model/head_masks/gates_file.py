@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import CheckpointError, first_line
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.head_masks.file import prepare_output, write_masks
-from headway.model.head_masks.masks import HeadMasks, num_full_heads, select_heads, warn_if_unreached
+from headway.model.head_masks.masks import (
+    HeadMasks,
+    num_full_heads,
+    select_heads,
+    warn_if_unreached,
+)
 from headway.runtime.json_file import read_object
 from headway.runtime.storage import write_atomic
 
@@ -40,7 +45,11 @@ class TrainedGates:
         """Select heads by log_alpha: as many as the sparsity leaves, or without one, as many as the gates expect to be full."""
         from headway.model.head_gates import expected_full_heads
 
-        num_full = expected_full_heads(self.log_alpha) if sparsity is None else num_full_heads(self.log_alpha.numel(), sparsity)
+        num_full = (
+            expected_full_heads(self.log_alpha)
+            if sparsity is None
+            else num_full_heads(self.log_alpha.numel(), sparsity)
+        )
         masks = select_heads(self.log_alpha.tolist(), num_full, equal_per_layer=equal_per_layer)
         if equal_per_layer:
             warn_if_unreached(masks, sparsity, num_full)
@@ -51,9 +60,15 @@ class TrainedGates:
         from headway.model.head_gates import expected_z, probability_one, probability_zero
 
         wide = self.log_alpha.double()
-        columns = [values.flatten().tolist() for values in (wide, expected_z(wide), probability_zero(wide), probability_one(wide))]
+        columns = [
+            values.flatten().tolist()
+            for values in (wide, expected_z(wide), probability_zero(wide), probability_one(wide))
+        ]
         heads = wide.shape[1]
-        return [(number // heads, number % heads, *values) for number, values in enumerate(zip(*columns, strict=True))]
+        return [
+            (number // heads, number % heads, *values)
+            for number, values in enumerate(zip(*columns, strict=True))
+        ]
 
     def write_raw(self, path: Path) -> None:
         """Write `raw` as a table with a header. It is no mask file, and reading it as one is refused."""
@@ -82,7 +97,9 @@ def read_gates(folder: Path, config: ModelConfig) -> TrainedGates | None:
         log_alpha = torch.tensor(fields["log_alpha"], dtype=torch.float32, device="cpu")
         gates = HeadGatesConfig(window=fields["window"], sinks=fields["sinks"])
     except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as problem:
-        raise CheckpointError(f"{path}: cannot be read as head gates ({first_line(problem)}). Delete it to run without gates.") from None
+        raise CheckpointError(
+            f"{path}: cannot be read as head gates ({first_line(problem)}). Delete it to run without gates."
+        ) from None
     if tuple(log_alpha.shape) != (config.num_layers, config.kv_heads):
         raise CheckpointError(
             f"{path}: holds gates of shape {list(log_alpha.shape)}; the model has {config.num_layers} layers of {config.kv_heads} KV "

@@ -67,14 +67,22 @@ class HeadMasks:
 
     def with_reach(self, window: int | None, sinks: int | None) -> HeadMasks:
         """The same heads; window and sinks are replaced where given."""
-        return replace(self, window=self.window if window is None else window, sinks=self.sinks if sinks is None else sinks)
+        return replace(
+            self,
+            window=self.window if window is None else window,
+            sinks=self.sinks if sinks is None else sinks,
+        )
 
     def check(self, config: ModelConfig, what: str = "masks") -> None:
         """Refuse masks of another model, and any for a model without KV heads."""
         if config.hf_config is not None:
-            raise ConfigError(f"{what} is given for a model of family transformers, which has no head masks. Leave it out.")
+            raise ConfigError(
+                f"{what} is given for a model of family transformers, which has no head masks. Leave it out."
+            )
         if config.latent_attention is not None:
-            raise ConfigError(f"{what} is given for a model with latent attention, which has no KV heads to mask. Leave it out.")
+            raise ConfigError(
+                f"{what} is given for a model with latent attention, which has no KV heads to mask. Leave it out."
+            )
         if (self.num_layers, self.num_kv_heads) != (config.num_layers, config.kv_heads):
             raise ConfigError(
                 f"{what} holds {self.num_layers} layers of {self.num_kv_heads} KV heads; the model has {config.num_layers} layers of "
@@ -122,9 +130,15 @@ def select_heads(scores: Table, num_full: int, *, equal_per_layer: bool = False)
     return HeadMasks(_highest(scores, num_full))
 
 
-def select_at_sparsity(scores: Table, sparsity: float, *, equal_per_layer: bool = False) -> HeadMasks:
+def select_at_sparsity(
+    scores: Table, sparsity: float, *, equal_per_layer: bool = False
+) -> HeadMasks:
     """`select_heads` with as many full heads as a sparsity leaves in the whole model."""
-    return select_heads(scores, num_full_heads(len(scores) * len(scores[0]), sparsity), equal_per_layer=equal_per_layer)
+    return select_heads(
+        scores,
+        num_full_heads(len(scores) * len(scores[0]), sparsity),
+        equal_per_layer=equal_per_layer,
+    )
 
 
 def warn_if_unreached(masks: HeadMasks, sparsity: float | None, num_full: int) -> None:
@@ -153,13 +167,21 @@ def warn_if_unreached(masks: HeadMasks, sparsity: float | None, num_full: int) -
 def random_masks(like: HeadMasks, seed: int) -> HeadMasks:
     """As many full heads, drawn at random over the whole model: the baseline for a selection."""
     heads = [(layer, head) for layer in range(like.num_layers) for head in range(like.num_kv_heads)]
-    return replace(like, full=_table(like.full, set(random.Random(seed).sample(heads, like.num_full))))
+    return replace(
+        like, full=_table(like.full, set(random.Random(seed).sample(heads, like.num_full)))
+    )
 
 
 def _highest(scores: Table, num_full: int) -> tuple[tuple[bool, ...], ...]:
-    order = sorted((-score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row))
+    order = sorted(
+        (-score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)
+    )
     return _table(scores, {(layer, head) for _, layer, head in order[:num_full]})
 
 
-def _table(shape: Sequence[Sequence[Any]], full: set[tuple[int, int]]) -> tuple[tuple[bool, ...], ...]:
-    return tuple(tuple((layer, head) in full for head in range(len(row))) for layer, row in enumerate(shape))
+def _table(
+    shape: Sequence[Sequence[Any]], full: set[tuple[int, int]]
+) -> tuple[tuple[bool, ...], ...]:
+    return tuple(
+        tuple((layer, head) in full for head in range(len(row))) for layer, row in enumerate(shape)
+    )

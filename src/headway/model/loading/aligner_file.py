@@ -62,14 +62,18 @@ class AlignerHeads:
         """Refuse heads that are not for these modalities, widths and dim."""
         for name, width in modalities.items():
             if name not in self.modalities:
-                raise ConfigError(f"{where}: has no head for {name}; it has {', '.join(self.modalities)}.")
+                raise ConfigError(
+                    f"{where}: has no head for {name}; it has {', '.join(self.modalities)}."
+                )
             if self.width_of(name) != width:
                 raise ConfigError(
                     f"{where}: its {name} head takes features of width {self.width_of(name)}; the {name} encoder gives {width}. "
                     "Use the encoder it was trained with."
                 )
         if self.dim != dim:
-            raise ConfigError(f"{where}: projects to {self.dim} dimensions; {dim} are expected. Set dim to {self.dim}.")
+            raise ConfigError(
+                f"{where}: projects to {self.dim} dimensions; {dim} are expected. Set dim to {self.dim}."
+            )
 
 
 def is_purrsight_file(path: Path) -> bool:
@@ -83,7 +87,9 @@ def _heads_file(path: Path) -> Path:
         for file in (path / ALIGNER, path / "final" / ALIGNER, path / "aligner.pt"):
             if file.is_file():
                 return file
-        raise ConfigError(f"{path}: holds no {ALIGNER} and no aligner.pt. Give such a file, or the run that made one.")
+        raise ConfigError(
+            f"{path}: holds no {ALIGNER} and no aligner.pt. Give such a file, or the run that made one."
+        )
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give an {ALIGNER} or an aligner.pt.")
     return path
@@ -106,7 +112,9 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as problem:
-        raise CheckpointError(f"{path}: not a safetensors file: {first_line(problem)}. Fetch it again.") from None
+        raise CheckpointError(
+            f"{path}: not a safetensors file: {first_line(problem)}. Fetch it again."
+        ) from None
 
 
 def _parse(given: Mapping[str, Any], path: Path) -> AlignerHeads:
@@ -114,7 +122,11 @@ def _parse(given: Mapping[str, Any], path: Path) -> AlignerHeads:
 
     tensors = {str(name): value for name, value in given.items()}
     other = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
-    expected = {f"projection_heads.{m}_head.{leaf}": f"heads.{m}.{ours}" for m in MODALITIES for leaf, ours in LEAVES.items()}
+    expected = {
+        f"projection_heads.{m}_head.{leaf}": f"heads.{m}.{ours}"
+        for m in MODALITIES
+        for leaf, ours in LEAVES.items()
+    }
     scales = {f"postprocessors.{m}_scaling.logit_scale": m for m in MODALITIES}
     unknown = [name for name in tensors if name not in expected and name not in scales]
     if other or unknown:
@@ -123,23 +135,38 @@ def _parse(given: Mapping[str, Any], path: Path) -> AlignerHeads:
         )
     present = [m for m in MODALITIES if f"projection_heads.{m}_head.fc.weight" in tensors]
     if len(present) < 2:
-        raise ConfigError(f"{path}: has projection heads for {', '.join(present) or 'no modality'}; an aligner has two or three.")
+        raise ConfigError(
+            f"{path}: has projection heads for {', '.join(present) or 'no modality'}; an aligner has two or three."
+        )
     needed = [name for name in (*expected, *scales) if any(f".{m}_" in name for m in present)]
     missing = [name for name in needed if name not in tensors]
     extra = [name for name in tensors if name not in needed]
     if missing or extra:
-        raise ConfigError(f"{path}: {f'lacks {missing[0]}' if missing else f'has {extra[0]} without the head it belongs to'}.")
-    heads = {expected[name]: tensors[name].detach().float().contiguous() for name in needed if name in expected}
+        raise ConfigError(
+            f"{path}: {f'lacks {missing[0]}' if missing else f'has {extra[0]} without the head it belongs to'}."
+        )
+    heads = {
+        expected[name]: tensors[name].detach().float().contiguous()
+        for name in needed
+        if name in expected
+    }
     for modality in present:
         _check_shapes(heads, modality, path)
     log_scales = {scales[name]: tensors[name] for name in needed if name in scales}
     wrong = next((m for m, value in log_scales.items() if value.numel() != 1), None)
     if wrong is not None:
-        raise ConfigError(f"{path}: the logit_scale of {wrong} has {log_scales[wrong].numel()} values; it must be one number.")
-    found = AlignerHeads(dict(check_finite(heads.items(), path)), {m: float(v) for m, v in check_finite(log_scales.items(), path)})
+        raise ConfigError(
+            f"{path}: the logit_scale of {wrong} has {log_scales[wrong].numel()} values; it must be one number."
+        )
+    found = AlignerHeads(
+        dict(check_finite(heads.items(), path)),
+        {m: float(v) for m, v in check_finite(log_scales.items(), path)},
+    )
     dims = {m: int(heads[f"heads.{m}.proj.weight"].shape[0]) for m in present}
     if len(set(dims.values())) > 1:
-        raise ConfigError(f"{path}: its heads project to different widths: {', '.join(f'{m} {d}' for m, d in dims.items())}.")
+        raise ConfigError(
+            f"{path}: its heads project to different widths: {', '.join(f'{m} {d}' for m, d in dims.items())}."
+        )
     return found
 
 
@@ -163,9 +190,13 @@ def purrsight_tensors(heads: AlignerHeads) -> dict[str, torch.Tensor]:
     found = {}
     for name, value in heads.tensors.items():
         _, modality, leaf = name.split(".", 2)
-        found[f"projection_heads.{modality}_head.{theirs[leaf]}"] = value.detach().float().cpu().contiguous()
+        found[f"projection_heads.{modality}_head.{theirs[leaf]}"] = (
+            value.detach().float().cpu().contiguous()
+        )
     for modality, value in heads.log_scales.items():
-        found[f"postprocessors.{modality}_scaling.logit_scale"] = torch.tensor(value, dtype=torch.float32, device="cpu")
+        found[f"postprocessors.{modality}_scaling.logit_scale"] = torch.tensor(
+            value, dtype=torch.float32, device="cpu"
+        )
     return found
 
 
@@ -186,20 +217,34 @@ def write_aligner(heads: AlignerHeads, path: Path) -> None:
 
             write_atomic(path, save(tensors, metadata=NOTES))
         else:
-            raise ConfigError(f"out is {str(path)!r}; it must end in .safetensors, or in .pt for PurrSight.")
+            raise ConfigError(
+                f"out is {str(path)!r}; it must end in .safetensors, or in .pt for PurrSight."
+            )
 
 
 def heads_of(weights: Mapping[str, torch.Tensor], log_scales: Mapping[str, float]) -> AlignerHeads:
     """The heads among the weights of an aligner model."""
-    return AlignerHeads({name: value for name, value in weights.items() if name.startswith("heads.")}, dict(log_scales))
+    return AlignerHeads(
+        {name: value for name, value in weights.items() if name.startswith("heads.")},
+        dict(log_scales),
+    )
 
 
-def write_aligner_folder(folder: Path, config: AlignerConfig, weights: Mapping[str, torch.Tensor], log_scales: Mapping[str, float]) -> None:
+def write_aligner_folder(
+    folder: Path,
+    config: AlignerConfig,
+    weights: Mapping[str, torch.Tensor],
+    log_scales: Mapping[str, float],
+) -> None:
     """Write the three files of an aligner into a folder, and their digests."""
     from safetensors.torch import save
 
     write_aligner(heads_of(weights, log_scales), folder / ALIGNER)
-    towers = {name: value.detach().float().cpu().contiguous() for name, value in weights.items() if name.startswith("towers.")}
+    towers = {
+        name: value.detach().float().cpu().contiguous()
+        for name, value in weights.items()
+        if name.startswith("towers.")
+    }
     if towers:
         write_atomic(folder / TOWERS, save(towers, metadata=NOTES))
     described = {"aligner": config.model_dump(mode="json"), "log_scales": dict(log_scales)}
@@ -229,8 +274,13 @@ class StoredAligner:
         for name, shape in wanted.items():
             if name not in self.weights or tuple(self.weights[name].shape) != shape:
                 found = tuple(self.weights[name].shape) if name in self.weights else "missing"
-                raise CheckpointError(f"{self.path}: {name} is {found}; {shape} is expected. The folder is damaged.")
-        model.load_state_dict(dict(check_finite(((n, self.weights[n].float()) for n in wanted), self.path)), assign=True)
+                raise CheckpointError(
+                    f"{self.path}: {name} is {found}; {shape} is expected. The folder is damaged."
+                )
+        model.load_state_dict(
+            dict(check_finite(((n, self.weights[n].float()) for n in wanted), self.path)),
+            assign=True,
+        )
         return model.to(device).eval().requires_grad_(False)
 
 
@@ -244,9 +294,13 @@ def read_aligner_folder(folder: Path) -> StoredAligner:
     check_digests(folder, (DESCRIPTION, ALIGNER, TOWERS))
     described = read_object(folder / DESCRIPTION, CheckpointError)
     if not isinstance(described.get("aligner"), dict):
-        raise CheckpointError(f"{folder / DESCRIPTION}: does not describe an aligner. Export it again.")
+        raise CheckpointError(
+            f"{folder / DESCRIPTION}: does not describe an aligner. Export it again."
+        )
     config = validate(AlignerConfig, described["aligner"])
     heads = read_aligner(folder / ALIGNER)
-    heads.require({name: config.width_of(name) for name in config.modalities}, config.dim, folder / ALIGNER)
+    heads.require(
+        {name: config.width_of(name) for name in config.modalities}, config.dim, folder / ALIGNER
+    )
     towers = _read_safetensors(folder / TOWERS) if (folder / TOWERS).is_file() else {}
     return StoredAligner(folder, config, {**heads.tensors, **towers}, heads.log_scales)

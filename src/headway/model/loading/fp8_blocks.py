@@ -32,8 +32,14 @@ def block_size(config: Mapping[str, Any]) -> BlockSize | None:
     if not isinstance(given, Mapping) or given.get("quant_method") != "fp8":
         return None
     size: Any = given.get("weight_block_size")
-    whole = isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size)
-    plain = given.get("fmt", "e4m3") in (None, "e4m3") and given.get("activation_scheme", "dynamic") in (None, "dynamic")
+    whole = (
+        isinstance(size, list)
+        and len(size) == 2
+        and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size)
+    )
+    plain = given.get("fmt", "e4m3") in (None, "e4m3") and given.get(
+        "activation_scheme", "dynamic"
+    ) in (None, "dynamic")
     return BlockSize(*size) if whole and plain else None
 
 
@@ -43,10 +49,16 @@ def without_scales(stored: Mapping[str, str]) -> tuple[dict[str, str], dict[str,
     for name, file in stored.items():
         if name.endswith(SCALE) and name.removesuffix(SCALE) in stored:
             scales[name.removesuffix(SCALE)] = file
-    return {name: file for name, file in stored.items() if not name.endswith(SCALE) or name.removesuffix(SCALE) not in scales}, scales
+    return {
+        name: file
+        for name, file in stored.items()
+        if not name.endswith(SCALE) or name.removesuffix(SCALE) not in scales
+    }, scales
 
 
-def dequantised(name: str, value: torch.Tensor, scale: torch.Tensor, block: BlockSize) -> torch.Tensor:
+def dequantised(
+    name: str, value: torch.Tensor, scale: torch.Tensor, block: BlockSize
+) -> torch.Tensor:
     """bf16 of an 8-bit matrix and its scales."""
     import torch
 
@@ -58,23 +70,37 @@ def dequantised(name: str, value: torch.Tensor, scale: torch.Tensor, block: Bloc
         )
     rows = scale.float().repeat_interleave(block.rows, dim=0)[: value.shape[0]]
     result = torch.empty(value.shape, dtype=torch.bfloat16)
-    for first in range(0, value.shape[1], block.columns):  # a strip of blocks at a time: no whole matrix exists in fp32
+    for first in range(
+        0, value.shape[1], block.columns
+    ):  # a strip of blocks at a time: no whole matrix exists in fp32
         strip = slice(first, first + block.columns)
-        result[:, strip] = (value[:, strip].float() * rows[:, first // block.columns, None]).bfloat16()
+        result[:, strip] = (
+            value[:, strip].float() * rows[:, first // block.columns, None]
+        ).bfloat16()
     return result
 
 
 class BlockFile:
     """An open safetensors file whose 8-bit tensors are read in bf16."""
 
-    def __init__(self, file: Any, block: BlockSize, scaled: Collection[str], scale_of: Callable[[str], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        file: Any,
+        block: BlockSize,
+        scaled: Collection[str],
+        scale_of: Callable[[str], torch.Tensor],
+    ) -> None:
         """`scaled`: the tensors that have scales, which `scale_of` reads."""
         self.file, self.block, self.scaled, self.scale_of = file, block, scaled, scale_of
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """One tensor."""
         value = self.file.get_tensor(name)
-        return dequantised(name, value, self.scale_of(name), self.block) if name in self.scaled else value
+        return (
+            dequantised(name, value, self.scale_of(name), self.block)
+            if name in self.scaled
+            else value
+        )
 
     def get_slice(self, name: str) -> BlockSlice:
         """One tensor, of which shape, type or a part is wanted."""

@@ -24,7 +24,19 @@ MAX_HEADER_BYTES = 1 << 29
 MAX_VALUES = MAX_TENSORS = 1 << 16
 MAX_KEY_BYTES = 1 << 16
 MAX_DIMS = 4
-NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
+NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "<u1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 BOOLEAN, TEXT, LIST = 7, 8, 9
 PLAIN_TYPES = {0: ("F32", "<f4"), 1: ("F16", "<f2"), 30: ("BF16", "<u2"), 28: ("F64", "<f8")}
 """Types that are read without the gguf package."""
@@ -66,7 +78,9 @@ class GgufFile:
         (version,) = self._unpack("<I")
         if version not in VERSIONS:
             kind = "big-endian" if version in (v << 24 for v in VERSIONS) else f"version {version}"
-            raise CheckpointError(f"{self.path}: is a GGUF file of {kind}; headway reads versions 2 and 3, little-endian. Convert it.")
+            raise CheckpointError(
+                f"{self.path}: is a GGUF file of {kind}; headway reads versions 2 and 3, little-endian. Convert it."
+            )
         tensors, values = self._unpack("<QQ")
         if values > MAX_VALUES or tensors > MAX_TENSORS:
             raise self._damaged(f"it claims {values} values and {tensors} tensors")
@@ -112,7 +126,9 @@ class GgufFile:
         (length,) = self._unpack("<Q")
         if length > most:
             raise self._damaged(f"a text claims {length} bytes")
-        return self._take(length).decode("utf-8", errors="surrogateescape" if most == MAX_HEADER_BYTES else "strict")
+        return self._take(length).decode(
+            "utf-8", errors="surrogateescape" if most == MAX_HEADER_BYTES else "strict"
+        )
 
     def _value(self, kind: int) -> Any:
         if kind == TEXT:
@@ -157,12 +173,16 @@ class GgufFile:
         import warnings
 
         block, width = self.block(tensor)
-        data = self._data(tensor, rows * (columns // block) * width).reshape(rows, (columns // block) * width)
+        data = self._data(tensor, rows * (columns // block) * width).reshape(
+            rows, (columns // block) * width
+        )
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # scales of a damaged file overflow; check_finite names the tensor
+            warnings.simplefilter(
+                "ignore"
+            )  # scales of a damaged file overflow; check_finite names the tensor
             return dequantize(data, GGMLQuantizationType(tensor.type_code)).reshape(tensor.shape)
 
     def block(self, tensor: GgufTensor) -> tuple[int, int]:
@@ -178,10 +198,14 @@ class GgufFile:
                 f"{self.path}: {tensor.name} has the unknown type {tensor.type_code}. Update gguf, or give another quantisation."
             ) from None
         if kind not in _type_traits:
-            raise CheckpointError(f"{self.path}: {tensor.name} is stored as {kind.name}, which is no type of weights. {REMEDY}")
+            raise CheckpointError(
+                f"{self.path}: {tensor.name} is stored as {kind.name}, which is no type of weights. {REMEDY}"
+            )
         block, width = GGML_QUANT_SIZES[kind]
         if tensor.shape[-1] % block:
-            raise self._damaged(f"{tensor.name} has rows of {tensor.shape[-1]}, and {kind.name} needs a multiple of {block}")
+            raise self._damaged(
+                f"{tensor.name} has rows of {tensor.shape[-1]}, and {kind.name} needs a multiple of {block}"
+            )
         return block, width
 
     def _data(self, tensor: GgufTensor, count: int) -> Any:

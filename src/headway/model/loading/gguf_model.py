@@ -51,7 +51,11 @@ def gguf_file(path: Path) -> Path | None:
     """The GGUF file that a path means: itself, or the only one of a folder."""
     if path.is_file():
         return path if path.suffix == SUFFIX or _begins_as_gguf(path) else None
-    found = sorted(one for one in path.glob(f"*{SUFFIX}") if one.is_file() and not one.name.startswith("mmproj"))
+    found = sorted(
+        one
+        for one in path.glob(f"*{SUFFIX}")
+        if one.is_file() and not one.name.startswith("mmproj")
+    )
     if len(found) > 1 and not PART.search(found[0].name):
         names = ", ".join(one.name for one in found[:4])
         raise ConfigError(f"{path}: holds {len(found)} GGUF files ({names}). Give one of them.")
@@ -61,7 +65,9 @@ def gguf_file(path: Path) -> Path | None:
 def holds_only_gguf(folder: Path) -> bool:
     """Whether the weights of a folder are a GGUF file and nothing else; some have a config.json next to it."""
     names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
-    return any(name.endswith(SUFFIX) for name in names) and not any(name.endswith(OTHER_WEIGHTS) for name in names)
+    return any(name.endswith(SUFFIX) for name in names) and not any(
+        name.endswith(OTHER_WEIGHTS) for name in names
+    )
 
 
 def _begins_as_gguf(path: Path) -> bool:
@@ -84,7 +90,9 @@ class GgufModel:
         self.file = GgufFile(path)
         name = self.file.values.get("general.architecture")
         if not isinstance(name, str) or name not in ARCHITECTURES:
-            raise ConfigError(f"{path}: general.architecture is {str(name)[:80]!r}; headway reads {', '.join(ARCHITECTURES)}.")
+            raise ConfigError(
+                f"{path}: general.architecture is {str(name)[:80]!r}; headway reads {', '.join(ARCHITECTURES)}."
+            )
         self.architecture = ARCHITECTURES[name]
         try:
             self.config = _config(self.file, self.architecture)
@@ -107,7 +115,9 @@ class GgufModel:
                 self.file.block(tensor)
         strange = sorted(self.file.tensors.keys() - names.keys() - {ROPE_FACTORS})
         if strange:
-            raise ConfigError(f"{self.file.path}: holds {strange[0]}, which headway's {self.architecture.family} does not compute.")
+            raise ConfigError(
+                f"{self.file.path}: holds {strange[0]}, which headway's {self.architecture.family} does not compute."
+            )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Our name and the tensor of every parameter, in forward order."""
@@ -123,18 +133,27 @@ class GgufModel:
         """The ids that end a text or a turn."""
         keys = ("eos", "eot", "eom")
         found = (self.file.values.get(f"tokenizer.ggml.{key}_token_id") for key in keys)
-        return frozenset(one for one in found if isinstance(one, int) and 0 <= one < self.config.vocab)
+        return frozenset(
+            one for one in found if isinstance(one, int) and 0 <= one < self.config.vocab
+        )
 
     def tokenizer_folder(self) -> Path | None:
         """A folder with the file's tokenizer, in the cache; None where the file has none."""
         if self.file.values.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
             return None
-        folder = cache_home() / "headway" / "gguf" / hashlib.sha256(self.file.header_bytes).hexdigest()[:32]
+        folder = (
+            cache_home()
+            / "headway"
+            / "gguf"
+            / hashlib.sha256(self.file.header_bytes).hexdigest()[:32]
+        )
         if _is_whole(folder):
             return folder
         with (
             writing(folder, error=DataError),
-            file_lock(folder.with_name(f"{folder.name}.lock"), until=lambda: _is_whole(folder)) as is_writer,
+            file_lock(
+                folder.with_name(f"{folder.name}.lock"), until=lambda: _is_whole(folder)
+            ) as is_writer,
         ):
             if is_writer:
                 self._write_tokenizer(folder)
@@ -180,16 +199,26 @@ def _config(file: GgufFile, architecture: GgufArchitecture) -> ModelConfig:
     """The shape of the model, from metadata and from which tensors exist."""
     at = _Values(file.values, architecture.name)
     if at.number("expert_count", 0):
-        raise ConfigError(f"has {architecture.name}.expert_count {at.number('expert_count', 0):g}; experts are not read from GGUF.")
-    heads, width, layers = at.whole("attention.head_count"), at.whole("embedding_length"), at.whole("block_count")
+        raise ConfigError(
+            f"has {architecture.name}.expert_count {at.number('expert_count', 0):g}; experts are not read from GGUF."
+        )
+    heads, width, layers = (
+        at.whole("attention.head_count"),
+        at.whole("embedding_length"),
+        at.whole("block_count"),
+    )
     rows = file.tensors.get(gguf_name(EMBEDDING))
     if rows is None or len(rows.shape) != 2:
         raise ConfigError(f"holds no {gguf_name(EMBEDDING)} of two dimensions.")
     head_size = at.whole("attention.key_length", width // max(heads, 1))
     if (turned := at.whole("rope.dimension_count", head_size)) != head_size:
-        raise ConfigError(f"has {architecture.name}.rope.dimension_count {turned}; headway rotates whole heads of {head_size}.")
+        raise ConfigError(
+            f"has {architecture.name}.rope.dimension_count {turned}; headway rotates whole heads of {head_size}."
+        )
     if at.whole("attention.value_length", head_size) != head_size:
-        raise ConfigError("has keys and values of different widths; headway's heads have one width.")
+        raise ConfigError(
+            "has keys and values of different widths; headway's heads have one width."
+        )
     names = file.tensors.keys()
     first = "model.layers.0."
     return validate(
@@ -210,7 +239,9 @@ def _config(file: GgufFile, architecture: GgufArchitecture) -> ModelConfig:
             "output_bias": gguf_name(first + "self_attn.o_proj.bias") in names,
             "ffn_bias": gguf_name(first + "mlp.up_proj.bias") in names,
             "qk_norm": gguf_name(first + "self_attn.q_norm.weight") in names,
-            "no_rope_layers": list(range(SMOLLM3_STEP - 1, layers, SMOLLM3_STEP)) if architecture.name == "smollm3" else [],
+            "no_rope_layers": list(range(SMOLLM3_STEP - 1, layers, SMOLLM3_STEP))
+            if architecture.name == "smollm3"
+            else [],
             "rope_theta": at.number("rope.freq_base", 10000.0),
             "rope_scaling": _scaling(file, at, head_size),
         },
@@ -227,14 +258,22 @@ def _scaling(file: GgufFile, at: _Values, head_size: int) -> dict[str, Any] | No
     if kind == "linear":
         return {"kind": "linear", "factor": factor}
     if kind != "yarn":
-        raise ConfigError(f"has {at.name}.rope.scaling.type {kind[:40]!r}; headway computes linear, yarn and Llama 3's.")
-    found: dict[str, Any] = {"kind": "yarn", "factor": factor, "original_max_seq_len": at.whole("rope.scaling.original_context_length")}
+        raise ConfigError(
+            f"has {at.name}.rope.scaling.type {kind[:40]!r}; headway computes linear, yarn and Llama 3's."
+        )
+    found: dict[str, Any] = {
+        "kind": "yarn",
+        "factor": factor,
+        "original_max_seq_len": at.whole("rope.scaling.original_context_length"),
+    }
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
         found[ours] = at.number(f"rope.scaling.{theirs}", 32.0 if ours == "beta_fast" else 1.0)
     if (scale := at.number("rope.scaling.attn_factor", 1.0)) != 1.0:
         from headway.model.rope_config import yarn_growth
 
-        found["attention_factor"] = float(f"{scale * yarn_growth(factor):.6g}")  # stored as an fp32 quotient
+        found["attention_factor"] = float(
+            f"{scale * yarn_growth(factor):.6g}"
+        )  # stored as an fp32 quotient
     return found
 
 
@@ -245,17 +284,26 @@ def _llama3(file: GgufFile, at: _Values, head_size: int) -> dict[str, Any]:
     from headway.model.rope import inverse_frequencies
 
     factors = file.read(ROPE_FACTORS).astype(np.float64).reshape(-1)
-    low, high = at.number("rope.scaling.low_freq_factor", LLAMA3_FACTORS[0]), at.number("rope.scaling.high_freq_factor", LLAMA3_FACTORS[1])
+    low, high = (
+        at.number("rope.scaling.low_freq_factor", LLAMA3_FACTORS[0]),
+        at.number("rope.scaling.high_freq_factor", LLAMA3_FACTORS[1]),
+    )
     length = at.whole("rope.scaling.original_context_length", LLAMA3_LENGTH)
     made = {"kind": "llama3", "factor": round(float(factors.max()), 4), "low_freq_factor": low, "high_freq_factor": high,
             "original_max_seq_len": length}  # fmt: skip
     if len(factors) == head_size // 2 and factors.max() >= 1:
-        shape = {"hidden_size": head_size, "num_heads": 1, "rope_theta": at.number("rope.freq_base", 10000.0)}
+        shape = {
+            "hidden_size": head_size,
+            "num_heads": 1,
+            "rope_theta": at.number("rope.freq_base", 10000.0),
+        }
         plain = inverse_frequencies(validate(ModelConfig, shape))
         scaled = inverse_frequencies(validate(ModelConfig, {**shape, "rope_scaling": made}))
         if np.allclose((plain / scaled).double().numpy(), factors, rtol=TOLERANCE):
             return made
-    raise ConfigError(f"holds {ROPE_FACTORS} that are not Llama 3's (first length {length}); headway cannot compute them.")
+    raise ConfigError(
+        f"holds {ROPE_FACTORS} that are not Llama 3's (first length {length}); headway cannot compute them."
+    )
 
 
 class _Values:
@@ -267,7 +315,9 @@ class _Values:
     def whole(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 40:
-            raise ConfigError(f"has {self.name}.{key} {str(value)[:80]}; a whole number is expected.")
+            raise ConfigError(
+                f"has {self.name}.{key} {str(value)[:80]}; a whole number is expected."
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

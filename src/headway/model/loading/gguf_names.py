@@ -37,13 +37,23 @@ ARCHITECTURES = {
         GgufArchitecture("smollm3", "smollm3", permuted=True),
     )
 }
-ARCHITECTURE_OF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3"}
+ARCHITECTURE_OF = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "smollm3": "smollm3",
+}
 """Family of a Hugging Face export -> its architecture."""
 SMOLLM3_STEP = 4
 """llama.cpp leaves every fourth layer of a smollm3 without rotation, whatever the file says."""
 ROPE_FACTORS = "rope_freqs.weight"
 """What each frequency is divided by, for the scaling of Llama 3."""
-WHOLE = {EMBEDDING: "token_embd.weight", "model.norm.weight": "output_norm.weight", HEAD: "output.weight"}
+WHOLE = {
+    EMBEDDING: "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    HEAD: "output.weight",
+}
 PARTS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -80,7 +90,9 @@ def unpermuted(name: str, value: Any, num_heads: int, num_kv_heads: int) -> Any:
     return _reordered(name, value, num_heads, num_kv_heads, halves_first=False)
 
 
-def _reordered(name: str, value: Any, num_heads: int, num_kv_heads: int, *, halves_first: bool) -> Any:
+def _reordered(
+    name: str, value: Any, num_heads: int, num_kv_heads: int, *, halves_first: bool
+) -> Any:
     match = ROTATED.search(name)
     if match is None:
         return value

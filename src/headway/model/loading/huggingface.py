@@ -69,7 +69,11 @@ def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
         raise ConfigError(f"{path}: {reason}")
     given = {key: value for key, value in given.items() if key != "quantization_config"}
     try:
-        return with_head(given, family_for(given).read(given)) if wrapping is None else wrapping.read(given, folder)
+        return (
+            with_head(given, family_for(given).read(given))
+            if wrapping is None
+            else wrapping.read(given, folder)
+        )
     except ConfigError as error:
         raise ConfigError(f"{path}: {_short('; '.join(str(error).splitlines()))}") from None
 
@@ -89,7 +93,9 @@ def read_end_ids(folder: Path) -> frozenset[int]:
         if ids is not None:
             listed = ids if isinstance(ids, list) else [ids]
             if not all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
-                raise ConfigError(f"{folder / name}: eos_token_id is {str(ids)[:80]}; an id or a list of ids is expected.")
+                raise ConfigError(
+                    f"{folder / name}: eos_token_id is {str(ids)[:80]}; an id or a list of ids is expected."
+                )
             return frozenset(listed)
     return frozenset()
 
@@ -102,7 +108,9 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
             _check_shapes(folder, config, where, _opened(folder, where, opened))
 
 
-def read_weights(folder: Path, config: ModelConfig, digests: FolderDigests | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def read_weights(
+    folder: Path, config: ModelConfig, digests: FolderDigests | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Our name and the tensor of every parameter, in forward order, read lazily; all shapes are checked before the first.
 
     With the folder's digests, the files are hashed meanwhile, and the last tensor comes only if they are as they were written.
@@ -112,11 +120,18 @@ def read_weights(folder: Path, config: ModelConfig, digests: FolderDigests | Non
     if digests is None:
         return values
     names = {place.file for places in where.values() for place in places}
-    names |= {place.scales_file for places in where.values() for place in places if place.scales_file is not None}
+    names |= {
+        place.scales_file
+        for places in where.values()
+        for place in places
+        if place.scales_file is not None
+    }
     return digests.through(sorted(names), values)
 
 
-def _read_all(folder: Path, config: ModelConfig, where: Locations) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_all(
+    folder: Path, config: ModelConfig, where: Locations
+) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
     with ExitStack() as opened:
@@ -125,7 +140,9 @@ def _read_all(folder: Path, config: ModelConfig, where: Locations) -> Iterator[t
         for spec in param_specs(config):
             theirs = where[spec.name][0].piece.name
             value = _read(folder, files, where[spec.name])
-            if spec.tied_to in where and not torch.equal(value, _read(folder, files, where[spec.tied_to])):
+            if spec.tied_to in where and not torch.equal(
+                value, _read(folder, files, where[spec.tied_to])
+            ):
                 raise CheckpointError(
                     f"{folder}: {spec.tied_to} differs from {theirs}, but {CONFIG} says tie_word_embeddings. Set it to false."
                 )
@@ -137,7 +154,12 @@ def _opened(folder: Path, where: Locations, opened: ExitStack) -> dict[str, Any]
     block = _blocks(folder)
     scales = {} if block is None else without_scales(_tensors(folder))[1]
     names = {place.file for places in where.values() for place in places} | set(scales.values())
-    names |= {place.scales_file for places in where.values() for place in places if place.scales_file is not None}
+    names |= {
+        place.scales_file
+        for places in where.values()
+        for place in places
+        if place.scales_file is not None
+    }
     files = {name: _open(folder / name, opened) for name in sorted(names)}
     if block is None:
         return files
@@ -145,7 +167,10 @@ def _opened(folder: Path, where: Locations, opened: ExitStack) -> dict[str, Any]
     def scale_of(name: str) -> torch.Tensor:
         return files[scales[name]].get_tensor(name + SCALE)
 
-    return {name: file if isinstance(file, _Pickled) else BlockFile(file, block, scales, scale_of) for name, file in files.items()}
+    return {
+        name: file if isinstance(file, _Pickled) else BlockFile(file, block, scales, scale_of)
+        for name, file in files.items()
+    }
 
 
 def _blocks(folder: Path) -> BlockSize | None:
@@ -161,11 +186,17 @@ def _open(path: Path, opened: ExitStack) -> Any:
         return opened.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError, ValueError) as error:
         pointed = pointer(path)
-        what = f"is {pointed}" if pointed is not None else f"not a safetensors file: {first_line(error)}. Download it again."
+        what = (
+            f"is {pointed}"
+            if pointed is not None
+            else f"not a safetensors file: {first_line(error)}. Download it again."
+        )
         raise CheckpointError(f"{path}: {what}") from None
 
 
-def _check_shapes(folder: Path, config: ModelConfig, where: Locations, files: dict[str, Any]) -> None:
+def _check_shapes(
+    folder: Path, config: ModelConfig, where: Locations, files: dict[str, Any]
+) -> None:
     for spec in param_specs(config):
         places = where[spec.name]
         wanted = spec.shape[1:] if len(places) > 1 else spec.shape
@@ -184,7 +215,9 @@ def _check_shapes(folder: Path, config: ModelConfig, where: Locations, files: di
             shape = part_shape(whole, piece)
             if shape != wanted:
                 of = "" if piece.dim is None else f" of which {spec.name} is {list(shape)}"
-                raise CheckpointError(f"{folder / file}: {piece.name} has shape {list(whole)}{of}; {CONFIG} makes it {list(wanted)}.")
+                raise CheckpointError(
+                    f"{folder / file}: {piece.name} has shape {list(whole)}{of}; {CONFIG} makes it {list(wanted)}."
+                )
             if dtype not in FLOATS:
                 raise CheckpointError(
                     f"{folder / file}: {piece.name} is of type {dtype}; headway reads weights of 16, 32 or 64 bits. "
@@ -194,11 +227,16 @@ def _check_shapes(folder: Path, config: ModelConfig, where: Locations, files: di
 
 def part_shape(whole: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
     """The shape of a piece of their tensor."""
-    part = tuple(len(range(piece.start, min(piece.stop, n), piece.step)) if dim == piece.dim else n for dim, n in enumerate(whole))
+    part = tuple(
+        len(range(piece.start, min(piece.stop, n), piece.step)) if dim == piece.dim else n
+        for dim, n in enumerate(whole)
+    )
     return (*part[:-2], part[-1], part[-2]) if piece.transposed else part
 
 
-def _shape_and_dtype(folder: Path, files: dict[str, Any], file: str, name: str) -> tuple[tuple[int, ...], str]:
+def _shape_and_dtype(
+    folder: Path, files: dict[str, Any], file: str, name: str
+) -> tuple[tuple[int, ...], str]:
     """Shape and type of a tensor without reading it."""
     from safetensors import SafetensorError
 
@@ -209,7 +247,9 @@ def _shape_and_dtype(folder: Path, files: dict[str, Any], file: str, name: str) 
         part = files[file].get_slice(name)
         return tuple(part.get_shape()), part.get_dtype()
     except (SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{folder / file}: holds no {name}: {first_line(error)}. Download the model again.") from None
+        raise CheckpointError(
+            f"{folder / file}: holds no {name}: {first_line(error)}. Download the model again."
+        ) from None
 
 
 def _read(folder: Path, files: dict[str, Any], places: tuple[StoredPiece, ...]) -> torch.Tensor:
@@ -218,7 +258,10 @@ def _read(folder: Path, files: dict[str, Any], places: tuple[StoredPiece, ...]) 
     if places[0].piece.scales is not None or places[0].piece.step > 1:
         return _read_expert_by_expert(folder, files, places[0])
     parts = [_read_piece(folder, files, place) for place in places]
-    parts = [part.transpose(-1, -2).contiguous() if place.piece.transposed else part for place, part in zip(places, parts, strict=True)]
+    parts = [
+        part.transpose(-1, -2).contiguous() if place.piece.transposed else part
+        for place, part in zip(places, parts, strict=True)
+    ]
     return parts[0] if len(parts) == 1 else torch.stack(parts)
 
 
@@ -233,15 +276,28 @@ def _read_expert_by_expert(folder: Path, files: dict[str, Any], place: StoredPie
     return made
 
 
-def _read_expert(folder: Path, files: dict[str, Any], place: StoredPiece, expert: int) -> torch.Tensor:
+def _read_expert(
+    folder: Path, files: dict[str, Any], place: StoredPiece, expert: int
+) -> torch.Tensor:
     piece = place.piece
-    one = _read_piece(folder, files, StoredPiece(place.file, Piece(piece.name, 0, expert, expert + 1)))[0]
+    one = _read_piece(
+        folder, files, StoredPiece(place.file, Piece(piece.name, 0, expert, expert + 1))
+    )[0]
     if piece.scales is not None:
         assert place.scales_file is not None
-        scales = _read_piece(folder, files, StoredPiece(place.scales_file, Piece(piece.scales, 0, expert, expert + 1)))[0]
+        scales = _read_piece(
+            folder,
+            files,
+            StoredPiece(place.scales_file, Piece(piece.scales, 0, expert, expert + 1)),
+        )[0]
         one = mxfp4.dequantise(one, scales)
     if piece.dim is not None:
-        one = one[(*(slice(None) for _ in range(piece.dim - 1)), slice(piece.start, piece.stop, piece.step))]
+        one = one[
+            (
+                *(slice(None) for _ in range(piece.dim - 1)),
+                slice(piece.start, piece.stop, piece.step),
+            )
+        ]
     return one.t() if piece.transposed else one
 
 
@@ -257,7 +313,9 @@ def _read_piece(folder: Path, files: dict[str, Any], place: StoredPiece) -> torc
             return files[file].get_tensor(name).narrow(dim, start, stop - start)
         return files[file].get_slice(name)[(*(slice(None) for _ in range(dim)), slice(start, stop))]
     except (SafetensorError, KeyError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{folder / file}: {name} cannot be read: {first_line(error)}. Download the model again.") from None
+        raise CheckpointError(
+            f"{folder / file}: {name} cannot be read: {first_line(error)}. Download the model again."
+        ) from None
 
 
 def _short(text: str) -> str:
@@ -275,7 +333,12 @@ class _Pickled:
         import torch
 
         value = self.state[name]
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.layout is not torch.strided
+            or value.is_quantized
+            or value.is_meta
+        ):
             raise KeyError(f"{name} is not a plain tensor")
         return value
 
@@ -297,7 +360,10 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
         split = len(names) > 1 or any(piece.dim is not None or piece.transposed for piece in pieces)
         if split and all(name in stored for name in names):
             found[spec.name] = tuple(
-                StoredPiece(stored[one.name], one, None if one.scales is None else stored[one.scales]) for one in pieces
+                StoredPiece(
+                    stored[one.name], one, None if one.scales is None else stored[one.scales]
+                )
+                for one in pieces
             )
             used.update(names)
     without = vars(family).get("left_out")
@@ -330,11 +396,16 @@ def _tensors(folder: Path) -> dict[str, str]:
     if not path.is_file():
         pickled = folder / PICKLED if (folder / PICKLED).is_file() else zero2all_file(folder)
         if pickled is not None:
-            return {plain_name(str(name)): str(pickled.relative_to(folder)) for name in open_pickled(pickled)}
+            return {
+                plain_name(str(name)): str(pickled.relative_to(folder))
+                for name in open_pickled(pickled)
+            }
         other = named_format(folder)
         if other is not None:
             raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {PICKLED}; {other}")
-        raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {INDEX} nor {PICKLED}. Give a folder that holds the weights.")
+        raise ConfigError(
+            f"{folder}: has neither {WEIGHTS} nor {INDEX} nor {PICKLED}. Give a folder that holds the weights."
+        )
     with ExitStack() as opened:
         return dict.fromkeys(_open(path, opened).keys(), WEIGHTS)
 
@@ -344,13 +415,19 @@ def _listed(folder: Path, index: str) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{folder / index}: has no weight_map. Download the model again.")
     for file in listed.values():
-        if not isinstance(file, str) or not FILE_NAME.fullmatch(file) or ".." in PurePosixPath(file).parts:
+        if (
+            not isinstance(file, str)
+            or not FILE_NAME.fullmatch(file)
+            or ".." in PurePosixPath(file).parts
+        ):
             raise CheckpointError(
                 f"{folder / index}: names the file {str(file)[:80]!r}; it must be a file of the folder. Download it again."
             )
     absent = sorted({file for file in listed.values() if not (folder / file).is_file()})
     if absent:
-        raise CheckpointError(f"{folder / absent[0]}: no such file, but {index} lists it. Download the whole model again.")
+        raise CheckpointError(
+            f"{folder / absent[0]}: no such file, but {index} lists it. Download the whole model again."
+        )
     return dict(listed)
 
 

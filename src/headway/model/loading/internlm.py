@@ -49,7 +49,9 @@ def is_internlm(folder: Path) -> bool:
     return any(SHARD.fullmatch(path.name) for path in folder.glob("model_tp*_pp*.pt"))
 
 
-def open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
+def open_internlm(
+    folder: Path,
+) -> tuple[ModelConfig, Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
     """The config of the model in an InternLM folder, and its parameters under our names."""
     try:
         return _open_internlm(folder)
@@ -58,18 +60,30 @@ def open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tupl
 
 
 def _misfit(folder: Path, problem: BaseException) -> CheckpointError:
-    return CheckpointError(f"{folder}: its shards do not form an InternLM model: {first_line(problem)}. Download them again.")
+    return CheckpointError(
+        f"{folder}: its shards do not form an InternLM model: {first_line(problem)}. Download them again."
+    )
 
 
-def _open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
+def _open_internlm(
+    folder: Path,
+) -> tuple[ModelConfig, Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
     stages = internlm_stages(folder)
     first, last = stages[0], stages[-1]
     layers = layers_of(stages)
     if not layers or "embedding.weight" not in first[0] or "head.weight" not in last[0]:
-        raise CheckpointError(f"{folder}: has no embedding, blocks and head of InternLM (it has {', '.join(list(first[0])[:4])}, ...).")
-    given = open_pickled(folder / MODEL_CONFIG, {CONFIG_CLASS: OrderedDict}) if (folder / MODEL_CONFIG).is_file() else {}
+        raise CheckpointError(
+            f"{folder}: has no embedding, blocks and head of InternLM (it has {', '.join(list(first[0])[:4])}, ...)."
+        )
+    given = (
+        open_pickled(folder / MODEL_CONFIG, {CONFIG_CLASS: OrderedDict})
+        if (folder / MODEL_CONFIG).is_file()
+        else {}
+    )
     if "num_attention_heads" not in given:
-        raise CheckpointError(f"{folder}: {MODEL_CONFIG} has no num_attention_heads, which cannot be derived from the weights. Add it.")
+        raise CheckpointError(
+            f"{folder}: {MODEL_CONFIG} has no num_attention_heads, which cannot be derived from the weights. Add it."
+        )
     hidden = first[0]["blocks.0.norm1.weight"].shape[0]
     gate = sum(shard["blocks.0.mlp.w1.weight"].shape[0] for shard in first)
     config = internlm.read({
@@ -116,24 +130,42 @@ def internlm_stages(folder: Path) -> list[Shards]:
     """The state dicts by pipeline stage and tensor rank; a missing one is an error."""
     import torch
 
-    found = {(int(m.group(2)), int(m.group(1))): path for path in folder.iterdir() if (m := SHARD.fullmatch(path.name))}
+    found = {
+        (int(m.group(2)), int(m.group(1))): path
+        for path in folder.iterdir()
+        if (m := SHARD.fullmatch(path.name))
+    }
     stages, ranks = max(stage for stage, _ in found) + 1, max(rank for _, rank in found) + 1
     for stage in range(stages):
         for rank in range(ranks):
             if (stage, rank) not in found:
-                raise CheckpointError(f"{folder / f'model_tp{rank}_pp{stage}.pt'}: no such file, but other shards exist. Download it too.")
-    opened = [[_plain(open_pickled(found[stage, rank])) for rank in range(ranks)] for stage in range(stages)]
+                raise CheckpointError(
+                    f"{folder / f'model_tp{rank}_pp{stage}.pt'}: no such file, but other shards exist. Download it too."
+                )
+    opened = [
+        [_plain(open_pickled(found[stage, rank])) for rank in range(ranks)]
+        for stage in range(stages)
+    ]
     for shards in opened:
         for shard in shards:
-            strange = [key for key, value in shard.items() if not isinstance(value, torch.Tensor) or value.layout is not torch.strided]
+            strange = [
+                key
+                for key, value in shard.items()
+                if not isinstance(value, torch.Tensor) or value.layout is not torch.strided
+            ]
             if strange:
-                raise CheckpointError(f"{folder}: {strange[0]} in its shards is not a plain tensor. Download them again.")
+                raise CheckpointError(
+                    f"{folder}: {strange[0]} in its shards is not a plain tensor. Download them again."
+                )
     return opened
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     """A state dict without wrapper prefixes; a vocabulary-parallel embedding is one level deeper than a plain one."""
-    names = {key: str(key).removeprefix("model.").replace("embedding.word_embeddings.", "embedding.") for key in state}
+    names = {
+        key: str(key).removeprefix("model.").replace("embedding.word_embeddings.", "embedding.")
+        for key in state
+    }
     return {names[key]: value for key, value in state.items()}
 
 
@@ -147,16 +179,24 @@ def _require_known(folder: Path, stages: list[Shards]) -> None:
     """Refuse tensors that the model does not have."""
     keys = {key for stage in stages for shard in stage for key in shard}
     others = ("embedding.weight", "norm.weight", "head.weight")
-    strange = sorted(key for key in keys if key not in others and not ((match := BLOCK.match(key)) and match.group(2) in KNOWN))
+    strange = sorted(
+        key
+        for key in keys
+        if key not in others and not ((match := BLOCK.match(key)) and match.group(2) in KNOWN)
+    )
     if strange:
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
-        raise CheckpointError(f"{folder}: {', '.join(strange[:3])}{more} cannot be mapped: InternLM 1 in headway has no such parameter.")
+        raise CheckpointError(
+            f"{folder}: {', '.join(strange[:3])}{more} cannot be mapped: InternLM 1 in headway has no such parameter."
+        )
 
 
 class MergedShards:
     """Whole parameters from shards. Rows of Wqkv are (3, heads, head_dim) in each shard."""
 
-    def __init__(self, config: ModelConfig, stages: list[Shards], layers: list[tuple[Shards, int]]) -> None:
+    def __init__(
+        self, config: ModelConfig, stages: list[Shards], layers: list[tuple[Shards, int]]
+    ) -> None:
         self.config, self.stages, self.layers = config, stages, layers
 
     def parameter(self, name: str) -> torch.Tensor:
@@ -165,23 +205,39 @@ class MergedShards:
             shards = [shard["embedding.weight"] for shard in self.stages[0]]
             return self._cat(shards, 1 if shards[0].shape[0] == self.config.vocab else 0)
         if name in ("model.norm.weight", "lm_head.weight"):
-            shards = [shard["norm.weight" if "norm" in name else "head.weight"] for shard in self.stages[-1]]
+            shards = [
+                shard["norm.weight" if "norm" in name else "head.weight"]
+                for shard in self.stages[-1]
+            ]
             return shards[0] if "norm" in name else self._cat(shards, 0)
         _, _, number, part = name.split(".", 3)
         shards, local = self.layers[int(number)]
-        get = lambda key: [shard[f"blocks.{local}.{key}"] for shard in shards if f"blocks.{local}.{key}" in shard]  # noqa: E731
+
+        def get(key: str) -> list[torch.Tensor]:
+            full = f"blocks.{local}.{key}"
+            return [shard[full] for shard in shards if full in shard]
+
         module, _, leaf = part.rpartition(".")
         if module.endswith("layernorm"):
             return get(f"norm{1 if module.startswith('input') else 2}.{leaf}")[0]
         if module == "self_attn.o_proj":
             # a row-parallel bias is added once, so only one shard has it
-            return get(f"mixer.out_proj.{leaf}")[0] if leaf == "bias" else self._cat(get("mixer.out_proj.weight"), 1)
+            return (
+                get(f"mixer.out_proj.{leaf}")[0]
+                if leaf == "bias"
+                else self._cat(get("mixer.out_proj.weight"), 1)
+            )
         if module.startswith("self_attn."):
             which = "qkv".index(module.removeprefix("self_attn.")[0])
-            return self._cat([shard.view(3, -1, *shard.shape[1:])[which] for shard in get(f"mixer.Wqkv.{leaf}")], 0)
+            return self._cat(
+                [shard.view(3, -1, *shard.shape[1:])[which] for shard in get(f"mixer.Wqkv.{leaf}")],
+                0,
+            )
         # up to 0.2, w2 is up and w3 is down; since InternEvo 0.3 it is the other way round
         swapped = get("mlp.w2.weight")[0].shape[1] != self.config.hidden_size
-        key = {"gate": "w1", "up": "w3" if swapped else "w2", "down": "w2" if swapped else "w3"}[module.removeprefix("mlp.").split("_")[0]]
+        key = {"gate": "w1", "up": "w3" if swapped else "w2", "down": "w2" if swapped else "w3"}[
+            module.removeprefix("mlp.").split("_")[0]
+        ]
         return self._cat(get(f"mlp.{key}.weight"), 1 if "down" in module else 0)
 
     @staticmethod
@@ -208,7 +264,11 @@ class InternlmState:
     @property
     def step(self) -> int:
         """Optimizer updates done."""
-        return self._number("step_count") if "step_count" in self._context else self._number("batch_count") + 1
+        return (
+            self._number("step_count")
+            if "step_count" in self._context
+            else self._number("batch_count") + 1
+        )
 
     @property
     def consumed_tokens(self) -> int:
@@ -218,7 +278,9 @@ class InternlmState:
     def _number(self, key: str) -> int:
         value = self._context.get(key)
         if not isinstance(value, int) or value < 0:
-            raise CheckpointError(f"{self.folder / CONTEXT}: {key} is {value!r}; a count is expected. {REMEDY}")
+            raise CheckpointError(
+                f"{self.folder / CONTEXT}: {key} is {value!r}; a count is expected. {REMEDY}"
+            )
         return value
 
     def scalars(self) -> dict[str, Any]:
@@ -226,10 +288,21 @@ class InternlmState:
         merged = self._merges["updates"]
         counts = {spec: int(merged.parameter(spec).flatten()[0]) for spec in self._names}
         scale: dict[str, Any] = self._shards[0][0]["grad_scaler"]
-        scaler = {"scale": float(scale["_scale"]), "good": int(scale["_growth_step"]), "overflows": int(scale["_hysteresis_step"])}
-        return {"steps": counts, "skipped": self._context.get("inf_nan_skip_batches", 0), "scaler": scaler, "hook": None}
+        scaler = {
+            "scale": float(scale["_scale"]),
+            "good": int(scale["_growth_step"]),
+            "overflows": int(scale["_hysteresis_step"]),
+        }
+        return {
+            "steps": counts,
+            "skipped": self._context.get("inf_nan_skip_batches", 0),
+            "scaler": scaler,
+            "hook": None,
+        }
 
-    def read(self, name: str, role: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def read(
+        self, name: str, role: str, offset: tuple[int, ...], shape: tuple[int, ...]
+    ) -> torch.Tensor:
         """A slice of one of our parameters in one role; an engine's ReadTensor."""
         role = MASTER if role == "param" else role
         if role not in (MASTER, *SLOTS):
@@ -237,10 +310,14 @@ class InternlmState:
                 f"init.content has optimizer, and this optimizer needs {role}; {self.folder} has {', '.join(SLOTS)} of AdamW. {REMEDY}"
             )
         if name not in self._names:
-            raise ConfigError(f"init.content has optimizer, but {self.folder} has no state of {name}. {REMEDY}")
+            raise ConfigError(
+                f"init.content has optimizer, but {self.folder} has no state of {name}. {REMEDY}"
+            )
         if self._last is None or self._last[0] != (name, role):
             self._last = ((name, role), self._merges[role].parameter(name))
-        return self._last[1][tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+        return self._last[1][
+            tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        ]
 
     @cached_property
     def _names(self) -> set[str]:
@@ -250,15 +327,27 @@ class InternlmState:
     def _shards(self) -> dict[int, dict[int, dict[str, Any]]]:
         """Optimizer files by number of the model shard and by ZeRO rank."""
         found: dict[int, dict[int, dict[str, Any]]] = {}
-        paths = {tuple(map(int, match.groups())): path for path in self.folder.iterdir() if (match := OPTIMIZER_SHARD.fullmatch(path.name))}
+        paths = {
+            tuple(map(int, match.groups())): path
+            for path in self.folder.iterdir()
+            if (match := OPTIMIZER_SHARD.fullmatch(path.name))
+        }
         if not paths:
-            raise ConfigError(f"{self.folder}: holds no optimizer_tp*_pp*_zo*.pt, so no optimizer state. {REMEDY}")
-        for number, (stage, rank) in enumerate((p, t) for p, shards in enumerate(self._stages) for t in range(len(shards))):
+            raise ConfigError(
+                f"{self.folder}: holds no optimizer_tp*_pp*_zo*.pt, so no optimizer state. {REMEDY}"
+            )
+        for number, (stage, rank) in enumerate(
+            (p, t) for p, shards in enumerate(self._stages) for t in range(len(shards))
+        ):
             files = {zero: path for (t, p, zero), path in paths.items() if (t, p) == (rank, stage)}
             missing = [zero for zero in range(max(files, default=0) + 1) if zero not in files]
             if missing:
-                raise CheckpointError(f"{self.folder / f'optimizer_tp{rank}_pp{stage}_zo{missing[0]}.pt'}: no such file. {REMEDY}")
-            found[number] = {zero: open_pickled(path, {MODE_CLASS: str}) for zero, path in sorted(files.items())}
+                raise CheckpointError(
+                    f"{self.folder / f'optimizer_tp{rank}_pp{stage}_zo{missing[0]}.pt'}: no such file. {REMEDY}"
+                )
+            found[number] = {
+                zero: open_pickled(path, {MODE_CLASS: str}) for zero, path in sorted(files.items())
+            }
         return found
 
     @cached_property
@@ -268,7 +357,9 @@ class InternlmState:
     @cached_property
     def _merges(self) -> dict[str, MergedShards]:
         """For each role, the shards with that role's values instead of the weights."""
-        by_role: dict[str, list[Shards]] = {role: [[] for _ in self._stages] for role in (MASTER, *SLOTS, "updates")}
+        by_role: dict[str, list[Shards]] = {
+            role: [[] for _ in self._stages] for role in (MASTER, *SLOTS, "updates")
+        }
         number = 0
         for stage, shards in enumerate(self._stages):
             for weights in shards:
@@ -276,17 +367,26 @@ class InternlmState:
                 for role, stages in by_role.items():
                     stages[stage].append({key: values[role] for key, values in pieces.items()})
                 number += 1
-        return {role: MergedShards(self.config, stages, layers_of(stages)) for role, stages in by_role.items()}
+        return {
+            role: MergedShards(self.config, stages, layers_of(stages))
+            for role, stages in by_role.items()
+        }
 
-    def _pieces(self, weights: dict[str, torch.Tensor], files: dict[int, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+    def _pieces(
+        self, weights: dict[str, torch.Tensor], files: dict[int, dict[str, Any]]
+    ) -> dict[str, dict[str, torch.Tensor]]:
         """Parameter of one model shard -> its values by role, sliced from the flat buffers by the plan."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         try:
             for group, settings in enumerate(files[0]["base_optim_states"]["param_groups"]):
                 ordered = self._ordered(weights, files[0], settings)
                 plan = files[0]["zero_devide_optim_plan"][group]
-                if len(plan) != len(files) or sorted(int(one.split("_")[0]) for part in plan for one in part) != list(range(len(ordered))):
-                    raise CheckpointError(f"{self.folder}: the optimizer's plan does not fit the weights. {REMEDY}")
+                if len(plan) != len(files) or sorted(
+                    int(one.split("_")[0]) for part in plan for one in part
+                ) != list(range(len(ordered))):
+                    raise CheckpointError(
+                        f"{self.folder}: the optimizer's plan does not fit the weights. {REMEDY}"
+                    )
                 for zero, part in enumerate(plan):
                     if part:
                         keys = [ordered[int(one.split("_")[0])] for one in part]
@@ -298,16 +398,24 @@ class InternlmState:
         return found
 
     @staticmethod
-    def _ordered(weights: dict[str, torch.Tensor], file: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    def _ordered(
+        weights: dict[str, torch.Tensor], file: dict[str, Any], settings: dict[str, Any]
+    ) -> list[str]:
         """The parameters of one group, largest first. Newer versions have a group named fp32 for those that train in fp32."""
         import torch
 
         keys = [key for key in weights if not key.endswith("inv_freq")]
         if len(file["base_optim_states"]["param_groups"]) > 1:
-            keys = [key for key in keys if (weights[key].dtype == torch.float32) == (settings.get("name") == "fp32")]
+            keys = [
+                key
+                for key in keys
+                if (weights[key].dtype == torch.float32) == (settings.get("name") == "fp32")
+            ]
         return sorted(keys, key=lambda key: -weights[key].numel())
 
-    def _slices(self, keys: list[str], weights: dict[str, torch.Tensor], file: dict[str, Any], group: int) -> dict[str, Any]:
+    def _slices(
+        self, keys: list[str], weights: dict[str, torch.Tensor], file: dict[str, Any], group: int
+    ) -> dict[str, Any]:
         """The flat buffers of one ZeRO rank as parameters. Masters must round to the weights, else the plan was misread."""
         import torch
 
@@ -317,12 +425,17 @@ class InternlmState:
         updates = state["step"] if "step" in state else settings.get("step", 0)
         flat = {MASTER: file["flat_fp32_weights"][group], **{slot: state[slot] for slot in SLOTS}}
         if any(one.numel() != sum(weights[key].numel() for key in keys) for one in flat.values()):
-            raise CheckpointError(f"{self.folder}: the optimizer's buffers do not have the weights' sizes. {REMEDY}")
+            raise CheckpointError(
+                f"{self.folder}: the optimizer's buffers do not have the weights' sizes. {REMEDY}"
+            )
         found: dict[str, Any] = {}
         at = 0
         for key in keys:
             weight = weights[key]
-            values = {role: one.detach().view(-1)[at : at + weight.numel()].view(weight.shape) for role, one in flat.items()}
+            values = {
+                role: one.detach().view(-1)[at : at + weight.numel()].view(weight.shape)
+                for role, one in flat.items()
+            }
             if not torch.equal(values[MASTER].to(weight.dtype), weight):
                 raise CheckpointError(
                     f"{self.folder}: the optimizer's copy of {key} differs from the weight; they are from different runs or steps. {REMEDY}"

@@ -42,6 +42,8 @@ def _tables() -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     values = (*MAGNITUDES, *(-one for one in MAGNITUDES))
-    pairs = torch.tensor([(values[byte & 15], values[byte >> 4]) for byte in range(256)], dtype=torch.float32)
+    pairs = torch.tensor(
+        [(values[byte & 15], values[byte >> 4]) for byte in range(256)], dtype=torch.float32
+    )
     powers = torch.tensor([2.0 ** (scale - OFFSET) for scale in range(256)], dtype=torch.float64)
     return pairs, powers.float()

@@ -74,8 +74,15 @@ def named_format(path: Path) -> str | None:
         names = [entry.name for _, entry in zip(range(MAX_ENTRIES), path.iterdir(), strict=False)]
     except (OSError, ValueError):
         return None
-    found = {pattern: name for pattern in NAMES for name in sorted(names, reverse=True) if fnmatchcase(name, pattern)}
-    return next((f"{found[pattern]} is {NAMES[pattern]}" for pattern in NAMES if pattern in found), None)
+    found = {
+        pattern: name
+        for pattern in NAMES
+        for name in sorted(names, reverse=True)
+        if fnmatchcase(name, pattern)
+    }
+    return next(
+        (f"{found[pattern]} is {NAMES[pattern]}" for pattern in NAMES if pattern in found), None
+    )
 
 
 def _by_name(name: str) -> str | None:
@@ -96,7 +103,9 @@ def pointer(path: Path) -> str | None:
         return None
 
 
-def quantised(config: Mapping[str, Any], folder: Path, readable: Collection[str] = ()) -> str | None:
+def quantised(
+    config: Mapping[str, Any], folder: Path, readable: Collection[str] = ()
+) -> str | None:
     """How the weights of a Hugging Face folder are quantised, with a remedy; None if they are not, or by a `readable` method."""
     given = config.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, Mapping) else None
@@ -104,11 +113,21 @@ def quantised(config: Mapping[str, Any], folder: Path, readable: Collection[str]
         given, method = {}, "gptq"
     if given is None or method in readable:
         return None
-    name = NAMED_QUANTISERS.get(str(method), str(method)) if method is not None else "an unnamed method"
+    name = (
+        NAMED_QUANTISERS.get(str(method), str(method))
+        if method is not None
+        else "an unnamed method"
+    )
     return (
         f"the weights are quantised ({name}); headway trains and computes with 16 or 32 bits. "
         "Give the model they were made from, or dequantise them first."
     )
 
 
-NAMED_QUANTISERS = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fp8": "FP8", "mxfp4": "MXFP4"}
+NAMED_QUANTISERS = {
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "bitsandbytes": "bitsandbytes",
+    "fp8": "FP8",
+    "mxfp4": "MXFP4",
+}

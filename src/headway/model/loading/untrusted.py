@@ -32,8 +32,15 @@ def open_pickled(path: Path, stand_ins: Mapping[str, type] | None = None) -> dic
     import torch
 
     try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals([(kind, name) for name, kind in (stand_ins or {}).items()]):
-            warnings.simplefilter("ignore", UserWarning)  # about pickles that torch did not write; they are refused below
+        with (
+            warnings.catch_warnings(),
+            torch.serialization.safe_globals(
+                [(kind, name) for name, kind in (stand_ins or {}).items()]
+            ),
+        ):
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # about pickles that torch did not write; they are refused below
             try:
                 found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # files from before torch 1.6 cannot be mapped
@@ -41,7 +48,9 @@ def open_pickled(path: Path, stand_ins: Mapping[str, type] | None = None) -> dic
     except pickle.UnpicklingError as problem:
         raise CheckpointError(f"{path}: refused: {_refusal(str(problem))}.") from None
     except UNREADABLE as problem:
-        raise CheckpointError(f"{path}: cannot be read: {first_line(problem)}. Fetch it again.") from None
+        raise CheckpointError(
+            f"{path}: cannot be read: {first_line(problem)}. Fetch it again."
+        ) from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, not tensors by name.")
     return found
@@ -58,10 +67,20 @@ def _refusal(problem: str) -> str:
 
 def zero2all_file(folder: Path) -> Path | None:
     """The weights of a zero2all run: the best, else the last, in the folder or in its ckpt/."""
-    return next((path for name in ZERO2ALL for path in (folder / name, folder / "ckpt" / name) if path.is_file()), None)
+    return next(
+        (
+            path
+            for name in ZERO2ALL
+            for path in (folder / name, folder / "ckpt" / name)
+            if path.is_file()
+        ),
+        None,
+    )
 
 
-def check_finite(values: Iterable[tuple[str, torch.Tensor]], where: object) -> Iterator[tuple[str, torch.Tensor]]:
+def check_finite(
+    values: Iterable[tuple[str, torch.Tensor]], where: object
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass tensors through; a value that is not finite is an error. Costs about 0.5 s for a billion values on two cores."""
     for name, value in values:
         if not is_finite(value):

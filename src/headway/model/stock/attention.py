@@ -85,13 +85,17 @@ class LayerPass:
         v = v if own == width else F.pad(v, (0, width - own))
         window, whole = self.windows[layer], None
         if self.mask is not None:
-            whole = partial(attend, mask=self.mask, window=window, backend=self.backend, rule=self.rule)
+            whole = partial(
+                attend, mask=self.mask, window=window, backend=self.backend, rule=self.rule
+            )
         if self.cache is None:
             assert whole is not None
             o = whole(q, k, v)
         else:
             assert self.position is not None
-            o = self.cache.attend(layer, q.contiguous(), k.contiguous(), v.contiguous(), self.position, whole)
+            o = self.cache.attend(
+                layer, q.contiguous(), k.contiguous(), v.contiguous(), self.position, whole
+            )
         return o if own == width else o[..., :own]
 
 
@@ -99,7 +103,9 @@ def layer_of(module: nn.Module) -> int:
     """The layer that an attention module belongs to."""
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise ConfigError(f"{type(module).__name__} does not know its layer, so headway's attention cannot take its place.")
+        raise ConfigError(
+            f"{type(module).__name__} does not know its layer, so headway's attention cannot take its place."
+        )
     return layer
 
 
@@ -136,10 +142,14 @@ def stock_attention(
 ) -> tuple[Tensor, None]:
     """Attention under the interface of transformers: (o [B,T,H,hd], no weights)."""
     if not isinstance(attention_mask, StockMask):
-        raise ConfigError(f"{type(module).__name__} makes a mask of its own, which headway's attention cannot read.")
+        raise ConfigError(
+            f"{type(module).__name__} makes a mask of its own, which headway's attention cannot read."
+        )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     given = {name: one for name, one in others.items() if one is not None}
-    return attention_mask.of.attend(AttentionCall(module, q, k, v, scaling, dropout, softcap, given), attention_mask), None
+    return attention_mask.of.attend(
+        AttentionCall(module, q, k, v, scaling, dropout, softcap, given), attention_mask
+    ), None
 
 
 def register() -> None:
@@ -155,7 +165,9 @@ def window_of(function: MaskFunction) -> int | None:
 
     def sees(query: int, key: int) -> bool:
         zero = torch.tensor(0, device="cpu")
-        return bool(function(zero, zero, torch.tensor(query, device="cpu"), torch.tensor(key, device="cpu")))
+        return bool(
+            function(zero, zero, torch.tensor(query, device="cpu"), torch.tensor(key, device="cpu"))
+        )
 
     far = 1 << 40
     if sees(far, far + 1) or not sees(far, far):
@@ -166,6 +178,9 @@ def window_of(function: MaskFunction) -> int | None:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if sees(far, far - middle) else (low, middle)
-    if any(not sees(far + more, far + more - low) or sees(far + more, far + more - high) for more in (1, high // 2, high - 1)):
+    if any(
+        not sees(far + more, far + more - low) or sees(far + more, far + more - high)
+        for more in (1, high // 2, high - 1)
+    ):
         raise ConfigError("its mask is neither causal nor a sliding window")
     return high

@@ -27,7 +27,14 @@ FOREIGN = (
     ValueError,
 )  # fmt: skip
 """What the code of a class may raise where a config.json does not fit it."""
-OURS = ("architectures", "dtype", "torch_dtype", "transformers_version", "_attn_implementation", "use_cache")
+OURS = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_attn_implementation",
+    "use_cache",
+)
 """Keys of config.json that do not decide what the model computes."""
 IMPLEMENTATION = "headway"
 """The name of headway's attention among those of transformers."""
@@ -61,9 +68,16 @@ def make_config(given: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrai
     check_installed()
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    kind, rest = given.get("model_type"), {key: value for key, value in given.items() if key not in OURS}
+    kind, rest = (
+        given.get("model_type"),
+        {key: value for key, value in given.items() if key not in OURS},
+    )
     needs_code = isinstance(given.get("auto_map"), dict)
-    if needs_code and not (isinstance(kind, str) and kind in CONFIG_MAPPING) and not trust_remote_code:
+    if (
+        needs_code
+        and not (isinstance(kind, str) and kind in CONFIG_MAPPING)
+        and not trust_remote_code
+    ):
         raise ConfigError(
             f"model_type {str(kind)[:80]!r} is code in the model's folder. headway does not run it unless asked: if you trust it, set "
             "model.trust_remote_code=true."
@@ -72,7 +86,9 @@ def make_config(given: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrai
         if needs_code and trust_remote_code and "AutoConfig" in given["auto_map"]:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-            found = get_class_from_dynamic_module(given["auto_map"]["AutoConfig"], str(given.get("_name_or_path", "")))
+            found = get_class_from_dynamic_module(
+                given["auto_map"]["AutoConfig"], str(given.get("_name_or_path", ""))
+            )
             return found.from_dict(dict(rest))
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
             raise ConfigError(
@@ -91,9 +107,14 @@ def empty_model(given: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrai
     register()
     _check_kind(config)
     with _foreign("hf_config"), _quiet(), torch.device("meta"):
-        config._attn_implementation = "eager"  # transformers checks the name against the class; ours is set after that
+        config._attn_implementation = (
+            "eager"  # transformers checks the name against the class; ours is set after that
+        )
         made = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code, attn_implementation="eager", dtype=torch.float32
+            config,
+            trust_remote_code=trust_remote_code,
+            attn_implementation="eager",
+            dtype=torch.float32,
         )
     made.config._attn_implementation = IMPLEMENTATION
     made.config.use_cache = False
@@ -103,14 +124,20 @@ def empty_model(given: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrai
 def _check_kind(config: PreTrainedConfig) -> None:
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
-        raise ConfigError(f"num_hidden_layers is {str(layers)[:40]}; model.family transformers takes 1 to {MAX_LAYERS} layers.")
+        raise ConfigError(
+            f"num_hidden_layers is {str(layers)[:40]}; model.family transformers takes 1 to {MAX_LAYERS} layers."
+        )
     if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"model_type {config.model_type!r} has parts besides a text decoder; model.family transformers wraps decoders of text alone."
         )
     scaling = getattr(config, "rope_parameters", None)
     kinds = [scaling, *scaling.values()] if isinstance(scaling, dict) else []
-    changing = [one["rope_type"] for one in kinds if isinstance(one, dict) and one.get("rope_type") in ("dynamic", "longrope")]
+    changing = [
+        one["rope_type"]
+        for one in kinds
+        if isinstance(one, dict) and one.get("rope_type") in ("dynamic", "longrope")
+    ]
     if changing:
         raise ConfigError(
             f"rope_type is {changing[0]!r}; with model.family transformers, the rotation of a document would depend on others in its row."

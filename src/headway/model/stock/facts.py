@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
 
 TOKENS = 5
-PASSED_OVER = ("position_ids", "sliding_window", "is_causal", "use_cache", "output_attentions", "cache_position")
+PASSED_OVER = (
+    "position_ids",
+    "sliding_window",
+    "is_causal",
+    "use_cache",
+    "output_attentions",
+    "cache_position",
+)
 """Arguments of attention that headway's knows without them."""
 HEAD_MODULE = HEAD.removesuffix(".weight")
 
@@ -93,7 +100,9 @@ def _tried(model: PreTrainedModel) -> StockFacts:
     _check_modules(model)
     recorder = _Recorder()
     hidden = _forward(model, recorder)
-    for call in recorder.calls:  # only there does training change what attention is given; dropout itself is slow to follow
+    for call in (
+        recorder.calls
+    ):  # only there does training change what attention is given; dropout itself is slow to follow
         call.module.training = True
     _forward(model, _Recorder())
     model.eval()
@@ -120,21 +129,31 @@ def _tried(model: PreTrainedModel) -> StockFacts:
 def _check_modules(model: PreTrainedModel) -> None:
     """Refuse what mixes tokens outside attention, and state that is no parameter."""
     if getattr(model, "_is_stateful", False):
-        raise ConfigError("it keeps a recurrent state, which would run across the documents of a row.")
+        raise ConfigError(
+            "it keeps a recurrent state, which would run across the documents of a row."
+        )
     for path, module in model.named_modules():
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.RNNBase)):
-            raise ConfigError(f"{path} is a {type(module).__name__}, which would mix the documents of a row.")
+            raise ConfigError(
+                f"{path} is a {type(module).__name__}, which would mix the documents of a row."
+            )
     stacked = [name for name, value in model.named_parameters() if value.dim() > 2]
     if stacked or getattr(model.config, "output_router_logits", None) is not None:
         raise ConfigError("it is a mixture of experts, whose balance losses would be left out.")
-    persistent = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    persistent = set(model.state_dict()) - {
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    }
     if persistent:
-        raise ConfigError(f"{min(persistent)} is state that is neither trained nor computed from the config.")
+        raise ConfigError(
+            f"{min(persistent)} is state that is neither trained nor computed from the config."
+        )
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or getattr(model, HEAD_MODULE, None) is not head:
         raise ConfigError(f"its head is not a linear named {HEAD_MODULE}.")
     if getattr(model.config, "layerdrop", 0.0):
-        raise ConfigError(f"layerdrop is {model.config.layerdrop}; ranks would skip different layers. Set hf_config.layerdrop to 0.")
+        raise ConfigError(
+            f"layerdrop is {model.config.layerdrop}; ranks would skip different layers. Set hf_config.layerdrop to 0."
+        )
 
 
 def _tied(model: PreTrainedModel) -> str | None:
@@ -143,9 +162,17 @@ def _tied(model: PreTrainedModel) -> str | None:
     if shared == [HEAD]:
         return None
     embedding = model.get_input_embeddings()
-    if not isinstance(embedding, nn.Embedding) or embedding.weight is not head.weight or len(shared) != 1:
+    if (
+        not isinstance(embedding, nn.Embedding)
+        or embedding.weight is not head.weight
+        or len(shared) != 1
+    ):
         raise ConfigError(f"its head shares a matrix with {', '.join(shared)}.")
-    others = {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name not in (HEAD, shared[0])}
+    others = {
+        id(value)
+        for name, value in model.named_parameters(remove_duplicate=False)
+        if name not in (HEAD, shared[0])
+    }
     if id(head.weight) in others:
         raise ConfigError("more than an embedding and the head share a matrix.")
     return shared[0]
@@ -167,9 +194,13 @@ class _Recorder:
     def attend(self, call: AttentionCall, mask: StockMask) -> Tensor:
         strange = sorted(set(call.others) - set(PASSED_OVER))
         if strange:
-            raise ConfigError(f"{type(call.module).__name__} hands {strange[0]} to attention, which headway's does not know.")
+            raise ConfigError(
+                f"{type(call.module).__name__} hands {strange[0]} to attention, which headway's does not know."
+            )
         if call.dropout:
-            raise ConfigError(f"attention has dropout {call.dropout}, which headway's has not. Set it to 0 in model.hf_config.")
+            raise ConfigError(
+                f"attention has dropout {call.dropout}, which headway's has not. Set it to 0 in model.hf_config."
+            )
         if layer_of(call.module) != len(self.calls):
             raise ConfigError(f"layer {layer_of(call.module)} attends out of order, or twice.")
         if call.others.get("is_causal") is False:
@@ -215,15 +246,24 @@ def _forward(model: PreTrainedModel, recorder: _Recorder) -> int:
         raise ConfigError(_not_followed("forward", error)) from None
     wanted = int(model.config.num_hidden_layers)
     if len(recorder.calls) != wanted:
-        raise ConfigError(f"{len(recorder.calls)} of its {wanted} layers use the attention interface of transformers.")
-    shapes = {(call.q.shape[2:], call.k.shape[2:], call.v.shape[2:], call.softcap) for call in recorder.calls}
+        raise ConfigError(
+            f"{len(recorder.calls)} of its {wanted} layers use the attention interface of transformers."
+        )
+    shapes = {
+        (call.q.shape[2:], call.k.shape[2:], call.v.shape[2:], call.softcap)
+        for call in recorder.calls
+    }
     if len(shapes) > 1 or recorder.calls[0].v.shape[-1] > recorder.calls[0].q.shape[-1]:
         raise ConfigError("its layers have heads of different shapes.")
     sizes = sorted({window for window in recorder.windows if window is not None})
     if len(sizes) > 1:
-        raise ConfigError(f"its layers have windows of several sizes ({', '.join(map(str, sizes))}).")
+        raise ConfigError(
+            f"its layers have windows of several sizes ({', '.join(map(str, sizes))})."
+        )
     if not all(id(call.q) in reached.marked for call in recorder.calls[-1:]):
-        raise ConfigError("positions do not reach its attention, so documents of a row could not start anew.")
+        raise ConfigError(
+            "positions do not reach its attention, so documents of a row could not start anew."
+        )
     return _head(model).in_features
 
 
@@ -232,7 +272,9 @@ def _layers_of(model: PreTrainedModel, recorder: _Recorder) -> str:
     calls = [call.module for call in recorder.calls]
     for path, module in model.named_modules():
         listed = list(module) if isinstance(module, nn.ModuleList) else []
-        if len(listed) == len(calls) and all(call in list(layer.modules()) for call, layer in zip(calls, listed, strict=True)):
+        if len(listed) == len(calls) and all(
+            call in list(layer.modules()) for call, layer in zip(calls, listed, strict=True)
+        ):
             return f"{path}."
     raise ConfigError("its layers are not one list of modules.")
 
@@ -256,7 +298,9 @@ def _logits_of(model: PreTrainedModel, trunk: nn.Module, width: int) -> tuple[fl
     bias = _head(model).bias is not None
     small = nn.Linear(width, 8, bias=bias, device="cpu")
     with torch.no_grad():
-        small.weight.copy_(torch.randn(8, width, generator=generator, device="cpu") * 4 / width**0.5)
+        small.weight.copy_(
+            torch.randn(8, width, generator=generator, device="cpu") * 4 / width**0.5
+        )
         if small.bias is not None:
             small.bias.zero_()
     plain = F.linear(hidden, small.weight).detach()
@@ -268,8 +312,14 @@ def _logits_of(model: PreTrainedModel, trunk: nn.Module, width: int) -> tuple[fl
     scale = 1.0 if abs(scale - 1.0) < 1e-4 else scale
     ours = plain * scale
     ours = ours if cap is None else torch.tanh(ours / cap) * cap
-    if found.shape != ours.shape or not torch.allclose(found, ours, rtol=1e-4, atol=1e-4) or scale <= 0:
-        raise ConfigError("its logits are not a product of hidden states and the head, scaled and soft-capped.")
+    if (
+        found.shape != ours.shape
+        or not torch.allclose(found, ours, rtol=1e-4, atol=1e-4)
+        or scale <= 0
+    ):
+        raise ConfigError(
+            "its logits are not a product of hidden states and the head, scaled and soft-capped."
+        )
     return scale, cap
 
 
@@ -286,9 +336,14 @@ def _through(model: PreTrainedModel, trunk: nn.Module, hidden: Tensor, small: nn
     setattr(model, HEAD_MODULE, small)
     try:
         tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-        seen, position = torch.ones(1, TOKENS, dtype=torch.bool, device="meta"), torch.arange(TOKENS, device="meta")[None]
+        seen, position = (
+            torch.ones(1, TOKENS, dtype=torch.bool, device="meta"),
+            torch.arange(TOKENS, device="meta")[None],
+        )
         with torch.no_grad(), passing(_Recorder()):
-            return model(input_ids=tokens, attention_mask=seen, position_ids=position, use_cache=False).logits.float()
+            return model(
+                input_ids=tokens, attention_mask=seen, position_ids=position, use_cache=False
+            ).logits.float()
     except FOREIGN as error:
         raise ConfigError(_not_followed("logits", error)) from None
     finally:

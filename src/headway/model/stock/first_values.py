@@ -33,7 +33,9 @@ def stock_value(name: str, config: ModelConfig, seed: int) -> Tensor:
         try:
             for key, value in held.items():
                 if value is not None:
-                    module._parameters[key] = nn.Parameter(torch.zeros(value.shape, device="cpu"), requires_grad=False)
+                    module._parameters[key] = nn.Parameter(
+                        torch.zeros(value.shape, device="cpu"), requires_grad=False
+                    )
             with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
                 torch.manual_seed(derive(seed, "init", name))
                 model._init_weights(module)

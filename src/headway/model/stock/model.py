@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from headway.errors import ConfigError
 from headway.kernels.attention import AttentionMask, ScoreRule, causal_mask, mask_of
 from headway.model.adapter.lora import AdaptedLinear
-from headway.model.base import AttentionCache, CachedForward, Compiler, DecodeStep, LMHead, Model, ModelOut
+from headway.model.base import (
+    AttentionCache,
+    CachedForward,
+    Compiler,
+    DecodeStep,
+    LMHead,
+    Model,
+    ModelOut,
+)
 from headway.model.layout import HEAD
 from headway.model.stock.attention import LayerPass, passing
 from headway.model.stock.buffers import computed_values
@@ -63,7 +71,15 @@ class StockModel(Model):
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
         """Nothing is sampled besides dropout."""
         hidden = self(batch.tokens, batch.position, self._pass(mask_of(batch)))
-        return ModelOut(LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer, softcap=self.facts.logit_softcap))
+        return ModelOut(
+            LMHead(
+                hidden,
+                self.head_weight,
+                self.chunk_tokens,
+                self.head_grad_buffer,
+                softcap=self.facts.logit_softcap,
+            )
+        )
 
     def forward(self, tokens: Tensor, position: Tensor, one: LayerPass) -> Tensor:
         """Hidden [B,T,D] as the head reads them: scaled, and with a column of ones for its bias."""
@@ -71,7 +87,9 @@ class StockModel(Model):
         seen = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
         places = position.clamp(min=0).long()  # a row that takes no part stands at -1
         with passing(one):
-            found = self.get_submodule(self.facts.trunk)(input_ids=tokens, position_ids=places, attention_mask=seen, use_cache=False)
+            found = self.get_submodule(self.facts.trunk)(
+                input_ids=tokens, position_ids=places, attention_mask=seen, use_cache=False
+            )
         hidden = found[0] if self.facts.logit_scale == 1.0 else found[0] * self.facts.logit_scale
         if self._head_bias is None:
             return hidden
@@ -88,7 +106,9 @@ class StockModel(Model):
         """None with an adapter on the head, and with a bias."""
         if self.facts.tied is not None:
             return self.facts.tied
-        return None if isinstance(self._head, AdaptedLinear) or self._head_bias is not None else HEAD
+        return (
+            None if isinstance(self._head, AdaptedLinear) or self._head_bias is not None else HEAD
+        )
 
     @property
     def head_weight(self) -> Tensor:
@@ -97,7 +117,11 @@ class StockModel(Model):
             return self.get_parameter(self.facts.tied)
         head, bias = self._head, self._head_bias
         weight = head.effective if isinstance(head, AdaptedLinear) else head.weight
-        return weight if bias is None else torch.cat([weight, F.pad(bias[:, None], (0, BIAS_COLUMNS - 1))], dim=1)
+        return (
+            weight
+            if bias is None
+            else torch.cat([weight, F.pad(bias[:, None], (0, BIAS_COLUMNS - 1))], dim=1)
+        )
 
     @property
     def _head(self) -> nn.Linear:
@@ -118,11 +142,21 @@ class StockModel(Model):
         """Compute attention with one backend in every layer."""
         self._pass = partial(LayerPass, self.facts.windows, ScoreRule(self.facts.softcap), backend)
 
-    def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None, media: MediaTensors | None = None) -> Tensor:
+    def prefill(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        cache: KVCache | None = None,
+        media: MediaTensors | None = None,
+    ) -> Tensor:
         """Rows that continue what a cache holds need no mask: each is one document."""
         if media is not None:
             raise ConfigError("media are given; a model of family transformers reads text alone.")
-        mask = causal_mask(tokens.shape[0], tokens.shape[1], tokens.device) if cache is None or cache.is_empty else None
+        mask = (
+            causal_mask(tokens.shape[0], tokens.shape[1], tokens.device)
+            if cache is None or cache.is_empty
+            else None
+        )
         hidden = self._cached(tokens, position, mask, cache)
         if cache is not None:
             cache.advance(tokens.shape[1])
@@ -132,19 +166,32 @@ class StockModel(Model):
         """A step reads and writes the cache; its caller advances the cache. Nothing is compiled."""
 
         def step(token: Tensor, position: Tensor) -> Tensor:
-            return self.logits(self._cached(token[:, None], position[:, None], None, cache)[:, 0]).float()
+            return self.logits(
+                self._cached(token[:, None], position[:, None], None, cache)[:, 0]
+            ).float()
 
         return step
 
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
         """Nothing is compiled."""
 
-        def forward(tokens: Tensor, position: Tensor, cache: AttentionCache, media: MediaTensors | None = None) -> Tensor:
+        def forward(
+            tokens: Tensor,
+            position: Tensor,
+            cache: AttentionCache,
+            media: MediaTensors | None = None,
+        ) -> Tensor:
             return self._cached(tokens, position, None, cache)
 
         return forward
 
-    def _cached(self, tokens: Tensor, position: Tensor, mask: AttentionMask | None, cache: AttentionCache | None) -> Tensor:
+    def _cached(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        mask: AttentionMask | None,
+        cache: AttentionCache | None,
+    ) -> Tensor:
         return self(tokens, position, self._pass(mask, cache, position))
 
     def _place(self, device: torch.device) -> None:

@@ -25,7 +25,11 @@ class StockNames:
 
     def __init__(self, given: dict[str, Any], *, trust_remote_code: bool) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, revert_weight_conversion
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            revert_weight_conversion,
+        )
 
         model = empty_model(given, trust_remote_code=trust_remote_code)
         found = get_model_conversion_mapping(model)
@@ -33,10 +37,16 @@ class StockNames:
         self._converters: Any = [one for one in found if isinstance(one, WeightConverter)]
         self._state: dict[str, Any] = dict(model.state_dict())
         self._prefix, self._class = model.base_model_prefix, type(model).__name__
-        self._left_out = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        self._left_out = [
+            re.compile(one)
+            for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        ]
         self._buffers = {name for name, _ in model.named_buffers()}
         nothing = torch.empty(0, device="cpu")
-        self._theirs = {name: next(iter(revert_weight_conversion(model, {name: nothing}))) for name, _ in model.named_parameters()}
+        self._theirs = {
+            name: next(iter(revert_weight_conversion(model, {name: nothing})))
+            for name, _ in model.named_parameters()
+        }
 
     def to_theirs(self, name: str) -> str:
         """The name in a folder."""
@@ -46,12 +56,20 @@ class StockNames:
         """The name in the class; None for a tensor that holds no parameter."""
         from transformers.core_model_loading import rename_source_key
 
-        ours, converter = rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
+        ours, converter = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._state
+        )
         if converter is not None:
-            raise ConfigError(f"{self._class} joins or cuts {name} when it reads a folder; model.family transformers cannot read that.")
+            raise ConfigError(
+                f"{self._class} joins or cuts {name} when it reads a folder; model.family transformers cannot read that."
+            )
         if ours in self._state:
             return ours
-        holds_nothing = ours in self._buffers or ours.endswith("rotary_emb.inv_freq") or any(one.search(ours) for one in self._left_out)
+        holds_nothing = (
+            ours in self._buffers
+            or ours.endswith("rotary_emb.inv_freq")
+            or any(one.search(ours) for one in self._left_out)
+        )
         return None if holds_nothing else ours
 
 

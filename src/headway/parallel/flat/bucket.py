@@ -75,7 +75,11 @@ def make_buckets(
     Those that stages of a pipeline share are complete when all of them are, so they come last.
     """
     position = {name: index for index, name in enumerate(order)}
-    found = [(min(position[slot.name] for slot in span.slots), span, buffer) for buffer in buffers for span in buffer.spans]
+    found = [
+        (min(position[slot.name] for slot in span.slots), span, buffer)
+        for buffer in buffers
+        for span in buffer.spans
+    ]
     found.sort(key=lambda entry: (entry[1].slots[0].name in sharers, -entry[0]))
     buckets: list[Bucket] = []
     for index, (_, span, buffer) in enumerate(found):
@@ -84,7 +88,9 @@ def make_buckets(
         shard = flat[start - span.start : stop - span.start]
         first = span.slots[0].name
         shared, ranks = sharers.get(first, ()), ranks_of(first)
-        buckets.append(Bucket(index, index == len(found) - 1, ranks, flat, shard, span, buffer, shared))
+        buckets.append(
+            Bucket(index, index == len(found) - 1, ranks, flat, shard, span, buffer, shared)
+        )
     return buckets
 
 
@@ -92,7 +98,12 @@ class Reducer:
     """Takes gradients as they come and exchanges the buckets."""
 
     def __init__(
-        self, buckets: list[Bucket], hook: Hook | None, *, overlap: bool, share: Callable[[Bucket], None] = lambda bucket: None
+        self,
+        buckets: list[Bucket],
+        hook: Hook | None,
+        *,
+        overlap: bool,
+        share: Callable[[Bucket], None] = lambda bucket: None,
     ) -> None:
         self.buckets, self.hook, self.overlap, self.share = buckets, hook, overlap, share
         self._early = sum(not bucket.sharers for bucket in buckets)
@@ -115,7 +126,9 @@ class Reducer:
         self._begun = True
         self._counts = dict.fromkeys(self.bucket_of, 0)
         expected = self.expected or {}
-        self._missing = [sum(expected.get(slot.name, 0) for slot in bucket.span.slots) for bucket in self.buckets]
+        self._missing = [
+            sum(expected.get(slot.name, 0) for slot in bucket.span.slots) for bucket in self.buckets
+        ]
 
     def end_last(self) -> None:
         """Gradients of another stage come next, whose last microbatch this is not."""
@@ -190,7 +203,9 @@ class Reducer:
                 handle.wait()
                 yield bucket
         before = self.expected or {}
-        self.expected = {name: max(count, before.get(name, 0)) for name, count in self._counts.items()}
+        self.expected = {
+            name: max(count, before.get(name, 0)) for name, count in self._counts.items()
+        }
         self._handles, self._last, self._begun = [], False, False
         self.touched.clear()
 

@@ -76,11 +76,18 @@ class BucketSpan:
         """Elements between and after the parameters, counted from the bucket's start."""
         ends = [self.start, *(slot.start + slot.size for slot in self.slots)]
         starts = [*(slot.start for slot in self.slots), self.stop]
-        return [(end - self.start, start - self.start) for end, start in zip(ends, starts, strict=True) if end < start]
+        return [
+            (end - self.start, start - self.start)
+            for end, start in zip(ends, starts, strict=True)
+            if end < start
+        ]
 
 
 def lay_out(
-    names: Sequence[str], shapes: dict[str, Ints], sharding: BufferSharding, largest: dict[str, int] | None = None
+    names: Sequence[str],
+    shapes: dict[str, Ints],
+    sharding: BufferSharding,
+    largest: dict[str, int] | None = None,
 ) -> tuple[list[BucketSpan], int]:
     """Lay out parameters one after another, each start aligned; close a bucket before it grows too large. Returns buckets and length."""
     spans: list[BucketSpan] = []
@@ -108,7 +115,9 @@ def lay_out(
     return spans, end
 
 
-def lay_out_whole(names: Sequence[str], shapes: dict[str, Ints], sharding: BufferSharding) -> tuple[list[BucketSpan], int]:
+def lay_out_whole(
+    names: Sequence[str], shapes: dict[str, Ints], sharding: BufferSharding
+) -> tuple[list[BucketSpan], int]:
     """As `lay_out`, with every parameter inside one shard. Buckets grow until their parameters divide into shards of about equal size."""
     if sharding.shards == 1:
         return lay_out(names, shapes, sharding)
@@ -116,7 +125,10 @@ def lay_out_whole(names: Sequence[str], shapes: dict[str, Ints], sharding: Buffe
     buckets: list[list[str]] = [[]]
     for name in names:
         buckets[-1].append(name)
-        if sum(sizes[one] for one in buckets[-1]) >= sharding.bucket_elements and _padding(buckets[-1], sizes, sharding.shards) <= PADDING:
+        if (
+            sum(sizes[one] for one in buckets[-1]) >= sharding.bucket_elements
+            and _padding(buckets[-1], sizes, sharding.shards) <= PADDING
+        ):
             buckets.append([])
     rest = buckets.pop()
     if rest and buckets and _padding(rest, sizes, sharding.shards) > PADDING:
@@ -140,12 +152,16 @@ def lay_out_whole(names: Sequence[str], shapes: dict[str, Ints], sharding: Buffe
 def _padding(names: Sequence[str], sizes: dict[str, int], shards: int) -> float:
     """How many times their own elements parameters take when each lies in one of `shards` equal shards."""
     total = sum(sizes[name] for name in names)
-    if max(sizes[name] for name in names) * shards > PADDING * total:  # what no assignment can balance
+    if (
+        max(sizes[name] for name in names) * shards > PADDING * total
+    ):  # what no assignment can balance
         return max(sizes[name] for name in names) * shards / total
     return assign([sizes[name] for name in names], shards)[1] * shards / total
 
 
-def _place_whole(index: int, begin: int, names: Sequence[str], shapes: dict[str, Ints], sharding: BufferSharding) -> BucketSpan:
+def _place_whole(
+    index: int, begin: int, names: Sequence[str], shapes: dict[str, Ints], sharding: BufferSharding
+) -> BucketSpan:
     sizes = [_up(torch.Size(shapes[name]).numel(), ALIGN) for name in names]
     owners, each = assign(sizes, sharding.shards)
     ends = [begin + owner * each for owner in range(sharding.shards)]
@@ -153,7 +169,12 @@ def _place_whole(index: int, begin: int, names: Sequence[str], shapes: dict[str,
     for name, size, owner in zip(names, sizes, owners, strict=True):
         slots.append(Slot(name, shapes[name], ends[owner]))
         ends[owner] += size
-    return BucketSpan(index, begin, begin + sharding.shards * each, tuple(sorted(slots, key=lambda slot: slot.start)))
+    return BucketSpan(
+        index,
+        begin,
+        begin + sharding.shards * each,
+        tuple(sorted(slots, key=lambda slot: slot.start)),
+    )
 
 
 def _up(value: int, unit: int) -> int:
@@ -215,18 +236,47 @@ class TrainBuffer:
     ) -> TrainBuffer:
         """Make the tensors of one group, all zero. Parameters are laid out last first, the order in which backward finishes them."""
         names = tuple(reversed(group.names))
-        spans, length = lay_out(names, shapes, sharding, spec.largest) if spec.whole is None else lay_out_whole(names, shapes, sharding)
+        spans, length = (
+            lay_out(names, shapes, sharding, spec.largest)
+            if spec.whole is None
+            else lay_out_whole(names, shapes, sharding)
+        )
         param = torch.zeros(length, dtype=dtype, device=device)
-        home, pin = (torch.device("cpu"), device.type == "cuda") if spec.on_host else (device, False)
+        home, pin = (
+            (torch.device("cpu"), device.type == "cuda") if spec.on_host else (device, False)
+        )
         shares = dtype == torch.float32 and sharding.shards == 1 and not spec.averages
-        master = param if shares else torch.zeros(length // sharding.shards, dtype=torch.float32, device=home, pin_memory=pin)
+        master = (
+            param
+            if shares
+            else torch.zeros(
+                length // sharding.shards, dtype=torch.float32, device=home, pin_memory=pin
+            )
+        )
         grad_dtype = spec.grad_dtype if dtype != torch.float32 else dtype
-        grads = [torch.zeros(span.stop - span.start, dtype=grad_dtype, device=device) for span in spans]
-        state = {} if spec.whole is not None else spec.storage.allocate(spec.slots, master.numel(), home, pin=pin)
-        made = cls(group, sharding, spans, param, master, grads, state, torch.zeros(len(spans), dtype=torch.float32, device=device))
+        grads = [
+            torch.zeros(span.stop - span.start, dtype=grad_dtype, device=device) for span in spans
+        ]
+        state = (
+            {}
+            if spec.whole is not None
+            else spec.storage.allocate(spec.slots, master.numel(), home, pin=pin)
+        )
+        made = cls(
+            group,
+            sharding,
+            spans,
+            param,
+            master,
+            grads,
+            state,
+            torch.zeros(len(spans), dtype=torch.float32, device=device),
+        )
         if spec.whole is not None:
             made.whole_state = {
-                slot.name: spec.whole.allocate_whole(slot.shape, device) for span in spans for slot in made.local_slots(span)
+                slot.name: spec.whole.allocate_whole(slot.shape, device)
+                for span in spans
+                for slot in made.local_slots(span)
             }
         return made
 
@@ -262,7 +312,13 @@ class TrainBuffer:
         """Which elements of a parameter are this rank's."""
         start, stop = span.shard_range(self.sharding)
         first, last = max(start, slot.start), min(stop, slot.start + slot.size)
-        return LocalSlice(first - slot.start, last - first, span.start // self.sharding.shards + first - start) if first < last else None
+        return (
+            LocalSlice(
+                first - slot.start, last - first, span.start // self.sharding.shards + first - start
+            )
+            if first < last
+            else None
+        )
 
     def refresh(self, span: BucketSpan) -> None:
         """Derive this rank's part of the compute parameters from its master weights."""
@@ -279,12 +335,18 @@ class FrozenBuffer:
 
     @classmethod
     def allocate(
-        cls, names: Sequence[str], shapes: dict[str, Ints], dtype_of: Callable[[str], torch.dtype], device: torch.device
+        cls,
+        names: Sequence[str],
+        shapes: dict[str, Ints],
+        dtype_of: Callable[[str], torch.dtype],
+        device: torch.device,
     ) -> FrozenBuffer:
         """Make the tensors, all zero."""
         values: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(map(dtype_of, names)):
-            spans, length = lay_out([name for name in names if dtype_of(name) == dtype], shapes, BufferSharding())
+            spans, length = lay_out(
+                [name for name in names if dtype_of(name) == dtype], shapes, BufferSharding()
+            )
             flat = torch.zeros(length, dtype=dtype, device=device)
             values |= {slot.name: slot.view(flat) for span in spans for slot in span.slots}
         return cls({name: values[name] for name in names})
@@ -302,12 +364,18 @@ def boxes_of(shape: Ints, first: int, size: int) -> list[tuple[Ints, Ints, int]]
     at = 0
     if skip:
         head = min(inner - skip, size)
-        boxes += [((row, *offset), (1, *part), at + start) for offset, part, start in boxes_of(shape[1:], skip, head)]
+        boxes += [
+            ((row, *offset), (1, *part), at + start)
+            for offset, part, start in boxes_of(shape[1:], skip, head)
+        ]
         at, row = head, row + 1
     rows = (size - at) // inner
     if rows:
         boxes.append(((row, *(0 for _ in shape[1:])), (rows, *shape[1:]), at))
         at, row = at + rows * inner, row + rows
     if at < size:
-        boxes += [((row, *offset), (1, *part), at + start) for offset, part, start in boxes_of(shape[1:], 0, size - at)]
+        boxes += [
+            ((row, *offset), (1, *part), at + start)
+            for offset, part, start in boxes_of(shape[1:], 0, size - at)
+        ]
     return boxes

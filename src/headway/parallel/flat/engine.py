@@ -22,10 +22,26 @@ from headway.model.base import Model
 from headway.objective.base import Objective, StepInfo
 from headway.optim.base import Guard, Hyper, takes_narrow_gradients
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
-from headway.parallel.base import BaseEngine, LocalModel, ParamShard, beside, parameter_at, square_norm, view
+from headway.parallel.base import (
+    BaseEngine,
+    LocalModel,
+    ParamShard,
+    beside,
+    parameter_at,
+    square_norm,
+    view,
+)
 from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StateTensor, StepResult
 from headway.parallel.flat.bucket import Bucket, InPlace, Reducer, make_buckets, taking
-from headway.parallel.flat.buffer import BucketSpan, BufferSharding, BufferSpec, FrozenBuffer, Slot, TrainBuffer, boxes_of
+from headway.parallel.flat.buffer import (
+    BucketSpan,
+    BufferSharding,
+    BufferSpec,
+    FrozenBuffer,
+    Slot,
+    TrainBuffer,
+    boxes_of,
+)
 from headway.parallel.flat.gather import ParameterGather
 from headway.parallel.hooks.all_reduce import AllReduce
 from headway.parallel.hooks.base import Hook, StatefulHook
@@ -40,14 +56,25 @@ from headway.parallel.update_rules import WholeParameter, WholeState
 class FlatEngine(BaseEngine):
     """Implements parallel.engine.Engine."""
 
-    def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec, local: LocalModel) -> None:
+    def __init__(
+        self,
+        model: Model,
+        objective: Objective,
+        groups: Sequence[ParamGroup],
+        spec: EngineSpec,
+        local: LocalModel,
+    ) -> None:
         super().__init__(model, objective, groups, spec, local)
         self.overlap = spec.parallel.overlap
-        self.sharers: Mapping[str, tuple[int, ...]] = {} if local.part is None else local.part.sharers
+        self.sharers: Mapping[str, tuple[int, ...]] = (
+            {} if local.part is None else local.part.sharers
+        )
         """The ranks of the pipeline that hold a parameter, where those are several."""
         self._allocate()
         buckets = make_buckets(self.buffers, list(self.homes), self.ranks_of, self.sharers)
-        self.reducer = Reducer(buckets, choose_hook(spec), overlap=self.overlap.reduce, share=self._sum_shared)
+        self.reducer = Reducer(
+            buckets, choose_hook(spec), overlap=self.overlap.reduce, share=self._sum_shared
+        )
         if isinstance(self.passes, PipelinePasses):
             self.passes.end_last = self.reducer.end_last
         self.gather = ParameterGather(buckets)
@@ -67,7 +94,12 @@ class FlatEngine(BaseEngine):
         shapes = {name: box.local_shape for name, box in self.boxes.items()}
         self.buffers = [
             TrainBuffer.allocate(
-                group, shapes, self._dtype_of(group.names[0]), spec.device, self._sharding(group.names[0]), self._buffer_spec(group)
+                group,
+                shapes,
+                self._dtype_of(group.names[0]),
+                spec.device,
+                self._sharding(group.names[0]),
+                self._buffer_spec(group),
             )
             for group in self._groups_by_copy()
         ]
@@ -75,27 +107,45 @@ class FlatEngine(BaseEngine):
         frozen = [name for name in shapes if name not in training]
         self.frozen = FrozenBuffer.allocate(frozen, shapes, self._dtype_of, spec.device)
         self.slots: dict[str, tuple[TrainBuffer, BucketSpan, Slot]] = {
-            slot.name: (buffer, span, slot) for buffer in self.buffers for span in buffer.spans for slot in span.slots
+            slot.name: (buffer, span, slot)
+            for buffer in self.buffers
+            for span in buffer.spans
+            for slot in span.slots
         }
 
     def _sharding(self, name: str) -> BufferSharding:
         """How the buffer with a parameter is divided."""
         shard = self.ranks_of(name).shard
-        return BufferSharding(max(1, self.spec.parallel.bucket_bytes // self.spec.grad_dtype.itemsize), shard.size, shard.rank)
+        return BufferSharding(
+            max(1, self.spec.parallel.bucket_bytes // self.spec.grad_dtype.itemsize),
+            shard.size,
+            shard.rank,
+        )
 
     def _buffer_spec(self, group: ParamGroup) -> BufferSpec:
         rule, spec = self.rules[group.name], self.spec
         whole = rule if rule.matrices is not None else None
         largest = {name: self.boxes[name].largest for name in group.names}
         averages = rule.averages is not None
-        return BufferSpec(rule.optimizer.slots, rule.storage, spec.grad_dtype, spec.state_on_host, whole, averages, largest)
+        return BufferSpec(
+            rule.optimizer.slots,
+            rule.storage,
+            spec.grad_dtype,
+            spec.state_on_host,
+            whole,
+            averages,
+            largest,
+        )
 
     def _groups_by_copy(self) -> Iterator[ParamGroup]:
         """The groups of what this rank holds; what several ranks of the tensor or pipeline axis hold has separate buffers, and so have
         experts that ranks share, in the same order on all of them."""
         for group in self.groups:
             held = {name: self.boxes[name] for name in group.names if self.holds(name)}
-            kinds = {name: (box.copies, box.is_partial, self.sharers.get(name, ()), box.expert_ranks) for name, box in held.items()}
+            kinds = {
+                name: (box.copies, box.is_partial, self.sharers.get(name, ()), box.expert_ranks)
+                for name, box in held.items()
+            }
             for kind in sorted(set(kinds.values())):
                 yield replace(group, names=tuple(name for name in held if kinds[name] == kind))
 
@@ -107,18 +157,26 @@ class FlatEngine(BaseEngine):
 
     def _register_all(self) -> None:
         """Put views of the flat buffers where the model has its parameters; values they already have are copied."""
-        given = [(name, parameter_at(home).detach()) for name, home in self.homes.items() if not parameter_at(home).is_meta]
+        given = [
+            (name, parameter_at(home).detach())
+            for name, home in self.homes.items()
+            if not parameter_at(home).is_meta
+        ]
         for name, (owner, leaf) in self.homes.items():
             located = self.slots.get(name)
             if located is None:
-                owner._parameters[leaf] = nn.Parameter(self.frozen.values[name], requires_grad=False)
+                owner._parameters[leaf] = nn.Parameter(
+                    self.frozen.values[name], requires_grad=False
+                )
                 continue
             buffer, span, slot = located
             parameter = nn.Parameter(slot.view(buffer.param))
             # Gradients come in the precision they were computed in and are added up in fp32. They are taken over by a hook rather than
             # accumulated in `.grad` of another dtype, which torch.compile refuses to trace.
             parameter.grad_dtype = None
-            parameter.register_post_accumulate_grad_hook(taking(self.reducer, name, buffer.gradient(span, slot)))
+            parameter.register_post_accumulate_grad_hook(
+                taking(self.reducer, name, buffer.gradient(span, slot))
+            )
             owner._parameters[leaf] = parameter
         self.fill(given)
 
@@ -179,7 +237,11 @@ class FlatEngine(BaseEngine):
         if self._squares:
             found = [square for bucket, square in self._squares if wanted(bucket)]
             return torch.stack(found).sum() if found else torch.zeros_like(self._squares[0][1])
-        counted = [bucket.local_shard for bucket in self.reducer.buckets if self._counts(bucket) and wanted(bucket)]
+        counted = [
+            bucket.local_shard
+            for bucket in self.reducer.buckets
+            if self._counts(bucket) and wanted(bucket)
+        ]
         return beside(square_norm(counted), self.spec.device)
 
     def _step(self, hypers: dict[str, Hyper], guard: Guard) -> None:
@@ -194,7 +256,11 @@ class FlatEngine(BaseEngine):
                     self.gather.start_next()
         else:
             for buffer in self.buffers:
-                self._step_buckets([bucket for bucket in self.reducer.buckets if bucket.buffer is buffer], hypers, guard)
+                self._step_buckets(
+                    [bucket for bucket in self.reducer.buckets if bucket.buffer is buffer],
+                    hypers,
+                    guard,
+                )
         if is_sharded and self.overlap.gather:
             self.gather.start_next()
         elif is_sharded:
@@ -206,7 +272,9 @@ class FlatEngine(BaseEngine):
         buffer, spans = buckets[0].buffer, [bucket.span for bucket in buckets]
         rule = self.rules[buffer.group.name].optimizer
         as_is = self.host_state is None and takes_narrow_gradients(rule, self.spec.device)
-        if len(buckets) > 1 and buckets[0].local_shard.dtype != torch.float32 and not as_is:  # one fp32 copy at a time
+        if (
+            len(buckets) > 1 and buckets[0].local_shard.dtype != torch.float32 and not as_is
+        ):  # one fp32 copy at a time
             for bucket in buckets:
                 self._step_buckets([bucket], hypers, guard)
             return
@@ -216,13 +284,26 @@ class FlatEngine(BaseEngine):
         tensors = LocalTensors(
             [buffer.packed(span, buffer.master) for span in spans],
             [bucket.local_shard if as_is else bucket.local_shard.float() for bucket in buckets],
-            {role: [buffer.packed(span, flat) for span in spans] for role, flat in buffer.state.items()},
+            {
+                role: [buffer.packed(span, flat) for span in spans]
+                for role, flat in buffer.state.items()
+            },
             [buffer.steps[span.index] for span in spans],
         )
-        copies = None if buffer.param is buffer.master else [buffer.local_shard(span, buffer.param) for span in spans]
+        copies = (
+            None
+            if buffer.param is buffer.master
+            else [buffer.local_shard(span, buffer.param) for span in spans]
+        )
         self._apply(buffer.group.name, tensors, hypers[buffer.group.name], guard, copies)
 
-    def _step_whole(self, buckets: list[Bucket], state: dict[str, WholeState], hypers: dict[str, Hyper], guard: Guard) -> None:
+    def _step_whole(
+        self,
+        buckets: list[Bucket],
+        state: dict[str, WholeState],
+        hypers: dict[str, Hyper],
+        guard: Guard,
+    ) -> None:
         """Update the parameters that lie in this rank's shards of some buckets, each as a whole, in one call."""
         buffer, members = buckets[0].buffer, list[WholeParameter]()
         for bucket in buckets:
@@ -232,7 +313,15 @@ class FlatEngine(BaseEngine):
             steps = buffer.steps[span.index].repeat(len(slots)).unbind()
             for slot, step in zip(slots, steps, strict=True):
                 copy = None if buffer.param is buffer.master else slot.view(buffer.param)
-                members.append(WholeParameter(slot.view(master, begin), slot.view(shard, begin), state[slot.name], step, copy))
+                members.append(
+                    WholeParameter(
+                        slot.view(master, begin),
+                        slot.view(shard, begin),
+                        state[slot.name],
+                        step,
+                        copy,
+                    )
+                )
         self._apply_whole(buffer.group.name, members, hypers[buffer.group.name], guard)
         for bucket in buckets:  # also those of which this rank updates nothing
             buffer.steps[bucket.span.index] += 1 - guard.found_inf
@@ -253,7 +342,9 @@ class FlatEngine(BaseEngine):
             buffer, span, slot = located
             local = buffer.local_slice(span, slot)
             if local is not None and buffer.master is not buffer.param:
-                buffer.master[local.at : local.at + local.size].copy_(value.reshape(-1)[local.first : local.first + local.size])
+                buffer.master[local.at : local.at + local.size].copy_(
+                    value.reshape(-1)[local.first : local.first + local.size]
+                )
             slot.view(buffer.param).copy_(value)
         return sorted(missing)
 
@@ -266,12 +357,27 @@ class FlatEngine(BaseEngine):
                 yield ParamShard(name, [], buffer.master[:0], True, buffer.state, whole_state=whole)
                 continue
             boxes = boxes_of(slot.shape, local.first, local.size)
-            shifted = [(self.boxes[name].shift(offset), shape, start) for offset, shape, start in boxes]
+            shifted = [
+                (self.boxes[name].shift(offset), shape, start) for offset, shape, start in boxes
+            ]
             yield ParamShard(
-                name, shifted, buffer.master[local.at : local.at + local.size], True, buffer.state, local.at, whole_state=whole
+                name,
+                shifted,
+                buffer.master[local.at : local.at + local.size],
+                True,
+                buffer.state,
+                local.at,
+                whole_state=whole,
             )
         for name, value in self.frozen.values.items():
-            yield ParamShard(name, [(self.boxes[name].offset, tuple(value.shape), 0)], value.view(-1), False, {}, is_whole=True)
+            yield ParamShard(
+                name,
+                [(self.boxes[name].offset, tuple(value.shape), 0)],
+                value.view(-1),
+                False,
+                {},
+                is_whole=True,
+            )
 
     def tensors(self) -> Iterator[StateTensor]:
         """As BaseEngine.tensors, and what the hook keeps."""
@@ -284,10 +390,16 @@ class FlatEngine(BaseEngine):
         """As BaseEngine.scalars, and what the hook keeps."""
         hook = self.reducer.hook
         kept = hook.scalars(self.ranks.reduce) if isinstance(hook, StatefulHook) else None
-        return super().scalars() | {"hook": None if kept is None else merge_scalars(self.ranks.pipeline.gather(kept))}
+        return super().scalars() | {
+            "hook": None if kept is None else merge_scalars(self.ranks.pipeline.gather(kept))
+        }
 
     def _updates_done(self) -> dict[str, int]:
-        counts = [(span, count) for buffer in self.buffers for span, count in zip(buffer.spans, buffer.steps, strict=True)]
+        counts = [
+            (span, count)
+            for buffer in self.buffers
+            for span, count in zip(buffer.spans, buffer.steps, strict=True)
+        ]
         return {slot.name: int(count) for span, count in counts for slot in span.slots}
 
     def _set_updates_done(self, done: dict[str, int]) -> None:
@@ -300,7 +412,11 @@ class FlatEngine(BaseEngine):
         super().load(read, scalars)
         self._show(averages=False)
         if isinstance(self.reducer.hook, StatefulHook) and scalars.get("hook") is not None:
-            own = scalars["hook"] if self.local.part is None else held_scalars(scalars["hook"], self.holds)
+            own = (
+                scalars["hook"]
+                if self.local.part is None
+                else held_scalars(scalars["hook"], self.holds)
+            )
             self.reducer.hook.load(read, own, self.ranks.reduce, self.spec.device)
 
     @torch.no_grad()
@@ -315,7 +431,12 @@ class FlatEngine(BaseEngine):
                     continue
                 state = {role: [buffer.packed(span, flat)] for role, flat in buffer.state.items()}
                 target = buffer.local_shard(span, buffer.param)
-                rule.set_training_weights([buffer.packed(span, buffer.master)], state, [buffer.steps[span.index]], [target])
+                rule.set_training_weights(
+                    [buffer.packed(span, buffer.master)],
+                    state,
+                    [buffer.steps[span.index]],
+                    [target],
+                )
         self.gather.begin()
         self.gather.flush()
 
@@ -333,7 +454,9 @@ class FlatEngine(BaseEngine):
         """Every parameter of all stages, one after another: no rank ever holds the whole model."""
         if self.local.part is None:
             return self._held()
-        counted = ((name, value) for name, value in self._held() if not self.boxes[name].of_earlier_stage)
+        counted = (
+            (name, value) for name, value in self._held() if not self.boxes[name].of_earlier_stage
+        )
         return over_stages(counted, self.ranks.pipeline)
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
@@ -343,10 +466,15 @@ class FlatEngine(BaseEngine):
             shard = buffer.packed(span, buffer.master).to(self.spec.device)
             whole, group = shard, bucket.ranks.shard
             if group.size > 1:
-                whole = torch.empty(span.stop - span.start, dtype=torch.float32, device=shard.device)
+                whole = torch.empty(
+                    span.stop - span.start, dtype=torch.float32, device=shard.device
+                )
                 group.all_gather(whole, shard).wait()
             for slot in sorted(span.slots, key=lambda slot: self._position[slot.name]):
-                yield slot.name, self._whole_box(slot.name, view(whole, slot.start - span.start, slot.shape))
+                yield (
+                    slot.name,
+                    self._whole_box(slot.name, view(whole, slot.start - span.start, slot.shape)),
+                )
         for name, value in self.frozen.values.items():
             yield name, self._whole_box(name, value)
 
@@ -359,8 +487,17 @@ class FlatEngine(BaseEngine):
     @property
     def state_bytes(self) -> int:
         """Bytes of fp32 masters and optimizer state on this rank."""
-        flat = sum(flat.nbytes for buffer in self.buffers for flat in (buffer.master, *buffer.state.values()))
-        whole = (held for buffer in self.buffers for state in (buffer.whole_state or {}).values() for held in state.values())
+        flat = sum(
+            flat.nbytes
+            for buffer in self.buffers
+            for flat in (buffer.master, *buffer.state.values())
+        )
+        whole = (
+            held
+            for buffer in self.buffers
+            for state in (buffer.whole_state or {}).values()
+            for held in state.values()
+        )
         return flat + sum(held.nbytes for held in whole)
 
 

@@ -35,7 +35,11 @@ class ParameterGather:
             buffer, span = bucket.buffer, bucket.span
             # `.data`: autograd would take a change of this storage for a change of parameters that forward has used
             param = buffer.param.data
-            self._handles.append(bucket.ranks.shard.all_gather(param[span.start : span.stop], buffer.local_shard(span, param)))
+            self._handles.append(
+                bucket.ranks.shard.all_gather(
+                    param[span.start : span.stop], buffer.local_shard(span, param)
+                )
+            )
 
     def need(self, position: int) -> None:
         """Wait until every bucket up to a position in forward order is current; one more is being gathered."""
@@ -51,7 +55,11 @@ class ParameterGather:
 
     def watch(self, model: Model) -> None:
         """Let the modules of a model wait for their parameters when forward reaches them; what follows the blocks waits for everything."""
-        positions = {slot.name: position for position, bucket in enumerate(self.buckets) for slot in bucket.span.slots}
+        positions = {
+            slot.name: position
+            for position, bucket in enumerate(self.buckets)
+            for slot in bucket.span.slots
+        }
         blocks = model.blocks()
 
         def wait_before(module: nn.Module, prefix: str, *, recurse: bool) -> None:

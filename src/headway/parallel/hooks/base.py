@@ -43,7 +43,9 @@ class StatefulHook(Protocol):
         """What to save besides tensors, the same on all ranks."""
         ...
 
-    def load(self, read: ReadTensor, scalars: dict[str, Any], ranks: RankGroup, device: torch.device) -> None:
+    def load(
+        self, read: ReadTensor, scalars: dict[str, Any], ranks: RankGroup, device: torch.device
+    ) -> None:
         """Restore what `tensors` and `scalars` returned, perhaps on another number of ranks, perhaps from another hook."""
         ...
 

@@ -18,7 +18,9 @@ class Config(HookConfig):
     """Settings of the sum in 16 bits."""
 
     kind: str = setting("compress", "compress.", on_resume="free")
-    dtype: Literal["bf16", "fp16"] = setting("bf16", "What is sent; fp16 is finer and overflows above 65504.")
+    dtype: Literal["bf16", "fp16"] = setting(
+        "bf16", "What is sent; fp16 is finer and overflows above 65504."
+    )
 
     def build(self, device: torch.device) -> Compress:
         """Make the hook."""
@@ -45,7 +47,9 @@ class Compress:
             return Then(ranks.reduce.all_reduce(narrow), lambda: bucket.flat.copy_(narrow))
         part = bucket.shard_of(narrow)
         if ranks.replicate.size == 1:
-            return Then(ranks.shard.reduce_scatter(part, narrow), lambda: bucket.local_shard.copy_(part))
+            return Then(
+                ranks.shard.reduce_scatter(part, narrow), lambda: bucket.local_shard.copy_(part)
+            )
 
         def both() -> None:
             ranks.shard.reduce_scatter(part, narrow).wait()

@@ -37,12 +37,23 @@ class Config(HookConfig):
     kind: str = setting("powersgd", "powersgd.", on_resume="free")
     rank: int = setting(32, "Columns of the thin matrices.", gt=0)
     start_step: int = setting(2, "Steps with plain sums before compression begins.", ge=0)
-    error_feedback: bool = setting(True, "Add the approximation error of a step to the next gradient.")
-    q: Literal["warm", "fixed", "fresh"] = setting(
-        "warm", "First Q of a step: that of the last step (warm), one random matrix for the whole run (fixed), or a new random one (fresh)."
+    error_feedback: bool = setting(
+        True, "Add the approximation error of a step to the next gradient."
     )
-    min_compression_rate: float = setting(2.0, "A matrix is compressed if it has more than this many times the elements of P and Q.", ge=0)
-    max_dim: int = setting(60_000, "Matrices with a longer side are sent whole: embeddings and heads approximate badly.", gt=0)
+    q: Literal["warm", "fixed", "fresh"] = setting(
+        "warm",
+        "First Q of a step: that of the last step (warm), one random matrix for the whole run (fixed), or a new random one (fresh).",
+    )
+    min_compression_rate: float = setting(
+        2.0,
+        "A matrix is compressed if it has more than this many times the elements of P and Q.",
+        ge=0,
+    )
+    max_dim: int = setting(
+        60_000,
+        "Matrices with a longer side are sent whole: embeddings and heads approximate badly.",
+        gt=0,
+    )
 
     def check(self, mesh: Mesh, precision: str) -> None:
         """A residual carries the loss scale it was made with; a matrix of which a rank has a part has another approximation."""
@@ -86,9 +97,17 @@ class PowerSGD:
         self.step += bucket.is_last
         if step < self.config.start_step:
             return bucket.ranks.reduce.all_reduce(bucket.flat)
-        thin = any(self.columns(slot.shape) or slot.name in self.residuals for slot in bucket.span.slots)
+        thin = any(
+            self.columns(slot.shape) or slot.name in self.residuals for slot in bucket.span.slots
+        )
         # whole buckets too: in the background all exchanges of a step keep their order, which must be the same on every rank
-        return self.background.run(lambda: self._exchange(bucket, step) if thin else bucket.ranks.reduce.all_reduce(bucket.flat).wait())
+        return self.background.run(
+            lambda: (
+                self._exchange(bucket, step)
+                if thin
+                else bucket.ranks.reduce.all_reduce(bucket.flat).wait()
+            )
+        )
 
     def columns(self, shape: tuple[int, ...]) -> int:
         """Rank of the approximation of a gradient of this shape; 0: it is sent whole."""
@@ -107,16 +126,38 @@ class PowerSGD:
             for name, gradient in gradients.items():
                 if name in self.residuals:
                     gradient.add_(self.residuals[name].view(gradient.shape))
-            thin = {name: g.view(g.shape[0], -1) for name, g in gradients.items() if self.columns(tuple(g.shape))}
+            thin = {
+                name: g.view(g.shape[0], -1)
+                for name, g in gradients.items()
+                if self.columns(tuple(g.shape))
+            }
             whole = [gradient for name, gradient in gradients.items() if name not in thin]
             for name in gradients.keys() - thin.keys():
-                self.residuals.pop(name, None)  # it went in; a matrix that is sent whole leaves none
+                self.residuals.pop(
+                    name, None
+                )  # it went in; a matrix that is sent whole leaves none
             data = bucket.ranks.reduce
             rest = torch.cat([gradient.flatten() for gradient in whole]) if whole else None
-            left, p_flat = _flat({name: (m.shape[0], self.columns(tuple(gradients[name].shape))) for name, m in thin.items()}, bucket.flat)
-            right, q_flat = _flat({name: (m.shape[1], self.columns(tuple(gradients[name].shape))) for name, m in thin.items()}, bucket.flat)
+            left, p_flat = _flat(
+                {
+                    name: (m.shape[0], self.columns(tuple(gradients[name].shape)))
+                    for name, m in thin.items()
+                },
+                bucket.flat,
+            )
+            right, q_flat = _flat(
+                {
+                    name: (m.shape[1], self.columns(tuple(gradients[name].shape)))
+                    for name, m in thin.items()
+                },
+                bucket.flat,
+            )
             for name, matrix in thin.items():
-                torch.mm(matrix, self._basis(name, right[name].shape, step, matrix.device), out=left[name])
+                torch.mm(
+                    matrix,
+                    self._basis(name, right[name].shape, step, matrix.device),
+                    out=left[name],
+                )
             first = data.all_reduce(p_flat)
             second = data.all_reduce(rest) if rest is not None else None
             first.wait()
@@ -129,10 +170,14 @@ class PowerSGD:
                 self._finish(name, matrix, left[name], right[name], finite, data.size)
             if rest is not None and second is not None:
                 second.wait()
-                for gradient, part in zip(whole, rest.split([g.numel() for g in whole]), strict=True):
+                for gradient, part in zip(
+                    whole, rest.split([g.numel() for g in whole]), strict=True
+                ):
                     gradient.copy_(part.view(gradient.shape))
 
-    def _finish(self, name: str, matrix: Tensor, p: Tensor, q: Tensor, finite: Tensor, ranks: int) -> None:
+    def _finish(
+        self, name: str, matrix: Tensor, p: Tensor, q: Tensor, finite: Tensor, ranks: int
+    ) -> None:
         """Replace the matrix by the approximation of the sum; store its error and the next step's Q."""
         import torch
 
@@ -157,7 +202,9 @@ class PowerSGD:
 
         from headway.runtime.seed import derive
 
-        generator = torch.Generator().manual_seed(derive(0, "powersgd", name, step if self.config.q == "fresh" else 0))
+        generator = torch.Generator().manual_seed(
+            derive(0, "powersgd", name, step if self.config.q == "fresh" else 0)
+        )
         return torch.randn(tuple(shape), generator=generator)
 
     def tensors(self, ranks: RankGroup) -> Iterator[StateTensor]:
@@ -178,7 +225,9 @@ class PowerSGD:
             Q: {name: list(value.shape) for name, value in self.bases.items()},
         }
 
-    def load(self, read: ReadTensor, scalars: dict[str, Any], ranks: RankGroup, device: torch.device) -> None:
+    def load(
+        self, read: ReadTensor, scalars: dict[str, Any], ranks: RankGroup, device: torch.device
+    ) -> None:
         """Take back what was saved; with another number of ranks, an equal share of all residuals."""
         if scalars.get("kind") != "powersgd":
             return
@@ -189,7 +238,10 @@ class PowerSGD:
             else:
                 value = read(name, RESIDUAL, (0, 0, 0), (before, rows, columns)).sum(0) / ranks.size
             self.residuals[name] = value.to(device)
-        self.bases = {name: read(name, Q, (0, 0), (rows, rank)).to(device) for name, (rows, rank) in scalars[Q].items()}
+        self.bases = {
+            name: read(name, Q, (0, 0), (rows, rank)).to(device)
+            for name, (rows, rank) in scalars[Q].items()
+        }
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
@@ -203,7 +255,9 @@ def _flat(shapes: dict[str, tuple[int, int]], like: Tensor) -> tuple[dict[str, T
     """Matrices stored one after another in one tensor, so that they are sent together."""
     flat = like.new_empty(sum(rows * columns for rows, columns in shapes.values()))
     parts = flat.split([rows * columns for rows, columns in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}, flat
+    return {
+        name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }, flat
 
 
 def _prod(sizes: tuple[int, ...]) -> int:

@@ -24,7 +24,9 @@ class Config(HookConfig):
     def check(self, mesh: Mesh, precision: str) -> None:
         """It needs sharded optimizer state."""
         if mesh.shard == 1 and mesh.world > 1:
-            raise ParallelError("parallel.hook.kind is reduce_scatter; it needs parallel.zero1.size above 1. Use all_reduce, or no hook.")
+            raise ParallelError(
+                "parallel.hook.kind is reduce_scatter; it needs parallel.zero1.size above 1. Use all_reduce, or no hook."
+            )
 
     def build(self, device: torch.device) -> ReduceScatter:
         """Make the hook."""

@@ -29,9 +29,16 @@ class Config(HookConfig):
     """Settings of a hook in torch's style."""
 
     kind: str = setting("torch_style", "torch_style.", on_resume="free")
-    function: str = setting("torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook", "The hook, as module:function.")
-    state: str | None = setting(None, "Function that creates its state, as module:function; null = no state.")
-    options: dict[str, int | float | bool | str | None] = setting(dict, "Keyword arguments of `state`.")
+    function: str = setting(
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook",
+        "The hook, as module:function.",
+    )
+    state: str | None = setting(
+        None, "Function that creates its state, as module:function; null = no state."
+    )
+    options: dict[str, int | float | bool | str | None] = setting(
+        dict, "Keyword arguments of `state`."
+    )
 
     def check(self, mesh: Mesh, precision: str) -> None:
         """Such a hook exchanges among all ranks of the run."""
@@ -52,7 +59,9 @@ def find(path: str, key: str) -> Callable[..., Any]:
     module, _, name = path.rpartition(":")
     found = getattr(import_user_module(module, f"parallel.hook.{key}"), name, None)
     if not callable(found):
-        raise ConfigError(f"parallel.hook.{key} is {path!r}; it must be module:function, and {module} has no function {name!r}.")
+        raise ConfigError(
+            f"parallel.hook.{key} is {path!r}; it must be module:function, and {module} has no function {name!r}."
+        )
     return found
 
 
@@ -111,7 +120,10 @@ class TorchBucket:
     def gradients(self) -> list[Tensor]:
         """Views of the flat gradients, one per parameter."""
         start, slots = self._bucket.span.start, self._bucket.span.slots
-        return [self._buffer[slot.start - start : slot.start - start + slot.size].view(slot.shape) for slot in slots]
+        return [
+            self._buffer[slot.start - start : slot.start - start + slot.size].view(slot.shape)
+            for slot in slots
+        ]
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the same order."""

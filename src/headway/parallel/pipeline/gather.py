@@ -11,13 +11,24 @@ from torch import Tensor
 from headway.parallel.collectives import RankGroup
 
 
-def over_stages(values: Iterable[tuple[str, Tensor]], pipeline: RankGroup) -> Iterator[tuple[str, Tensor]]:
+def over_stages(
+    values: Iterable[tuple[str, Tensor]], pipeline: RankGroup
+) -> Iterator[tuple[str, Tensor]]:
     """What the ranks of a pipeline have, rank after rank. Every rank iterates to the end; it holds one tensor of another rank at a time."""
     for source in range(pipeline.size):
         own = iter(values) if source == pipeline.rank else None
         while True:
             name, value = next(own, ("", None)) if own is not None else ("", None)
-            header = None if value is None else (name, tuple(value.shape), str(value.dtype).removeprefix("torch."), str(value.device))
+            header = (
+                None
+                if value is None
+                else (
+                    name,
+                    tuple(value.shape),
+                    str(value.dtype).removeprefix("torch."),
+                    str(value.device),
+                )
+            )
             header = pipeline.gather(header)[source]
             if header is None:
                 break
@@ -44,11 +55,17 @@ def merge_scalars(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def held_scalars(scalars: Mapping[str, Any], holds: Callable[[str], bool]) -> dict[str, Any]:
     """The entries of this rank's parameters, and everything that is not by parameter."""
     return {
-        key: {name: one for name, one in value.items() if holds(name)} if isinstance(value, dict) else value
+        key: {name: one for name, one in value.items() if holds(name)}
+        if isinstance(value, dict)
+        else value
         for key, value in scalars.items()
     }
 
 
 def _here(device: str) -> torch.device:
     """The same kind of device on this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.startswith("cuda") else torch.device(device)
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if device.startswith("cuda")
+        else torch.device(device)
+    )

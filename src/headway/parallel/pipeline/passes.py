@@ -35,13 +35,17 @@ MetricLayout = list[tuple[str, tuple[int, ...], str, tuple[int, ...], str]]
 class PipelinePasses(Passes):
     """Runs the stages of one rank."""
 
-    def __init__(self, model: Model, objective: Objective, spec: EngineSpec, part: PipelinePart) -> None:
+    def __init__(
+        self, model: Model, objective: Objective, spec: EngineSpec, part: PipelinePart
+    ) -> None:
         super().__init__(model, objective, spec)
         self.part, self.links = part, Links(spec.ranks.pipeline)
         queue = WeightGradQueue() if part.shape.schedule == "zero_bubble" else None
         if queue is not None:
             queue.divide(model)
-        self.context = StageContext(model, part, self.links, spec.device, spec.dtype, self._stream_shape, queue)
+        self.context = StageContext(
+            model, part, self.links, spec.device, spec.dtype, self._stream_shape, queue
+        )
         self.end_last: Callable[[], None] = lambda: None
         """Called after the backward of a stage's last microbatch."""
         self.trace: list[ExecutedAction] | None = None
@@ -51,14 +55,23 @@ class PipelinePasses(Passes):
     def _stream_shape(self, batch: Batch) -> tuple[int, ...]:
         """Where norms and stream hold some of the tokens of a tensor rank, so does what it sends."""
         rows, tokens = batch.tokens.shape
-        return rows, tokens // (self.ranks.tensor.size if self.spec.parallel.sequence else 1), self.model.config.hidden_size
+        return (
+            rows,
+            tokens // (self.ranks.tensor.size if self.spec.parallel.sequence else 1),
+            self.model.config.hidden_size,
+        )
 
-    def backward(self, batch: StepBatch, at: StepInfo, scale: Tensor | None, before_last: Callable[[], None]) -> StepResult:
+    def backward(
+        self, batch: StepBatch, at: StepInfo, scale: Tensor | None, before_last: Callable[[], None]
+    ) -> StepResult:
         """As `Passes.backward`, in the order of the schedule; loss and metrics are zero and empty on ranks without the last stage."""
         self.model.train()
         loss = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         sums: MetricSums = {}
-        totals = {**batch.totals, "microbatches": float(len(batch.microbatches) * self.ranks.reduce.size)}
+        totals = {
+            **batch.totals,
+            "microbatches": float(len(batch.microbatches) * self.ranks.reduce.size),
+        }
         self.model.begin_step()
         microbatches = [self._moved(micro) for micro in batch.microbatches]
         first = batch.first_microbatch
@@ -72,19 +85,25 @@ class PipelinePasses(Passes):
             add_metrics(sums, head_shares(out))
             return share if scale is None else share * scale
 
-        hooks = replace(self._hooks(at, first, finish), begin_last=before_last, end_last=self.end_last)
+        hooks = replace(
+            self._hooks(at, first, finish), begin_last=before_last, end_last=self.end_last
+        )
         run = StageRun(self.context, hooks, microbatches, trains=True)
         run.run(training_programs(self.part.shape, len(microbatches))[self.part.rank])
         if self.trace is not None:
             self.trace = run.executed
         return StepResult(loss, sums)  # no window to compare ranks by: stages differ by design
 
-    def _hooks(self, at: StepInfo, first: int, finish: Callable[[int, ModelOut], Tensor | None]) -> StageHooks:
+    def _hooks(
+        self, at: StepInfo, first: int, finish: Callable[[int, ModelOut], Tensor | None]
+    ) -> StageHooks:
         def gate_seed(number: int) -> int | None:
             return derive(self.spec.seed, "gates", at.step, first + number) if at.training else None
 
         is_random = self.model.training and self.model.is_random
-        return StageHooks(gate_seed, lambda number: self._reseed(at, first + number), finish, is_random)
+        return StageHooks(
+            gate_seed, lambda number: self._reseed(at, first + number), finish, is_random
+        )
 
     @torch.no_grad()
     def _forward_all(self, microbatches: list[Batch], hooks: StageHooks) -> None:
@@ -94,7 +113,10 @@ class PipelinePasses(Passes):
     @torch.no_grad()
     def _survey(self, microbatches: list[Batch], at: StepInfo, first: int) -> StepInfo:
         """Where a loss couples the rows of a whole step, a pass without gradients comes first."""
-        if not isinstance(self.objective, StepObjective) or len(microbatches) * self.ranks.reduce.size == 1:
+        if (
+            not isinstance(self.objective, StepObjective)
+            or len(microbatches) * self.ranks.reduce.size == 1
+        ):
             return at
         objective, seen = self.objective, list[Tensor]()
 
@@ -137,7 +159,9 @@ class PipelinePasses(Passes):
             layout = self._layout = pipeline.gather(found)[last]
         if self.part.is_last and found != layout:
             names = [[name for name, *_ in one] for one in (layout, found)]
-            raise ParallelError(f"the objective's metrics were {names[0]} and are now {names[1]}; a pipeline needs the same in every step.")
+            raise ParallelError(
+                f"the objective's metrics were {names[0]} and are now {names[1]}; a pipeline needs the same in every step."
+            )
         shapes = [((), "float32"), *(pair for _, s, t, w, u in layout for pair in ((s, t), (w, u)))]
         sizes = [torch.Size(shape).numel() for shape, _ in shapes]
         if self.part.is_last:
@@ -146,14 +170,22 @@ class PipelinePasses(Passes):
         else:
             flat = torch.empty(sum(sizes), dtype=torch.float64, device=self.spec.device)
         pipeline.broadcast(flat, last).wait()
-        parts = [part.view(shape).to(getattr(torch, dtype)) for part, (shape, dtype) in zip(flat.split(sizes), shapes, strict=True)]
-        metrics = {name: (parts[1 + 2 * i], parts[2 + 2 * i]) for i, (name, *_) in enumerate(layout)}
+        parts = [
+            part.view(shape).to(getattr(torch, dtype))
+            for part, (shape, dtype) in zip(flat.split(sizes), shapes, strict=True)
+        ]
+        metrics = {
+            name: (parts[1 + 2 * i], parts[2 + 2 * i]) for i, (name, *_) in enumerate(layout)
+        }
         return replace(result, loss=parts[0], metrics=metrics)
 
 
 def layout_of(metrics: MetricSums) -> MetricLayout:
     """What another rank must know to receive metrics."""
-    return [(name, tuple(a.shape), _dtype(a), tuple(b.shape), _dtype(b)) for name, (a, b) in metrics.items()]
+    return [
+        (name, tuple(a.shape), _dtype(a), tuple(b.shape), _dtype(b))
+        for name, (a, b) in metrics.items()
+    ]
 
 
 def _dtype(tensor: Tensor) -> str:

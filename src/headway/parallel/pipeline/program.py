@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from headway.parallel.pipeline_order import ActionKind, PipelineAction, ScheduleName, pipeline_actions, round_size, stages_on
+from headway.parallel.pipeline_order import (
+    ActionKind,
+    PipelineAction,
+    ScheduleName,
+    pipeline_actions,
+    round_size,
+    stages_on,
+)
 
 USUAL: dict[ActionKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """How long an action takes beside a forward, as far as the order of messages is concerned."""
@@ -65,7 +72,9 @@ class PipelineShape:
 @cache
 def training_programs(shape: PipelineShape, microbatches: int) -> list[Program]:
     """The programs of all ranks for forward and backward of every microbatch."""
-    return add_messages(shape, pipeline_actions(shape.schedule, shape.pipeline, microbatches, shape.virtual_stages))
+    return add_messages(
+        shape, pipeline_actions(shape.schedule, shape.pipeline, microbatches, shape.virtual_stages)
+    )
 
 
 @cache
@@ -84,7 +93,9 @@ def forward_programs(shape: PipelineShape, microbatches: int) -> list[Program]:
     return add_messages(shape, actions)
 
 
-def add_messages(shape: PipelineShape, actions: Sequence[Sequence[PipelineAction]]) -> list[Program]:
+def add_messages(
+    shape: PipelineShape, actions: Sequence[Sequence[PipelineAction]]
+) -> list[Program]:
     """Programs from the actions of all ranks: every message is sent right after the action that makes it, and received in one order."""
     programs: list[Program] = [[] for _ in actions]
     at, free = [0] * len(actions), [0.0] * len(actions)
@@ -93,7 +104,11 @@ def add_messages(shape: PipelineShape, actions: Sequence[Sequence[PipelineAction
     def start_of(rank: int) -> float | None:
         """When the next action of a rank can begin; None: it waits for one that has not run."""
         times = [done.get(needed) for needed in needed_by(shape, actions[rank][at[rank]])]
-        return None if None in times else max([free[rank], *(time for time in times if time is not None)])
+        return (
+            None
+            if None in times
+            else max([free[rank], *(time for time in times if time is not None)])
+        )
 
     while waiting := [rank for rank in range(len(actions)) if at[rank] < len(actions[rank])]:
         ready = [(start, rank) for rank in waiting if (start := start_of(rank)) is not None]
@@ -105,7 +120,9 @@ def add_messages(shape: PipelineShape, actions: Sequence[Sequence[PipelineAction
         programs[rank].append(action)
         for message in _messages(shape, action):
             programs[rank].append(message)
-            programs[message.peer].append(Message(False, message.kind, message.stage, message.microbatch, rank))
+            programs[message.peer].append(
+                Message(False, message.kind, message.stage, message.microbatch, rank)
+            )
     return programs
 
 

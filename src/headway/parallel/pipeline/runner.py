@@ -71,8 +71,20 @@ class StageHooks:
 class StageRun:
     """One pass of a rank over some microbatches."""
 
-    def __init__(self, context: StageContext, hooks: StageHooks, microbatches: Sequence[Batch], *, trains: bool) -> None:
-        self.context, self.hooks, self.microbatches, self.trains = context, hooks, microbatches, trains
+    def __init__(
+        self,
+        context: StageContext,
+        hooks: StageHooks,
+        microbatches: Sequence[Batch],
+        *,
+        trains: bool,
+    ) -> None:
+        self.context, self.hooks, self.microbatches, self.trains = (
+            context,
+            hooks,
+            microbatches,
+            trains,
+        )
         self.executed: list[ExecutedAction] = []
         self._arriving: dict[tuple[str, int, int], tuple[Tensor, list[Handle], Tensor | None]] = {}
         self._leaving: dict[tuple[str, int, int], tuple[Tensor, Tensor | None]] = {}
@@ -103,7 +115,11 @@ class StageRun:
 
     def _receive(self, message: Message) -> None:
         context, key = self.context, (message.kind, message.stage, message.microbatch)
-        tensor = torch.empty(context.stream_shape(self.microbatches[message.microbatch]), dtype=context.dtype, device=context.device)
+        tensor = torch.empty(
+            context.stream_shape(self.microbatches[message.microbatch]),
+            dtype=context.dtype,
+            device=context.device,
+        )
         handles = [context.links.receive(tensor, message.peer, NAMES[message.kind])]
         state = None
         if message.kind == "F" and self.hooks.is_random:
@@ -128,14 +144,23 @@ class StageRun:
             received, state = self._arrived("F", stage, number)
             if state is not None:
                 set_generator_state(state, context.device)
-            stream = received.requires_grad_(self.trains and context.part.shape.sends_gradient(stage))
+            stream = received.requires_grad_(
+                self.trains and context.part.shape.sends_gradient(stage)
+            )
         begin = DeviceTimestamp.now(context.device)
-        out = context.model.forward_stage(self.microbatches[number], stream, context.part.layers[stage], self.hooks.gate_seed(number))
+        out = context.model.forward_stage(
+            self.microbatches[number],
+            stream,
+            context.part.layers[stage],
+            self.hooks.gate_seed(number),
+        )
         root = self.hooks.finish(number, out) if isinstance(out, ModelOut) else out
         if self.trains:
             self._kept[stage, number] = (stream, root)
         if not isinstance(out, ModelOut):
-            state = generator_state(context.device).to(context.device) if self.hooks.is_random else None
+            state = (
+                generator_state(context.device).to(context.device) if self.hooks.is_random else None
+            )
             self._leaving["F", stage + 1, number] = (out, state)
         self.executed.append(ExecutedAction(action, begin, DeviceTimestamp.now(context.device)))
 
@@ -165,7 +190,9 @@ class StageRun:
         with self._reporting(action.microbatch):
             for later in self._later.pop((action.stage, action.microbatch), ()):
                 later()
-        self.executed.append(ExecutedAction(action, begin, DeviceTimestamp.now(self.context.device)))
+        self.executed.append(
+            ExecutedAction(action, begin, DeviceTimestamp.now(self.context.device))
+        )
 
     @contextmanager
     def _reporting(self, number: int) -> Iterator[None]:

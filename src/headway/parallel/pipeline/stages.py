@@ -52,7 +52,11 @@ class PipelinePart:
     @property
     def own_layers(self) -> set[int]:
         """The numbers of this rank's layers."""
-        return {layer for stage in stages_on(self.rank, self.shape.pipeline, self.shape.virtual_stages) for layer in self.layers[stage]}
+        return {
+            layer
+            for stage in stages_on(self.rank, self.shape.pipeline, self.shape.virtual_stages)
+            for layer in self.layers[stage]
+        }
 
     def is_copy(self, name: str) -> bool:
         """Whether another rank counts a parameter in norms and saves it."""
@@ -62,13 +66,24 @@ class PipelinePart:
 def stage_layers(parallel: ParallelConfig, model: ModelConfig, seq_len: int) -> tuple[range, ...]:
     """The layers of every stage: those of the recipe, or balanced by cost."""
     if parallel.pipeline_split:
-        ends = [sum(parallel.pipeline_split[: index + 1]) for index in range(len(parallel.pipeline_split))]
-        return tuple(range(end - size, end) for end, size in zip(ends, parallel.pipeline_split, strict=True))
+        ends = [
+            sum(parallel.pipeline_split[: index + 1])
+            for index in range(len(parallel.pipeline_split))
+        ]
+        return tuple(
+            range(end - size, end) for end, size in zip(ends, parallel.pipeline_split, strict=True)
+        )
     costs, first, last = layer_costs(model, seq_len)
     return tuple(split_layers(costs, parallel.pipeline_shape.stages, first=first, last=last))
 
 
-def pipeline_part(parallel: ParallelConfig, model: ModelConfig, seq_len: int, rank: int, shapes: Mapping[str, Ints]) -> PipelinePart:
+def pipeline_part(
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    seq_len: int,
+    rank: int,
+    shapes: Mapping[str, Ints],
+) -> PipelinePart:
     """The part of a rank; `shapes` has all parameters of the whole model in forward order."""
     shape, layers = parallel.pipeline_shape, stage_layers(parallel, model, seq_len)
     everyone = tuple(range(parallel.pipeline))
@@ -79,16 +94,22 @@ def pipeline_part(parallel: ParallelConfig, model: ModelConfig, seq_len: int, ra
     return PipelinePart(shape, rank, layers, shapes, sharers)
 
 
-def with_training(part: PipelinePart, training: Collection[str], blocks: Iterable[str]) -> PipelinePart:
+def with_training(
+    part: PipelinePart, training: Collection[str], blocks: Iterable[str]
+) -> PipelinePart:
     """The same part, knowing the first stage with anything to train."""
     stage_of = {layer: stage for stage, layers in enumerate(part.layers) for layer in layers}
     prefixes = {f"{prefix}.": stage_of[layer] for layer, prefix in enumerate(blocks)}
     first, found, below = part.shape.stages - 1, False, True
     for name in part.shapes:
         stage = next((stage for prefix, stage in prefixes.items() if name.startswith(prefix)), None)
-        below = below and stage is None  # what comes before the layers belongs to the first stage, what follows them to the last
+        below = (
+            below and stage is None
+        )  # what comes before the layers belongs to the first stage, what follows them to the last
         if name in training and not name.startswith(OBJECTIVE):
-            first = min(first, stage if stage is not None else 0 if below else part.shape.stages - 1)
+            first = min(
+                first, stage if stage is not None else 0 if below else part.shape.stages - 1
+            )
             found = True
     assert found, "make_groups refuses a recipe that trains nothing"
     return replace(part, shape=replace(part.shape, first_trained=first))

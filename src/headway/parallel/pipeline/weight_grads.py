@@ -78,5 +78,7 @@ class _DividedLinear(torch.autograd.Function):
         (x,), (grad,), weight = ctx.saved_tensors, grads, ctx.linear.weight
         assert ctx.queue.kept is not None, "a backward of this schedule is divided"
         # a leaf: its gradient goes through the hooks that the engine put there
-        ctx.queue.kept.append(lambda: torch.autograd.backward(weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)))
+        ctx.queue.kept.append(
+            lambda: torch.autograd.backward(weight, grad.flatten(0, -2).t() @ x.flatten(0, -2))
+        )
         return grad @ weight, None, None

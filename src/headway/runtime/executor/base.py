@@ -36,5 +36,7 @@ def executor_for(on: str, workers: int | None) -> Executor:
     """The executor of `--on`: `local`, `ray`, `ray://HOST:PORT`, `ray:HOST:PORT`, `slurm` or `slurm:KEY=VALUE,...`."""
     kind, _, place = on.partition(":")
     if kind not in KINDS:
-        raise ConfigError(f"--on is {on!r}; it must be local, ray, ray://HOST:PORT, slurm or slurm:KEY=VALUE,...")
+        raise ConfigError(
+            f"--on is {on!r}; it must be local, ray, ray://HOST:PORT, slurm or slurm:KEY=VALUE,..."
+        )
     return importlib.import_module(f"headway.runtime.executor.{kind}").build(place, workers)

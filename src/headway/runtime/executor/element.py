@@ -20,13 +20,17 @@ def main(job_file: Path, element: int) -> int:
     tasks: list[dict[str, Any]] = job["tasks"]
     for index in range(element, len(tasks), job["elements"]):
         try:
-            check_worker(inspect_worker(job["work"]), Path(job["work"]), job["token"], job["versions"])
+            check_worker(
+                inspect_worker(job["work"]), Path(job["work"]), job["token"], job["versions"]
+            )
             outcome = run_task(job["work"], tasks[index])
         except HeadwayError as problem:
             outcome = {"state": "failed", "kind": type(problem).__name__, "message": str(problem)}
         if outcome["state"] != "done":
             content = {"index": index, "kind": "", "message": "", **outcome}
-            write_atomic(job_file.with_name(f"{job_file.stem}-failed-{index}.json"), json.dumps(content))
+            write_atomic(
+                job_file.with_name(f"{job_file.stem}-failed-{index}.json"), json.dumps(content)
+            )
             return 1
     return 0
 

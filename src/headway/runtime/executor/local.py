@@ -19,7 +19,9 @@ from headway.runtime.process import worker_pool
 def build(place: str, workers: int | None) -> LocalExecutor:
     """The executor of `--on local`."""
     if place:
-        raise ConfigError(f"--on is 'local:{place}'; local takes nothing after it. Give the number of processes as --workers.")
+        raise ConfigError(
+            f"--on is 'local:{place}'; local takes nothing after it. Give the number of processes as --workers."
+        )
     return LocalExecutor(workers or usable_cores())
 
 
@@ -45,7 +47,9 @@ class LocalExecutor:
         waiting = iter(enumerate(tasks))
         try:
             while True:
-                while len(running) <= self.workers and (following := next(waiting, None)) is not None:
+                while (
+                    len(running) <= self.workers and (following := next(waiting, None)) is not None
+                ):
                     running[self._submit(work, following[1])] = following[0]
                 if not running:
                     return
@@ -54,7 +58,9 @@ class LocalExecutor:
                     try:
                         yield TaskOutcome(index, **future.result())
                     except BrokenProcessPool:
-                        yield TaskOutcome(index, "lost", message="a worker process died, perhaps out of memory")
+                        yield TaskOutcome(
+                            index, "lost", message="a worker process died, perhaps out of memory"
+                        )
         finally:
             for future in running:
                 future.cancel()
@@ -63,7 +69,9 @@ class LocalExecutor:
         if self._pool is not None:
             try:
                 return self._pool.submit(run_task, str(work), as_json(task))
-            except BrokenProcessPool:  # all its processes are gone; the tasks that ran there are reported as lost
+            except (
+                BrokenProcessPool
+            ):  # all its processes are gone; the tasks that ran there are reported as lost
                 self.close()
         self._pool = self._opened.enter_context(worker_pool(self.workers, _ignore_interrupt))
         return self._pool.submit(run_task, str(work), as_json(task))

@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError, LaunchError, first_line
-from headway.runtime.executor.task import TaskOutcome, WorkTask, as_json, check_worker, inspect_worker, place_token, run_task, versions
+from headway.runtime.executor.task import (
+    TaskOutcome,
+    WorkTask,
+    as_json,
+    check_worker,
+    inspect_worker,
+    place_token,
+    run_task,
+    versions,
+)
 from headway.runtime.machine import usable_cores
 from headway.runtime.optional import need
 
@@ -29,7 +38,11 @@ OBJECT_STORE_BYTES = 80 << 20
 POLL_SECONDS = 1.0
 CHECK_SECONDS = 120.0
 CONNECT_SECONDS = 10.0
-VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
 """Read by Ray when it is imported. A busy machine starts its processes slowly."""
 ONLY_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Whatever its name says: with it Ray keeps to 127.0.0.1, where it would replace that by an address that others can reach."""
@@ -41,7 +54,9 @@ def build(place: str, workers: int | None) -> RayExecutor:
     address = f"ray:{place}" if place.startswith("//") else place
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if address not in ("", "auto") and (not host or not colon or not port.isdigit()):
-        raise ConfigError(f"--on is 'ray:{place}'; it must be ray, ray://HOST:PORT or ray:HOST:PORT.")
+        raise ConfigError(
+            f"--on is 'ray:{place}'; it must be ray, ray://HOST:PORT or ray:HOST:PORT."
+        )
     return RayExecutor(address or None, workers)
 
 
@@ -56,25 +71,41 @@ class RayExecutor:
     def start(self, work: Path) -> None:
         """Connect and look at every machine of the cluster."""
         wanted = VARIABLES if self.address is not None else VARIABLES | ONLY_HERE
-        os.environ.update({name: value for name, value in wanted.items() if name not in os.environ or name in ONLY_HERE})
+        os.environ.update(
+            {
+                name: value
+                for name, value in wanted.items()
+                if name not in os.environ or name in ONLY_HERE
+            }
+        )
         self._refuse_silence()
         ray = _ray()
         given: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self.address is None:
-            given |= {"num_cpus": self.workers or usable_cores(), "include_dashboard": False, "_node_ip_address": LOOPBACK}
+            given |= {
+                "num_cpus": self.workers or usable_cores(),
+                "include_dashboard": False,
+                "_node_ip_address": LOOPBACK,
+            }
             given |= {"object_store_memory": OBJECT_STORE_BYTES}
         else:
             given |= {"address": self.address}
         try:
             ray.init(**given)
-        except Exception as problem:  # a bare one comes from Ray when its processes do not start in time
+        except (
+            Exception
+        ) as problem:  # a bare one comes from Ray when its processes do not start in time
             where = (
-                "a Ray cluster on this machine cannot be started" if self.address is None else f"no Ray cluster answers at {self.address}"
+                "a Ray cluster on this machine cannot be started"
+                if self.address is None
+                else f"no Ray cluster answers at {self.address}"
             )
             raise LaunchError(f"--on ray: {where}: {first_line(problem)}.") from None
         if self.address is None and (here := ray.util.get_node_ip_address()) != LOOPBACK:
             ray.shutdown()
-            raise LaunchError(f"--on ray: Ray listens on {here} instead of {LOOPBACK}: it was imported before. Use a new process.")
+            raise LaunchError(
+                f"--on ray: Ray listens on {here} instead of {LOOPBACK}: it was imported before. Use a new process."
+            )
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         self._nodes = len(nodes)
         self._limit = self.workers or int(sum(node["Resources"]["CPU"] for node in nodes))
@@ -89,15 +120,25 @@ class RayExecutor:
             try:
                 socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
             except (OSError, OverflowError) as problem:
-                raise LaunchError(f"--on ray: nothing answers at {host}:{port}: {first_line(problem)}.") from None
+                raise LaunchError(
+                    f"--on ray: nothing answers at {host}:{port}: {first_line(problem)}."
+                ) from None
 
     def _check(self, work: Path, nodes: Sequence[str]) -> None:
         """Every machine must see the work folder and have this machine's versions."""
-        ray, on_node = _ray(), importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        ray, on_node = (
+            _ray(),
+            importlib.import_module(
+                "ray.util.scheduling_strategies"
+            ).NodeAffinitySchedulingStrategy,
+        )
         token = secrets.token_hex(16)
         place_token(work, token)
         look = ray.remote(num_cpus=0)(inspect_worker)
-        asked = [look.options(scheduling_strategy=on_node(node, soft=False)).remote(str(work)) for node in nodes]
+        asked = [
+            look.options(scheduling_strategy=on_node(node, soft=False)).remote(str(work))
+            for node in nodes
+        ]
         try:
             found = ray.get(asked, timeout=CHECK_SECONDS)
         except ray.exceptions.RayError as problem:
@@ -125,10 +166,16 @@ class RayExecutor:
                     try:
                         yield TaskOutcome(index, **ray.get(reference))
                     except ray.exceptions.RayError as problem:
-                        yield TaskOutcome(index, "lost", message=f"a Ray worker was lost ({type(problem).__name__})")
+                        yield TaskOutcome(
+                            index,
+                            "lost",
+                            message=f"a Ray worker was lost ({type(problem).__name__})",
+                        )
         finally:
             for reference in running:
-                with suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):  # the cluster may be gone
+                with suppress(
+                    ray.exceptions.RayError, RuntimeError, ConnectionError
+                ):  # the cluster may be gone
                     ray.cancel(reference, force=True)
 
     def describe(self) -> str:

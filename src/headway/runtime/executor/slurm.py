@@ -38,7 +38,17 @@ COMMAND_SECONDS = 60.0
 SCRIPT = '#!/bin/sh\nexec "$@"\n'
 JOB_NAME = "headway-data"
 OPTION = re.compile(r"[a-z][a-z0-9-]*")
-OURS = ("array", "job-name", "output", "error", "parsable", "wrap", "test-only", "wait", "dependency")
+OURS = (
+    "array",
+    "job-name",
+    "output",
+    "error",
+    "parsable",
+    "wrap",
+    "test-only",
+    "wait",
+    "dependency",
+)
 
 
 def build(place: str, workers: int | None) -> SlurmExecutor:
@@ -53,7 +63,9 @@ def build(place: str, workers: int | None) -> SlurmExecutor:
         options[key] = value
     for program in ("sbatch", "squeue", "scancel"):
         if shutil.which(program) is None:
-            raise LaunchError(f"--on slurm needs the command {program}, which is not found. Run this on a machine that can submit jobs.")
+            raise LaunchError(
+                f"--on slurm needs the command {program}, which is not found. Run this on a machine that can submit jobs."
+            )
     return SlurmExecutor(options, workers or ELEMENTS)
 
 
@@ -77,20 +89,46 @@ class SlurmExecutor:
         name = secrets.token_hex(4)
         token = (work / "token").read_text(encoding="utf-8")
         content = {"work": str(work), "token": token, "versions": versions(), "elements": elements}
-        write_atomic(work / "jobs" / f"{name}.json", json.dumps({**content, "tasks": [as_json(task) for task in tasks]}))
+        write_atomic(
+            work / "jobs" / f"{name}.json",
+            json.dumps({**content, "tasks": [as_json(task) for task in tasks]}),
+        )
         try:
             yield from self._follow(work, name, self._submit(work, name, elements), tasks, elements)
         finally:  # by name: a stop may come while sbatch submits, and its answer is then unknown
-            subprocess.run(["scancel", f"--name={JOB_NAME}-{name}"], capture_output=True, timeout=COMMAND_SECONDS, check=False)
+            subprocess.run(
+                ["scancel", f"--name={JOB_NAME}-{name}"],
+                capture_output=True,
+                timeout=COMMAND_SECONDS,
+                check=False,
+            )
 
     def _submit(self, work: Path, name: str, elements: int) -> str:
         jobs = work / "jobs"
-        command = ["sbatch", "--parsable", f"--array=0-{elements - 1}", "--ntasks=1", f"--job-name={JOB_NAME}-{name}"]
-        command += [f"--output={jobs}/{name}-%a.log", "--open-mode=append", *(f"--{key}={value}" for key, value in self.options.items())]
-        element = [self.python, "-P", "-m", "headway.runtime.executor.element", str(jobs / f"{name}.json")]
+        command = [
+            "sbatch",
+            "--parsable",
+            f"--array=0-{elements - 1}",
+            "--ntasks=1",
+            f"--job-name={JOB_NAME}-{name}",
+        ]
+        command += [
+            f"--output={jobs}/{name}-%a.log",
+            "--open-mode=append",
+            *(f"--{key}={value}" for key, value in self.options.items()),
+        ]
+        element = [
+            self.python,
+            "-P",
+            "-m",
+            "headway.runtime.executor.element",
+            str(jobs / f"{name}.json"),
+        ]
         return _call([*command, str(jobs / "element.sh"), *element]).strip().partition(";")[0]
 
-    def _follow(self, work: Path, name: str, job: str, tasks: Sequence[WorkTask], elements: int) -> Generator[TaskOutcome, None, None]:
+    def _follow(
+        self, work: Path, name: str, job: str, tasks: Sequence[WorkTask], elements: int
+    ) -> Generator[TaskOutcome, None, None]:
         """The outcomes, from the work folder; a task whose element has left the queue without one is lost."""
         left = {task.name: index for index, task in enumerate(tasks)}
         gone_since: dict[int, float] = {}
@@ -106,12 +144,20 @@ class SlurmExecutor:
             if left and now - asked >= QUEUE_SECONDS:
                 asked = now
                 queued = _queued(job, elements)
-                gone_since = {one: gone_since.get(one, now) for one in range(elements) if one not in queued}
+                gone_since = {
+                    one: gone_since.get(one, now) for one in range(elements) if one not in queued
+                }
             lost = {one for one, since in gone_since.items() if now - since >= SETTLE_SECONDS}
-            for found, index in [(found, index) for found, index in left.items() if index % elements in lost]:
+            for found, index in [
+                (found, index) for found, index in left.items() if index % elements in lost
+            ]:
                 del left[found]
                 log_file = work / "jobs" / f"{name}-{index % elements}.log"
-                yield TaskOutcome(index, "lost", message=f"element {index % elements} of job {job} ended without a result (see {log_file})")
+                yield TaskOutcome(
+                    index,
+                    "lost",
+                    message=f"element {index % elements} of job {job} ended without a result (see {log_file})",
+                )
             if left:
                 time.sleep(POLL_SECONDS)
 
@@ -129,7 +175,12 @@ def _failures(work: Path, name: str) -> list[tuple[int, TaskOutcome]]:
     found: list[tuple[int, TaskOutcome]] = []
     for path in sorted((work / "jobs").glob(f"{name}-failed-*.json")):
         values = read_object(path, DataError)
-        found.append((values["index"], TaskOutcome(values["index"], values["state"], values["kind"], values["message"])))
+        found.append(
+            (
+                values["index"],
+                TaskOutcome(values["index"], values["state"], values["kind"], values["message"]),
+            )
+        )
     return found
 
 
@@ -137,13 +188,20 @@ def _queued(job: str, elements: int) -> set[int]:
     """The elements that wait or run. A queue that cannot be read holds all of them: the controller may be back soon."""
     command = ["squeue", "--noheader", "--array", f"--jobs={job}", "--format=%K"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return set(range(elements))
     if done.returncode:
         if "Invalid job id" in done.stderr:  # it has left the queue and the controller's memory
             return set()
-        log.warning("squeue: %s", done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}")
+        log.warning(
+            "squeue: %s",
+            done.stderr.strip().splitlines()[-1]
+            if done.stderr.strip()
+            else f"exit code {done.returncode}",
+        )
         return set(range(elements))
     return {int(word) for word in done.stdout.split() if word.isdigit()}
 
@@ -151,15 +209,25 @@ def _queued(job: str, elements: int) -> set[int]:
 def _call(command: Sequence[str]) -> str:
     """Run a command of SLURM to its end, also when a stop is requested meanwhile: what it does is then known."""
     try:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
     except OSError as problem:
-        raise LaunchError(f"--on slurm: {command[0]} cannot be run: {first_line(problem)}.") from None
+        raise LaunchError(
+            f"--on slurm: {command[0]} cannot be run: {first_line(problem)}."
+        ) from None
     with child:
         try:
             out, errors = child.communicate(timeout=COMMAND_SECONDS)
         except subprocess.TimeoutExpired:
             child.kill()
-            raise LaunchError(f"--on slurm: {command[0]} does not answer within {COMMAND_SECONDS:.0f} s.") from None
+            raise LaunchError(
+                f"--on slurm: {command[0]} does not answer within {COMMAND_SECONDS:.0f} s."
+            ) from None
     if child.returncode:
         said = (errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         raise LaunchError(f"--on slurm: {command[0]} refused: {said.rstrip('.')}.")

@@ -51,11 +51,18 @@ class WorkTask:
     """Its share of the work, for the progress line."""
 
     @staticmethod
-    def make(stage: str, number: int, function: TaskFunction, arguments: dict[str, Any], size: int) -> WorkTask:
+    def make(
+        stage: str, number: int, function: TaskFunction, arguments: dict[str, Any], size: int
+    ) -> WorkTask:
         """A task of a stage, with its name."""
         dotted = f"{function.__module__}:{function.__name__}"
         content = json.dumps([FORMAT, __version__, dotted, arguments], sort_keys=True)
-        return WorkTask(f"{stage}-{number:06d}-{hashlib.sha256(content.encode()).hexdigest()[:16]}", dotted, arguments, size)
+        return WorkTask(
+            f"{stage}-{number:06d}-{hashlib.sha256(content.encode()).hexdigest()[:16]}",
+            dotted,
+            arguments,
+            size,
+        )
 
     def folder(self, work: Path) -> Path:
         """Where its result is when it has finished."""
@@ -67,7 +74,10 @@ class WorkTask:
 
     def result(self, work: Path) -> dict[str, Any]:
         """What the function returned, and the path of the task's folder under `folder`."""
-        return {**read_object(self.folder(work) / RESULT, DataError), "folder": str(self.folder(work))}
+        return {
+            **read_object(self.folder(work) / RESULT, DataError),
+            "folder": str(self.folder(work)),
+        }
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,11 @@ def run_task(work: str, given: Mapping[str, Any]) -> dict[str, Any]:
     except MemoryError:
         return {"state": "lost", "message": f"{socket.gethostname()} ran out of memory"}
     except Exception:
-        return {"state": "failed", "kind": BUG, "message": f"{socket.gethostname()}: {task.name}\n{traceback.format_exc()}"}
+        return {
+            "state": "failed",
+            "kind": BUG,
+            "message": f"{socket.gethostname()}: {task.name}\n{traceback.format_exc()}",
+        }
     finally:
         remove(temporary)
 
@@ -143,7 +157,9 @@ def _publish(temporary: Path, target: Path) -> None:
 def versions() -> dict[str, str]:
     """What must be the same on every machine for the same bytes."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return {"headway": __version__, "python": python} | {name: package_version(name) or "none" for name in ("numpy", "tokenizers")}
+    return {"headway": __version__, "python": python} | {
+        name: package_version(name) or "none" for name in ("numpy", "tokenizers")
+    }
 
 
 def place_token(work: Path, token: str) -> None:
@@ -161,14 +177,20 @@ def inspect_worker(work: str) -> dict[str, Any]:
     return {"host": socket.gethostname(), "token": token, "versions": versions()}
 
 
-def check_worker(found: Mapping[str, Any], work: Path, token: str, wanted: Mapping[str, str]) -> None:
+def check_worker(
+    found: Mapping[str, Any], work: Path, token: str, wanted: Mapping[str, str]
+) -> None:
     """Refuse a worker that does not see the work folder, or that has other versions than the driver."""
     host = found["host"]
     if found["token"] != token:
-        raise LaunchError(f"{host} does not see the work folder {work}. Give one on a file system that all machines share: --work-dir DIR.")
+        raise LaunchError(
+            f"{host} does not see the work folder {work}. Give one on a file system that all machines share: --work-dir DIR."
+        )
     for name, version in wanted.items():
         if (there := found["versions"].get(name, "none")) != version:
-            raise LaunchError(f"{host} has {name} {there}, the driver has {version}; results could differ. Install the same version there.")
+            raise LaunchError(
+                f"{host} has {name} {there}, the driver has {version}; results could differ. Install the same version there."
+            )
 
 
 def as_json(task: WorkTask) -> dict[str, Any]:

@@ -24,7 +24,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from headway.errors import ConfigError, DataError, HeadwayError, Interrupted, LaunchError, Terminated
+from headway.errors import (
+    ConfigError,
+    DataError,
+    HeadwayError,
+    Interrupted,
+    LaunchError,
+    Terminated,
+)
 from headway.runtime.executor.base import Executor, executor_for
 from headway.runtime.executor.task import DONE, TaskOutcome, WorkTask, place_token
 from headway.runtime.progress import progress
@@ -93,7 +100,9 @@ class WorkFolder:
             raise failed[min(failed)].error()
         return [task.result(self.path) for task in tasks]
 
-    def _count_loss(self, label: str, lost: Counter[int], number: int, outcome: TaskOutcome) -> None:
+    def _count_loss(
+        self, label: str, lost: Counter[int], number: int, outcome: TaskOutcome
+    ) -> None:
         lost[number] += 1
         if lost[number] >= ATTEMPTS:
             raise LaunchError(
@@ -114,7 +123,11 @@ class WorkFolder:
 @contextmanager
 def work_folder(out: Path, placement: Placement) -> Iterator[WorkFolder]:
     """The work folder of a command that writes `out`; removed if the block ends without an error, else kept for the next attempt."""
-    path = (placement.work_dir / f"{out.name}.work" if placement.work_dir is not None else out.with_name(f"{out.name}.work")).absolute()
+    path = (
+        placement.work_dir / f"{out.name}.work"
+        if placement.work_dir is not None
+        else out.with_name(f"{out.name}.work")
+    ).absolute()
     executor = executor_for(placement.on, placement.workers)
     check_writable(path)
     lock = RunLock(path, TAKEOVER_SECONDS)
@@ -134,14 +147,19 @@ def work_folder(out: Path, placement: Placement) -> Iterator[WorkFolder]:
         if not _has_results(path):
             remove_folder(path)
         elif isinstance(problem, HeadwayError):
-            log.info("finished tasks are kept in %s: run the command again to continue, or remove that folder", path)
+            log.info(
+                "finished tasks are kept in %s: run the command again to continue, or remove that folder",
+                path,
+            )
         raise
     lock.release()
     remove_folder(path)
 
 
 def _has_results(path: Path) -> bool:
-    return (path / DONE).is_dir() and any(not name.startswith(".") for name in os.listdir(path / DONE))
+    return (path / DONE).is_dir() and any(
+        not name.startswith(".") for name in os.listdir(path / DONE)
+    )
 
 
 def _take(lock: RunLock, path: Path) -> None:
@@ -165,7 +183,9 @@ def _signals(path: Path) -> Iterator[None]:
         raise Interrupted(message) if number == signal.SIGINT else Terminated(message, 128 + number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    before: Mapping[int, Any] = {number: signal.signal(number, stop) for number in handled_signals()} if is_main else {}
+    before: Mapping[int, Any] = (
+        {number: signal.signal(number, stop) for number in handled_signals()} if is_main else {}
+    )
     try:
         yield
     except KeyboardInterrupt as stopped:

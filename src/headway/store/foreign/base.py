@@ -28,7 +28,16 @@ from headway.store.source import Flags, Ids, Longs, TokenDocument, TokenSource
 PROBE_BYTES = 1 << 16
 LARGEST_ID = (1 << 32) - 1
 
-__all__ = ["LARGEST_ID", "FilePart", "ForeignStore", "ForeignWriter", "PendingFile", "TokenFile", "as_ids", "map_file"]
+__all__ = [
+    "LARGEST_ID",
+    "FilePart",
+    "ForeignStore",
+    "ForeignWriter",
+    "PendingFile",
+    "TokenFile",
+    "as_ids",
+    "map_file",
+]
 
 
 class FilePart(ABC):
@@ -61,7 +70,11 @@ class FilePart(ABC):
 
     def folder_type(self, root: Path) -> str:
         """The file's folder, relative to the root of the store; empty for the root itself."""
-        return "" if self.file == root else self.file.parent.relative_to(root).as_posix().removeprefix(".")
+        return (
+            ""
+            if self.file == root
+            else self.file.parent.relative_to(root).as_posix().removeprefix(".")
+        )
 
     def is_masked(self) -> bool:
         """Whether some tokens are not loss targets."""
@@ -90,14 +103,21 @@ class TokenFile(FilePart):
         return self.type
 
     def read(self, i: int) -> tuple[Ids, Flags | None]:
-        return as_ids(self.stream[self.starts[i] : self.starts[i + 1]], f"{self.file}: document {i}"), None
+        return as_ids(
+            self.stream[self.starts[i] : self.starts[i + 1]], f"{self.file}: document {i}"
+        ), None
 
 
 class ForeignStore(TokenSource):
     """A store in the format of another framework. As a `TokenSource` it can be trained on in place."""
 
     def __init__(
-        self, kind: str, path: Path, parts: Sequence[FilePart], reopen: Callable[[], ForeignStore], folder_type: str | None = None
+        self,
+        kind: str,
+        path: Path,
+        parts: Sequence[FilePart],
+        reopen: Callable[[], ForeignStore],
+        folder_type: str | None = None,
     ) -> None:
         self.kind = kind
         self.folder_type = folder_type
@@ -106,10 +126,17 @@ class ForeignStore(TokenSource):
         self.parts = parts
         self.reopen = reopen
         """Opens the same store again; pickled in place of the mapped files."""
-        self._sizes = {file: file.stat().st_size for part in parts for file in part.files if file.exists()}
+        self._sizes = {
+            file: file.stat().st_size for part in parts for file in part.files if file.exists()
+        }
         self.name, self.fingerprint = str(path / (folder_type or "")), None
         self._first = np.cumsum([0, *(len(part.lengths) for part in parts)], dtype=np.int64)
-        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([part.lengths for part in parts]), dtype=np.int64)])
+        self._starts = np.concatenate(
+            [
+                np.zeros(1, np.int64),
+                np.cumsum(np.concatenate([part.lengths for part in parts]), dtype=np.int64),
+            ]
+        )
         self.num_documents, self.num_tokens = int(self._first[-1]), int(self._starts[-1])
         if self.num_documents == 0:
             raise DataError(f"{path}: the {kind} files hold no document.")
@@ -121,14 +148,22 @@ class ForeignStore(TokenSource):
     @cached_property
     def max_id(self) -> int:
         """The highest id that occurs; the first use reads the whole store."""
-        return max((int(document.ids.max()) for document in self.documents() if len(document.ids)), default=-1)
+        return max(
+            (int(document.ids.max()) for document in self.documents() if len(document.ids)),
+            default=-1,
+        )
 
     @cached_property
     def content_key(self) -> str:
         """Depends on kind, names, sizes, document lengths and both ends of every file."""
         digest = hashlib.sha256(self.kind.encode() + self._starts.astype("<i8").tobytes())
         for part in self.parts:
-            digest.update(str(part.file.relative_to(self.path) if part.file != self.path else part.file.name).encode() + b"\0")
+            digest.update(
+                str(
+                    part.file.relative_to(self.path) if part.file != self.path else part.file.name
+                ).encode()
+                + b"\0"
+            )
             digest.update(_ends(part.file))
         return digest.hexdigest()
 
@@ -162,7 +197,9 @@ class ForeignStore(TokenSource):
         """The ids (and loss mask) of many pieces, concatenated; each document is read once for both."""
         ids: list[Ids] = [np.zeros(0, np.uint16)]
         masks: list[Flags] = [np.zeros(0, np.bool_)]
-        for i, start, stop in zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True):
+        for i, start, stop in zip(
+            documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True
+        ):
             part, local = self.locate(i)
             tokens, mask = part.read(local)
             ids.append(tokens[start:stop])
@@ -187,14 +224,19 @@ class ForeignStore(TokenSource):
                 groups.setdefault(part.folder_type(self.path), []).append(part)
         if len(groups) < 2:
             return [self]
-        return [ForeignStore(self.kind, self.path, parts, partial(_of_folder, self.reopen, name), name) for name, parts in groups.items()]
+        return [
+            ForeignStore(self.kind, self.path, parts, partial(_of_folder, self.reopen, name), name)
+            for name, parts in groups.items()
+        ]
 
     def count_types(self) -> dict[str, tuple[int, int]]:
         found: dict[str, tuple[int, int]] = {}
         for part in self.parts:
             common, lengths = part.common_type(), part.lengths
             counted = [(common, len(lengths), int(lengths.sum()))] if common is not None else None
-            for name, documents, tokens in counted or [(part.type_of(i), 1, int(length)) for i, length in enumerate(lengths)]:
+            for name, documents, tokens in counted or [
+                (part.type_of(i), 1, int(length)) for i, length in enumerate(lengths)
+            ]:
                 before = found.get(name, (0, 0))
                 found[name] = (before[0] + documents, before[1] + tokens)
         return found
@@ -213,9 +255,13 @@ class ForeignStore(TokenSource):
             try:
                 size = os.stat(file).st_size
             except OSError as problem:
-                raise DataError(f"{file}: cannot be read ({problem.strerror or problem}).") from None
+                raise DataError(
+                    f"{file}: cannot be read ({problem.strerror or problem})."
+                ) from None
             if self._sizes.setdefault(file, size) != size:
-                raise DataError(f"{file}: has {size} bytes; it had {self._sizes[file]} when it was opened. Copy it again and restart.")
+                raise DataError(
+                    f"{file}: has {size} bytes; it had {self._sizes[file]} when it was opened. Copy it again and restart."
+                )
 
     def __reduce__(self) -> tuple[Callable[[], ForeignStore], tuple[()]]:
         return self.reopen, ()

@@ -23,7 +23,13 @@ from typing import Any
 import numpy as np
 
 from headway.errors import DataError
-from headway.store.foreign.base import LARGEST_ID, FilePart, ForeignStore, ForeignWriter, PendingFile
+from headway.store.foreign.base import (
+    LARGEST_ID,
+    FilePart,
+    ForeignStore,
+    ForeignWriter,
+    PendingFile,
+)
 from headway.store.source import Flags, Ids, Longs
 
 KIND = "internlm"
@@ -35,7 +41,9 @@ def open_internlm(path: Path, rebuild_index: bool = False) -> ForeignStore:
     path = Path(path)
     bins = bin_files(path)
     if not bins:
-        raise DataError(f"{path}: no .bin file here; InternLM data is X.bin and X.bin.meta, in one folder per type (cn/, en/).")
+        raise DataError(
+            f"{path}: no .bin file here; InternLM data is X.bin and X.bin.meta, in one folder per type (cn/, en/)."
+        )
     parts: list[InternlmBin] = []
     for file in bins:
         meta = scan_lines(file) if rebuild_index else read_meta(file)
@@ -104,10 +112,14 @@ class InternlmBin(FilePart):
         stop = int(self.meta[i + 1, 0]) if i + 1 < len(self.meta) else len(self._bytes)
         line = self._bytes[start:stop]
         if (start and self._bytes[start - 1 : start] != b"\n") or line.find(b"\n") != len(line) - 1:
-            raise DataError(f"{self.file}: document {i} at byte {start} is not one line; bin and .meta do not belong together. {REBUILD}")
+            raise DataError(
+                f"{self.file}: document {i} at byte {start} is not one line; bin and .meta do not belong together. {REBUILD}"
+            )
         signed = parse_line(line, f"{self.file}: document {i} at byte {start}")
         if len(signed) != self.meta[i, 1]:
-            raise DataError(f"{self.file}: document {i} has {len(signed)} tokens, its .meta says {int(self.meta[i, 1])}. {REBUILD}")
+            raise DataError(
+                f"{self.file}: document {i} has {len(signed)} tokens, its .meta says {int(self.meta[i, 1])}. {REBUILD}"
+            )
         ids = np.abs(signed).astype(np.uint32)
         return ids, (signed > 0 if bool((signed < 0).any()) else None)
 
@@ -118,10 +130,18 @@ def parse_line(line: bytes, where: str) -> Longs:
         tokens: Any = json.loads(line)["tokens"]
         values = np.array(tokens) if tokens else np.zeros(0, dtype=np.int64)
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise DataError(f'{where} is not {{"tokens": [...]}}; the bin is damaged or of another format.') from None
+        raise DataError(
+            f'{where} is not {{"tokens": [...]}}; the bin is damaged or of another format.'
+        ) from None
     listed = isinstance(tokens, list) and values.ndim == 1 and values.dtype.kind == "i"
-    if not listed or int(values.max(initial=0)) > LARGEST_ID or int(values.min(initial=0)) < -LARGEST_ID:
-        raise DataError(f"{where}: tokens must be a list of whole numbers between -{LARGEST_ID} and {LARGEST_ID}.")
+    if (
+        not listed
+        or int(values.max(initial=0)) > LARGEST_ID
+        or int(values.min(initial=0)) < -LARGEST_ID
+    ):
+        raise DataError(
+            f"{where}: tokens must be a list of whole numbers between -{LARGEST_ID} and {LARGEST_ID}."
+        )
     return values
 
 
@@ -132,7 +152,15 @@ def read_meta(file: Path) -> Longs:
         raise DataError(f"{file}: {path.name} is missing in the same folder. {REBUILD}")
     try:
         raw = parse_npy(path.read_bytes())
-    except (ValueError, KeyError, SyntaxError, TypeError, MemoryError, RecursionError, struct.error):
+    except (
+        ValueError,
+        KeyError,
+        SyntaxError,
+        TypeError,
+        MemoryError,
+        RecursionError,
+        struct.error,
+    ):
         raise DataError(f"{path}: is not a .npy array; the file is damaged. {REBUILD}") from None
     if raw.ndim != 2 or raw.shape[1] < 2 or raw.dtype.kind not in "iu":
         raise DataError(f"{path}: must be an integer array of shape (documents, 2). {REBUILD}")
@@ -156,19 +184,27 @@ def parse_npy(content: bytes) -> np.ndarray[Any, Any]:
 def _check_meta(meta: Longs, dtype: np.dtype[Any], path: Path, size_bytes: int) -> None:
     if len(meta) == 0:
         if size_bytes:
-            raise DataError(f"{path}: lists no document, but the bin has {size_bytes} bytes. {REBUILD}")
+            raise DataError(
+                f"{path}: lists no document, but the bin has {size_bytes} bytes. {REBUILD}"
+            )
         return
     steps = np.diff(meta[:, 0])
     if int(meta[:, 0].min()) < 0 or bool((steps <= 0).any()):
         first = int(np.argmax(np.concatenate([[meta[0, 0] < 0], (steps <= 0) | (meta[1:, 0] < 0)])))
         wrapped = f"they are {dtype.name} and wrapped past {2 if dtype.kind == 'i' else 4} GiB"
         why = wrapped if dtype.itemsize == 4 else "the file is damaged"
-        raise DataError(f"{path}: byte offsets must rise, but number {first} is {int(meta[first, 0])}; {why}. {REBUILD}")
+        raise DataError(
+            f"{path}: byte offsets must rise, but number {first} is {int(meta[first, 0])}; {why}. {REBUILD}"
+        )
     if int(meta[0, 0]) != 0 or int(meta[-1, 0]) >= size_bytes:
         edge = f"first offset is {int(meta[0, 0])}, last is {int(meta[-1, 0])}"
-        raise DataError(f"{path}: {edge}, but the bin has {size_bytes} bytes: bin and .meta do not belong together. {REBUILD}")
+        raise DataError(
+            f"{path}: {edge}, but the bin has {size_bytes} bytes: bin and .meta do not belong together. {REBUILD}"
+        )
     if int(meta[:, 1].min()) < 0 or int(meta[:, 1].max()) > size_bytes:
-        raise DataError(f"{path}: token counts do not fit a bin of {size_bytes} bytes: bin and .meta do not belong together. {REBUILD}")
+        raise DataError(
+            f"{path}: token counts do not fit a bin of {size_bytes} bytes: bin and .meta do not belong together. {REBUILD}"
+        )
 
 
 def scan_lines(file: Path) -> Longs:
@@ -214,7 +250,9 @@ class InternlmWriter(ForeignWriter):
         """Write everything to disk. Only the renaming is left, so a full disk never costs an older bin."""
         if len(self._files) == 1:
             packed = io.BytesIO()
-            np.save(packed, np.array(self._index, dtype=np.int64).reshape(-1, 2), allow_pickle=False)
+            np.save(
+                packed, np.array(self._index, dtype=np.int64).reshape(-1, 2), allow_pickle=False
+            )
             self._files[0].seal()
             self._files.append(PendingFile(self.file.with_name(self.file.name + ".meta")))
             self._files[1].write(packed.getvalue())

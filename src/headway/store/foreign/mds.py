@@ -47,7 +47,10 @@ def open_mds(path: Path, verify: bool = False) -> ForeignStore:
 def has_tokens(path: Path) -> bool:
     """Whether the first shard of an MDS folder has a column of tokens (else it holds text)."""
     shards = mds_shards(path)
-    return bool(shards) and any(column.name in TOKEN_COLUMNS for column in MdsShard(shards[0], path, ShardCache()).table.columns)
+    return bool(shards) and any(
+        column.name in TOKEN_COLUMNS
+        for column in MdsShard(shards[0], path, ShardCache()).table.columns
+    )
 
 
 class ShardCache:
@@ -88,14 +91,18 @@ class MdsShard(FilePart):
         self._cache = cache
         size = shard.path.stat().st_size
         if shard.stored_bytes is not None and size != shard.stored_bytes:
-            raise DataError(f"{self.file}: has {size} bytes, but index.json lists {shard.stored_bytes}; copy it again.")
+            raise DataError(
+                f"{self.file}: has {size} bytes, but index.json lists {shard.stored_bytes}; copy it again."
+            )
 
     @cached_property
     def table(self) -> Table:
         """The layout from the shard's header, checked against its size and the index."""
         found = read_table(self._data, self.file)
         if len(found.starts) != self._shard.samples:
-            raise DataError(f"{self.file}: has {len(found.starts)} samples, but index.json lists {self._shard.samples}.")
+            raise DataError(
+                f"{self.file}: has {len(found.starts)} samples, but index.json lists {self._shard.samples}."
+            )
         return found
 
     @property
@@ -117,9 +124,15 @@ class MdsShard(FilePart):
         if self.is_masked():
             mask = np.asarray(self._value(i, "mask")) != 0
             if mask.shape != ids.shape:
-                raise DataError(f"{self.file}: sample {i}: {mask.size} mask values for {ids.size} tokens.")
+                raise DataError(
+                    f"{self.file}: sample {i}: {mask.size} mask values for {ids.size} tokens."
+                )
         spans = self._spans(i, len(ids))
-        if spans is None or (spans[0, 0] == 0 and spans[-1, 1] == len(ids) and np.array_equal(spans[1:, 0], spans[:-1, 1])):
+        if spans is None or (
+            spans[0, 0] == 0
+            and spans[-1, 1] == len(ids)
+            and np.array_equal(spans[1:, 0], spans[:-1, 1])
+        ):
             return ids, mask
         inside = np.concatenate([np.arange(start, stop) for start, stop in spans])
         return ids[inside], None if mask is None else mask[inside]
@@ -169,17 +182,24 @@ class MdsShard(FilePart):
         if "indices" not in self._names:
             return found
         spans = [self._spans(i, length) for i, length in enumerate(found.tolist())]
-        return np.array([0 if span is None else int((span[:, 1] - span[:, 0]).sum()) for span in spans], np.int64)
+        return np.array(
+            [0 if span is None else int((span[:, 1] - span[:, 0]).sum()) for span in spans],
+            np.int64,
+        )
 
     def _ids(self, i: int) -> Ids:
         values = self._value(i, self._tokens)
         if isinstance(values, bytes):
             if len(values) % 8:
-                raise DataError(f"{self.file}: sample {i}: tokens as bytes must be int64; {len(values)} is not a multiple of 8.")
+                raise DataError(
+                    f"{self.file}: sample {i}: tokens as bytes must be int64; {len(values)} is not a multiple of 8."
+                )
             values = np.frombuffer(values, "<i8")
         array = np.asarray(values)
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise DataError(f"{self.file}: sample {i}: {self._tokens} must be a one-dimensional array of integers.")
+            raise DataError(
+                f"{self.file}: sample {i}: {self._tokens} must be a one-dimensional array of integers."
+            )
         return as_ids(array, f"{self.file}: sample {i}")
 
     def _spans(self, i: int, length: int) -> Longs | None:
@@ -188,9 +208,15 @@ class MdsShard(FilePart):
             return None
         spans = np.asarray(self._value(i, "indices"))
         if spans.ndim != 2 or spans.shape[1] != 2 or spans.dtype.kind not in "iu":
-            raise DataError(f"{self.file}: sample {i}: indices must be an [n, 2] array of (start, end).")
+            raise DataError(
+                f"{self.file}: sample {i}: indices must be an [n, 2] array of (start, end)."
+            )
         spans = spans.astype(np.int64)
-        if bool((spans[:, 0] < 0).any() or (spans[:, 1] < spans[:, 0]).any() or (spans[:, 1] > length).any()):
+        if bool(
+            (spans[:, 0] < 0).any()
+            or (spans[:, 1] < spans[:, 0]).any()
+            or (spans[:, 1] > length).any()
+        ):
             raise DataError(f"{self.file}: sample {i}: indices reach outside its {length} tokens.")
         spans = spans[spans[:, 1] > spans[:, 0]]
         return spans if len(spans) else None
@@ -199,9 +225,13 @@ class MdsShard(FilePart):
         number = self._names[name]
         start, stop = (int(at) for at in self.table.starts[i, number : number + 2])
         try:
-            return decode_value(self.table.columns[number].encoding, self._data[start:stop].tobytes())
+            return decode_value(
+                self.table.columns[number].encoding, self._data[start:stop].tobytes()
+            )
         except (ValueError, IndexError, KeyError, TypeError, DataError) as error:
-            raise DataError(f"{self.file}: sample {i}: column {name} cannot be read: {error}") from None
+            raise DataError(
+                f"{self.file}: sample {i}: column {name} cannot be read: {error}"
+            ) from None
 
 
 def read_table(data: np.ndarray[Any, Any], file: Path) -> Table:
@@ -209,35 +239,64 @@ def read_table(data: np.ndarray[Any, Any], file: Path) -> Table:
     count = int(data[:4].view("<u4")[0]) if len(data) >= 4 else -1
     begin = 4 + 4 * (count + 1)
     if count < 0 or len(data) < begin:
-        raise DataError(f"{file}: the shard is truncated: {len(data)} bytes cannot hold its sample offsets.")
+        raise DataError(
+            f"{file}: the shard is truncated: {len(data)} bytes cannot hold its sample offsets."
+        )
     offsets = data[4:begin].view("<u4").astype(np.int64)
     if offsets[0] <= begin or offsets[-1] != len(data) or bool((np.diff(offsets) < 0).any()):
-        raise DataError(f"{file}: the sample offsets do not fit its {len(data)} bytes; not an MDS shard, or damaged.")
+        raise DataError(
+            f"{file}: the sample offsets do not fit its {len(data)} bytes; not an MDS shard, or damaged."
+        )
     try:
         config = json.loads(data[begin : offsets[0]].tobytes())
-        columns = tuple(Column(*c) for c in zip(config["column_names"], config["column_encodings"], config["column_sizes"], strict=True))
+        columns = tuple(
+            Column(*c)
+            for c in zip(
+                config["column_names"],
+                config["column_encodings"],
+                config["column_sizes"],
+                strict=True,
+            )
+        )
         variable = [column.size is None for column in columns]
-        if not columns or not all(c.size is None or (isinstance(c.size, int) and c.size > 0) for c in columns):
+        if not columns or not all(
+            c.size is None or (isinstance(c.size, int) and c.size > 0) for c in columns
+        ):
             raise ValueError("column sizes must be numbers or null")
         if any(not isinstance(c.encoding, str) or c.encoding == "pkl" for c in columns):
             raise ValueError("columns must not be pickled")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{file}: the shard's description of its columns is damaged: {error}.") from None
+        raise DataError(
+            f"{file}: the shard's description of its columns is damaged: {error}."
+        ) from None
     starts, head = offsets[:-1], 4 * sum(variable)
     if bool((np.diff(offsets) < head).any()):
         raise DataError(f"{file}: a sample is shorter than its header; the shard is damaged.")
-    listed = data[starts[:, None] + np.arange(head)].reshape(len(starts), head).view("<u4").astype(np.int64)
+    listed = (
+        data[starts[:, None] + np.arange(head)]
+        .reshape(len(starts), head)
+        .view("<u4")
+        .astype(np.int64)
+    )
     sizes = np.empty((len(starts), len(columns)), np.int64)
     sizes[:, variable] = listed
-    sizes[:, np.logical_not(variable)] = [column.size for column in columns if column.size is not None]
-    places = np.concatenate([(starts + head)[:, None], (starts + head)[:, None] + np.cumsum(sizes, axis=1)], axis=1)
+    sizes[:, np.logical_not(variable)] = [
+        column.size for column in columns if column.size is not None
+    ]
+    places = np.concatenate(
+        [(starts + head)[:, None], (starts + head)[:, None] + np.cumsum(sizes, axis=1)], axis=1
+    )
     if not np.array_equal(places[:, -1], offsets[1:]):
         wrong = int(np.argmax(places[:, -1] != offsets[1:]))
-        raise DataError(f"{file}: the columns of sample {wrong} do not fill it; the shard is damaged.")
+        raise DataError(
+            f"{file}: the columns of sample {wrong} do not fill it; the shard is damaged."
+        )
     return Table(columns, places)
 
 
-def array_lengths(data: np.ndarray[Any, Any], starts: Longs, stops: Longs, encoding: str, file: Path) -> Longs:
+def array_lengths(
+    data: np.ndarray[Any, Any], starts: Longs, stops: Longs, encoding: str, file: Path
+) -> Longs:
     """How many elements the one-dimensional arrays in some byte ranges have."""
     given = encoding.split(":")[1:]
     try:
@@ -251,7 +310,15 @@ def array_lengths(data: np.ndarray[Any, Any], starts: Longs, stops: Longs, encod
         raise DataError(f"{file}: an array has no shape; the shard is damaged.")
     shape = data[header]
     body = header + 1 + (1 << (shape & 3).astype(np.int64))
-    sizes = np.full(len(starts), itemsize, np.int64) if given else np.maximum(1, data[starts].astype(np.int64) >> 3)
-    if bool((shape >> 2 != 1).any()) or bool(((stops - body) % sizes != 0).any()) or bool((body > stops).any()):
+    sizes = (
+        np.full(len(starts), itemsize, np.int64)
+        if given
+        else np.maximum(1, data[starts].astype(np.int64) >> 3)
+    )
+    if (
+        bool((shape >> 2 != 1).any())
+        or bool(((stops - body) % sizes != 0).any())
+        or bool((body > stops).any())
+    ):
         raise DataError(f"{file}: a token array is not one-dimensional, or damaged.")
     return (stops - body) // sizes

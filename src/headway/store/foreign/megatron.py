@@ -29,25 +29,39 @@ def open_megatron(path: Path) -> ForeignStore:
     path = Path(path)
     found = sorted(path.rglob("*.idx")) if path.is_dir() else [path.with_suffix(".idx")]
     if not found or not found[0].exists():
-        raise DataError(f"{path}: no .idx file here; Megatron data is X.idx and X.bin in one folder.")
-    return ForeignStore(KIND, path, [open_pair(index) for index in found], partial(open_megatron, path))
+        raise DataError(
+            f"{path}: no .idx file here; Megatron data is X.idx and X.bin in one folder."
+        )
+    return ForeignStore(
+        KIND, path, [open_pair(index) for index in found], partial(open_megatron, path)
+    )
 
 
 def open_pair(index: Path) -> TokenFile:
     """Open and check one .idx with its .bin."""
     raw = map_file(index)
     if len(raw) < HEADER.size:
-        raise DataError(f"{index}: {len(raw)} bytes is shorter than the header of a Megatron index; the file is truncated.")
+        raise DataError(
+            f"{index}: {len(raw)} bytes is shorter than the header of a Megatron index; the file is truncated."
+        )
     magic, version, code, sequences, bounds = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC or version != 1:
-        raise DataError(f"{index}: is not a Megatron index (it must start with MMIDIDX and version 1).")
+        raise DataError(
+            f"{index}: is not a Megatron index (it must start with MMIDIDX and version 1)."
+        )
     if code not in DTYPES or "f" in DTYPES[code]:
-        raise DataError(f"{index}: dtype code {code} is not an integer type of Megatron; the file is damaged.")
+        raise DataError(
+            f"{index}: dtype code {code} is not an integer type of Megatron; the file is damaged."
+        )
     expected = HEADER.size + 12 * sequences + 8 * bounds
     if len(raw) == expected + sequences and sequences:
-        raise DataError(f"{index}: holds a mode per sequence: Megatron's multimodal data. headway reads text data only.")
+        raise DataError(
+            f"{index}: holds a mode per sequence: Megatron's multimodal data. headway reads text data only."
+        )
     if len(raw) != expected or bounds == 0:
-        raise DataError(f"{index}: {len(raw)} bytes, but {sequences} sequences and {bounds} bounds need {expected}; the file is truncated.")
+        raise DataError(
+            f"{index}: {len(raw)} bytes, but {sequences} sequences and {bounds} bounds need {expected}; the file is truncated."
+        )
     body = raw[HEADER.size :]
     tokens = body[: 4 * sequences].view("<i4").astype(np.int64)
     pointers = body[4 * sequences : 12 * sequences].view("<i8")
@@ -61,19 +75,35 @@ def open_pair(index: Path) -> TokenFile:
     size_bytes = file.stat().st_size
     if size_bytes != int(ends[-1]) * dtype.itemsize:
         says = f"{int(ends[-1])} tokens of {dtype.itemsize} bytes"
-        raise DataError(f"{file}: {size_bytes} bytes, but its index lists {says}; the two files do not belong together.")
+        raise DataError(
+            f"{file}: {size_bytes} bytes, but its index lists {says}; the two files do not belong together."
+        )
     return TokenFile(file, map_file(file, dtype), ends[documents], type=file.stem)
 
 
 def _check_tables(index: Path, tokens: Any, pointers: Any, documents: Any, ends_bytes: Any) -> None:
     if len(tokens) and int(tokens.min()) < 0:
-        raise DataError(f"{index}: sequence {int(np.argmin(tokens))} has {int(tokens.min())} tokens; the index is damaged.")
+        raise DataError(
+            f"{index}: sequence {int(np.argmin(tokens))} has {int(tokens.min())} tokens; the index is damaged."
+        )
     wrong = np.flatnonzero(pointers != ends_bytes[:-1])
     if len(wrong):
         at, found = int(wrong[0]), int(pointers[wrong[0]])
-        why = "32-bit pointers wrapped when it was written" if (int(ends_bytes[at]) - found) % (1 << 32) == 0 else "the index is damaged"
-        raise DataError(f"{index}: the pointer of sequence {at} is {found}, the counts say {int(ends_bytes[at])}; {why}. Build it again.")
-    rises = int(documents[0]) == 0 and int(documents[-1]) == len(tokens) and bool((np.diff(documents) >= 0).all())
+        why = (
+            "32-bit pointers wrapped when it was written"
+            if (int(ends_bytes[at]) - found) % (1 << 32) == 0
+            else "the index is damaged"
+        )
+        raise DataError(
+            f"{index}: the pointer of sequence {at} is {found}, the counts say {int(ends_bytes[at])}; {why}. Build it again."
+        )
+    rises = (
+        int(documents[0]) == 0
+        and int(documents[-1]) == len(tokens)
+        and bool((np.diff(documents) >= 0).all())
+    )
     if not rises:
         span = f"from {int(documents[0])} to {int(documents[-1])}"
-        raise DataError(f"{index}: document bounds run {span}, they must rise from 0 to {len(tokens)}; the index is damaged.")
+        raise DataError(
+            f"{index}: document bounds run {span}, they must rise from 0 to {len(tokens)}; the index is damaged."
+        )

@@ -27,7 +27,14 @@ import numpy as np
 from headway.errors import DataError
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import fsync_file, fsync_folder, missing_folders, remove_empty, writing
-from headway.store.foreign.base import FilePart, ForeignStore, ForeignWriter, PendingFile, TokenFile, map_file
+from headway.store.foreign.base import (
+    FilePart,
+    ForeignStore,
+    ForeignWriter,
+    PendingFile,
+    TokenFile,
+    map_file,
+)
 from headway.store.foreign.internlm import bin_files
 from headway.store.source import Flags, Ids, Longs
 
@@ -38,18 +45,29 @@ SCAN_TOKENS = 1 << 24
 MAP_NAME = re.compile(r"all_sample_index_map_(\d+)\.ibin")
 
 
-def open_zero2all(path: Path, begin_id: int | None = None, rebuild_index: bool = False) -> ForeignStore:
+def open_zero2all(
+    path: Path, begin_id: int | None = None, rebuild_index: bool = False
+) -> ForeignStore:
     """Open a bin or a folder of bins. Without `begin_id` the begin token is read from the files; `rebuild_index` ignores the index maps."""
     path = Path(path)
-    files = [file for file in bin_files(path) if not file.name.endswith(("_input_ids.bin", "_labels.bin"))]
+    files = [
+        file
+        for file in bin_files(path)
+        if not file.name.endswith(("_input_ids.bin", "_labels.bin"))
+    ]
     if not files:
-        raise DataError(f"{path}: no .bin file here; zero2all data is a folder of .bin files of uint16 ids.")
+        raise DataError(
+            f"{path}: no .bin file here; zero2all data is a folder of .bin files of uint16 ids."
+        )
     streams = [map_stream(file) for file in files]
     if not rebuild_index and path.is_dir():
         for found in sorted(path.glob("all_sample_index_map_*.ibin")):
             check_index_map(found, files, [len(stream) for stream in streams])
     begin = common_begin(files, streams) if begin_id is None else begin_id
-    parts = [TokenFile(f, stream, document_starts(f, stream, begin), f.parent.name) for f, stream in zip(files, streams, strict=True)]
+    parts = [
+        TokenFile(f, stream, document_starts(f, stream, begin), f.parent.name)
+        for f, stream in zip(files, streams, strict=True)
+    ]
     return ForeignStore(KIND, path, parts, partial(open_zero2all, path, begin_id, rebuild_index))
 
 
@@ -57,35 +75,51 @@ def map_stream(file: Path) -> Ids:
     """The ids of a bin, memory-mapped."""
     size_bytes = file.stat().st_size
     if size_bytes % 2:
-        raise DataError(f"{file}: {size_bytes} bytes is not a whole number of uint16 ids; the file is truncated or of another format.")
+        raise DataError(
+            f"{file}: {size_bytes} bytes is not a whole number of uint16 ids; the file is truncated or of another format."
+        )
     return map_file(file, np.dtype("<u2"))
 
 
 def common_begin(files: list[Path], streams: list[Ids]) -> int:
     """The begin token: the id every non-empty bin starts with."""
-    firsts = {int(stream[0]): file for file, stream in zip(files, streams, strict=True) if len(stream)}
+    firsts = {
+        int(stream[0]): file for file, stream in zip(files, streams, strict=True) if len(stream)
+    }
     if not firsts:
         raise DataError(f"{files[0].parent}: every .bin file here is empty.")
     if len(firsts) > 1:
         (one, where), (other, there), *_ = firsts.items()
-        raise DataError(f"{where} starts with id {one} but {there} with {other}; every file must start with the begin token. Is it uint16?")
+        raise DataError(
+            f"{where} starts with id {one} but {there} with {other}; every file must start with the begin token. Is it uint16?"
+        )
     return next(iter(firsts))
 
 
 def document_starts(file: Path, stream: Ids, begin: int) -> Longs:
     """Where documents start (int64), and the end of the stream."""
     if len(stream) and stream[0] != begin:
-        raise DataError(f"{file}: starts with id {int(stream[0])}, not with the begin token {begin}. Set the right one with --begin-id.")
-    found = [np.flatnonzero(stream[i : i + SCAN_TOKENS] == begin) + i for i in range(0, len(stream), SCAN_TOKENS)]
+        raise DataError(
+            f"{file}: starts with id {int(stream[0])}, not with the begin token {begin}. Set the right one with --begin-id."
+        )
+    found = [
+        np.flatnonzero(stream[i : i + SCAN_TOKENS] == begin) + i
+        for i in range(0, len(stream), SCAN_TOKENS)
+    ]
     return np.concatenate([*found, [len(stream)]]).astype(np.int64)
 
 
 def index_map(sizes: list[int], seq_len: int) -> Ids:
     """The (file, offset) pairs of all samples: every seq_len tokens of the joined files, while seq_len + 1 tokens remain."""
     ends = np.cumsum(sizes, dtype=np.int64)
-    starts = np.arange(max(0, (int(ends[-1]) - 1) // seq_len) if len(ends) else 0, dtype=np.int64) * seq_len
+    starts = (
+        np.arange(max(0, (int(ends[-1]) - 1) // seq_len) if len(ends) else 0, dtype=np.int64)
+        * seq_len
+    )
     file = np.searchsorted(ends, starts, side="right")
-    return np.stack([file, starts - (ends - np.array(sizes, dtype=np.int64))[file]], axis=1).astype("<u4")
+    return np.stack([file, starts - (ends - np.array(sizes, dtype=np.int64))[file]], axis=1).astype(
+        "<u4"
+    )
 
 
 def check_index_map(path: Path, files: list[Path], sizes: list[int]) -> None:
@@ -96,17 +130,31 @@ def check_index_map(path: Path, files: list[Path], sizes: list[int]) -> None:
     remedy = f"Delete it, or pass --rebuild-index to ignore it ({len(files)} .bin files found)."
     raw = map_file(path)
     if len(raw) % 8:
-        raise DataError(f"{path}: {len(raw)} bytes is not a whole number of (file, offset) pairs; the map is truncated. {remedy}")
+        raise DataError(
+            f"{path}: {len(raw)} bytes is not a whole number of (file, offset) pairs; the map is truncated. {remedy}"
+        )
     pairs, expected = raw.view("<u4").reshape(-1, 2), index_map(sizes, int(matched[1]))
     if len(pairs) == len(expected) and np.array_equal(pairs, expected):
         return
     shared = min(len(pairs), len(expected))
     wrong = np.flatnonzero((pairs[:shared] != expected[:shared]).any(axis=1))
     at = int(wrong[0]) if len(wrong) else shared
-    says = f"sample {at} is {tuple(pairs[at].tolist())}" if at < len(pairs) else f"it ends after {len(pairs)} samples"
-    should = f"{tuple(expected[at].tolist())}" if at < len(expected) else f"an end after {len(expected)} samples"
+    says = (
+        f"sample {at} is {tuple(pairs[at].tolist())}"
+        if at < len(pairs)
+        else f"it ends after {len(pairs)} samples"
+    )
+    should = (
+        f"{tuple(expected[at].tolist())}"
+        if at < len(expected)
+        else f"an end after {len(expected)} samples"
+    )
     why = "bins were added, removed or changed after it was built"
-    if at < shared and pairs[at, 0] == expected[at, 0] and int(pairs[at, 1]) == sizes[max(0, int(pairs[at, 0]) - 1)]:
+    if (
+        at < shared
+        and pairs[at, 0] == expected[at, 0]
+        and int(pairs[at, 1]) == sizes[max(0, int(pairs[at, 0]) - 1)]
+    ):
         why = f"its builder did not reset the offset after a file of an exact multiple of {matched[1]} tokens"
     raise DataError(f"{path}: {says}, the .bin files say {should}: {why}. {remedy}")
 
@@ -114,7 +162,13 @@ def check_index_map(path: Path, files: list[Path], sizes: list[int]) -> None:
 class Zero2allWriter(ForeignWriter):
     """Writes bins of about 100 MiB and the index map for `seq_len`. Adds the begin token to documents without it."""
 
-    def __init__(self, folder: Path, begin_id: int = BEGIN_ID, seq_len: int = 2048, file_tokens: int = FILE_TOKENS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        begin_id: int = BEGIN_ID,
+        seq_len: int = 2048,
+        file_tokens: int = FILE_TOKENS,
+    ) -> None:
         super().__init__()
         self.folder = folder
         self.begin_id = begin_id
@@ -128,16 +182,22 @@ class Zero2allWriter(ForeignWriter):
         self._made = missing_folders(folder)
         with writing(folder):
             if any(folder.rglob("*.bin")):
-                raise DataError(f"{folder}: already holds .bin files, which the index map would include. Choose an empty folder.")
+                raise DataError(
+                    f"{folder}: already holds .bin files, which the index map would include. Choose an empty folder."
+                )
             self._temporary.mkdir(parents=True, exist_ok=True)
 
     def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
         """Append one document."""
         if mask is not None and not bool(np.asarray(mask)[1:].all()):
-            raise DataError(f"{self.folder}: zero2all's pretraining files have no loss mask; masked documents need its SFT files.")
+            raise DataError(
+                f"{self.folder}: zero2all's pretraining files have no loss mask; masked documents need its SFT files."
+            )
         tokens = np.asarray(ids)
         if len(tokens) and int(tokens.max()) > 0xFFFF:
-            raise DataError(f"{self.folder}: token id {int(tokens.max())} does not fit zero2all's uint16 files (at most 65535).")
+            raise DataError(
+                f"{self.folder}: token id {int(tokens.max())} does not fit zero2all's uint16 files (at most 65535)."
+            )
         if len(tokens) == 0 or int(tokens[0]) != self.begin_id:
             tokens = np.concatenate([[self.begin_id], tokens])
             self.begins_added += 1
@@ -192,9 +252,14 @@ LARGEST_INDEX_BYTES = 16 << 30
 def open_zero2all_sft(path: Path) -> ForeignStore:
     """Open a folder of SFT pairs."""
     path = Path(path)
-    bases = [file.with_name(file.name.removesuffix(IDS_END)) for file in sorted(path.rglob(f"*{IDS_END}"))]
+    bases = [
+        file.with_name(file.name.removesuffix(IDS_END))
+        for file in sorted(path.rglob(f"*{IDS_END}"))
+    ]
     if not bases:
-        raise DataError(f"{path}: no *{IDS_END} here; zero2all's SFT data is B{IDS_END}, B{LABELS_END} and B{MAP_END}.")
+        raise DataError(
+            f"{path}: no *{IDS_END} here; zero2all's SFT data is B{IDS_END}, B{LABELS_END} and B{MAP_END}."
+        )
     parts = [open_pair(base) for base in bases]
     for found in sorted(path.rglob(ALL_MAP)):
         check_all_map(found, [part.samples for part in parts])
@@ -244,17 +309,25 @@ def open_pair(base: Path) -> SftPair:
     files = [base.with_name(base.name + end) for end in (IDS_END, LABELS_END, MAP_END)]
     for file in files[1:]:
         if not file.exists():
-            raise DataError(f"{files[0]}: {file.name} is missing in the same folder. Tokenize the raw data again.")
+            raise DataError(
+                f"{files[0]}: {file.name} is missing in the same folder. Tokenize the raw data again."
+            )
     ids, labels = map_stream(files[0]), map_stream(files[1])
     if len(ids) != len(labels):
-        raise DataError(f"{files[1]}: {len(labels)} labels for {len(ids)} ids; the two files do not belong together.")
+        raise DataError(
+            f"{files[1]}: {len(labels)} labels for {len(ids)} ids; the two files do not belong together."
+        )
     samples = read_index_json(files[2], columns=2)
     ends = samples.sum(axis=1)
-    tiled = len(samples) == 0 or (int(samples[0, 0]) == 0 and np.array_equal(samples[1:, 0], ends[:-1]))
+    tiled = len(samples) == 0 or (
+        int(samples[0, 0]) == 0 and np.array_equal(samples[1:, 0], ends[:-1])
+    )
     end = int(ends[-1]) if len(ends) else 0
     if not tiled or end != len(ids):
         why = "the map is stale or damaged. Tokenize the raw data again."
-        raise DataError(f"{files[2]}: its samples end at token {end}, but {files[0].name} holds {len(ids)} tokens; {why}")
+        raise DataError(
+            f"{files[2]}: its samples end at token {end}, but {files[0].name} holds {len(ids)} tokens; {why}"
+        )
     return SftPair(files[0], ids, labels, samples)
 
 
@@ -264,8 +337,15 @@ def read_index_json(path: Path, columns: int) -> Longs:
         listed: Any = load_json(path, LARGEST_INDEX_BYTES)
         values = np.array(listed) if listed else np.zeros((0, columns), dtype=np.int64)
     except (ValueError, RecursionError, OSError):
-        raise DataError(f"{path}: is not a JSON list of index entries; the file is damaged.") from None
-    if values.ndim != 2 or values.shape[1] != columns or values.dtype.kind != "i" or int(values.min(initial=0)) < 0:
+        raise DataError(
+            f"{path}: is not a JSON list of index entries; the file is damaged."
+        ) from None
+    if (
+        values.ndim != 2
+        or values.shape[1] != columns
+        or values.dtype.kind != "i"
+        or int(values.min(initial=0)) < 0
+    ):
         raise DataError(f"{path}: must be a JSON list of {columns} whole numbers per sample.")
     if int(values.max(initial=0)) > 1 << 48:
         raise DataError(f"{path}: a number is larger than any file; the map is damaged.")
@@ -280,7 +360,9 @@ def check_all_map(path: Path, samples: list[Longs]) -> None:
     numbers = np.repeat(np.arange(len(samples)), counts)
     running = np.repeat(np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64), counts)
     same = len(found) == len(joined) and np.array_equal(found[:, 1:], joined)
-    if not same or not (np.array_equal(found[:, 0], numbers) or np.array_equal(found[:, 0], running)):
+    if not same or not (
+        np.array_equal(found[:, 0], numbers) or np.array_equal(found[:, 0], running)
+    ):
         raise DataError(
             f"{path}: lists {len(found)} samples, the maps of the pairs {len(joined)}, or the order differs; it belongs to other "
             "files. Delete it or tokenize the raw data again."
@@ -298,14 +380,19 @@ class SftPairWriter(ForeignWriter):
         self._tokens = 0
         if any(self.folder.rglob(f"*{IDS_END}")):
             raise DataError(f"{folder}: already holds *{IDS_END} files. Choose an empty folder.")
-        self._ids, self._labels = PendingFile(self.folder / (base + IDS_END)), PendingFile(self.folder / (base + LABELS_END))
+        self._ids, self._labels = (
+            PendingFile(self.folder / (base + IDS_END)),
+            PendingFile(self.folder / (base + LABELS_END)),
+        )
         self._files = [self._ids, self._labels]
 
     def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
         """Append one sample."""
         tokens = np.asarray(ids)
         if len(tokens) and int(tokens.max()) >= IGNORED:
-            raise DataError(f"{self.folder}: token id {int(tokens.max())} is too large; zero2all's files hold ids below {IGNORED}.")
+            raise DataError(
+                f"{self.folder}: token id {int(tokens.max())} is too large; zero2all's files hold ids below {IGNORED}."
+            )
         labels = tokens if mask is None else np.where(np.asarray(mask, dtype=bool), tokens, IGNORED)
         self._ids.write(tokens.astype("<u2").tobytes())
         self._labels.write(labels.astype("<u2").tobytes())
@@ -314,7 +401,10 @@ class SftPairWriter(ForeignWriter):
 
     def finish(self) -> None:
         """Rename the files, the maps last."""
-        for name, listed in ((self.base + MAP_END, self._samples), (ALL_MAP, [(0, *sample) for sample in self._samples])):
+        for name, listed in (
+            (self.base + MAP_END, self._samples),
+            (ALL_MAP, [(0, *sample) for sample in self._samples]),
+        ):
             self._files.append(PendingFile(self.folder / name))
             self._files[-1].write(json.dumps(listed).encode())
         for file in self._files:

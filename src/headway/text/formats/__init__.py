@@ -26,4 +26,12 @@ SUPPORTED = (
     "all but zip also as .gz, .bz2, .zst, .xz; folders and globs of them; Hugging Face dataset and MDS folders"
 )
 
-MODULES = {"json": "json", "jsonl": "json", "csv": "csv", "arrow": "arrow", "parquet": "arrow", "mds": "mds", "mediawiki": "mediawiki"}
+MODULES = {
+    "json": "json",
+    "jsonl": "json",
+    "csv": "csv",
+    "arrow": "arrow",
+    "parquet": "arrow",
+    "mds": "mds",
+    "mediawiki": "mediawiki",
+}

@@ -33,11 +33,19 @@ def read_parquet(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Re
     with raw.seekable() as stream, _readable(raw, "parquet"):
         file = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
         names: list[str] = file.schema_arrow.names
-        columns = list(dict.fromkeys(keys)) if keys is not None and set(keys) <= set(names) else None
-        rows = FEW_ROWS if any(_holds_bytes(column.type) for column in file.schema_arrow) else BATCH_ROWS
+        columns = (
+            list(dict.fromkeys(keys)) if keys is not None and set(keys) <= set(names) else None
+        )
+        rows = (
+            FEW_ROWS
+            if any(_holds_bytes(column.type) for column in file.schema_arrow)
+            else BATCH_ROWS
+        )
         first, last = raw.row_groups or (0, file.num_row_groups)
         before = sum(file.metadata.row_group(group).num_rows for group in range(first))
-        batches = file.iter_batches(rows, row_groups=range(first, last), columns=columns, use_threads=False)
+        batches = file.iter_batches(
+            rows, row_groups=range(first, last), columns=columns, use_threads=False
+        )
         yield from _records(raw, batches, before)
 
 
@@ -47,7 +55,11 @@ def _holds_bytes(kind: Any) -> bool:
 
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return True
-    return any(_holds_bytes(kind.field(place).type) for place in range(kind.num_fields)) if pa.types.is_nested(kind) else False
+    return (
+        any(_holds_bytes(kind.field(place).type) for place in range(kind.num_fields))
+        if pa.types.is_nested(kind)
+        else False
+    )
 
 
 @contextmanager
@@ -56,8 +68,17 @@ def _readable(raw: RawFile, form: str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError, NanosecondsError) as error:
-        raise DataError(f"{raw.name}: not a readable {form} file: {first_line(error, 1000)}. Fetch or write it again.") from None
+    except (
+        pa.ArrowException,
+        OSError,
+        UnicodeDecodeError,
+        OverflowError,
+        MemoryError,
+        NanosecondsError,
+    ) as error:
+        raise DataError(
+            f"{raw.name}: not a readable {form} file: {first_line(error, 1000)}. Fetch or write it again."
+        ) from None
 
 
 def _records(raw: RawFile, batches: Iterator[Any], number: int = 0) -> Iterator[Record]:
@@ -86,7 +107,9 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
             batch = batch.set_column(place, column.name, batch.column(place).cast(pa.int64()))
     # Refused by type: pyarrow converts them only where pandas is installed.
     if nested := [column.name for column in batch.schema if "[ns" in str(column.type)]:
-        raise NanosecondsError(f"times in nanoseconds inside {', '.join(nested)}, which cannot be read; leave it out or round it")
+        raise NanosecondsError(
+            f"times in nanoseconds inside {', '.join(nested)}, which cannot be read; leave it out or round it"
+        )
     return batch.to_pylist()
 
 
@@ -101,4 +124,8 @@ def _arrow_batches(stream: Any, keys: Sequence[str] | None) -> Iterator[Any]:
     else:
         batches = iter(pa.ipc.open_stream(stream))
     for batch in batches:
-        yield batch.select(list(dict.fromkeys(keys))) if keys is not None and set(keys) <= set(batch.schema.names) else batch
+        yield (
+            batch.select(list(dict.fromkeys(keys)))
+            if keys is not None and set(keys) <= set(batch.schema.names)
+            else batch
+        )

@@ -21,12 +21,16 @@ def read_csv(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record
         try:
             names = next(rows, [])
             if len(set(names)) != len(names):
-                raise DataError(f"{raw.name}:1: a column name occurs twice; the first row must name each column once.")
+                raise DataError(
+                    f"{raw.name}:1: a column name occurs twice; the first row must name each column once."
+                )
             for row in rows:
                 if not row:
                     continue
                 if len(row) != len(names):
-                    raise DataError(f"{raw.name}:{rows.line_num}: {len(row)} values, but the first row names {len(names)} columns.")
+                    raise DataError(
+                        f"{raw.name}:{rows.line_num}: {len(row)} values, but the first row names {len(names)} columns."
+                    )
                 yield Record(dict(zip(names, row, strict=True)), raw.name, rows.line_num)
         except csv.Error as error:
             raise DataError(f"{raw.name}:{rows.line_num}: not a valid table: {error}.") from None

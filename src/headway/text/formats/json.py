@@ -34,11 +34,15 @@ def parse_object(text: str, name: str, line: int) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{name}:{line}: not valid JSON at column {error.colno}: {error.msg}. Each line must be one JSON object.") from None
+        raise DataError(
+            f"{name}:{line}: not valid JSON at column {error.colno}: {error.msg}. Each line must be one JSON object."
+        ) from None
     except (RecursionError, ValueError) as error:
         raise DataError(f"{name}:{line}: not readable JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise DataError(f'{name}:{line}: a JSON {type(found).__name__}; each line must be one JSON object, as in {{"text": "..."}}.')
+        raise DataError(
+            f'{name}:{line}: a JSON {type(found).__name__}; each line must be one JSON object, as in {{"text": "..."}}.'
+        )
     return found
 
 
@@ -68,7 +72,9 @@ def _list(text: _Text) -> Iterator[Record]:
             if mark == "]":
                 break
             if mark != ",":
-                text.fail("the list is cut short" if not mark else f"',' or ']' expected, {mark!r} found")
+                text.fail(
+                    "the list is cut short" if not mark else f"',' or ']' expected, {mark!r} found"
+                )
     text.number = None
     if text.skip_white():
         text.fail("something follows the list")
@@ -103,14 +109,21 @@ class _Text:
                 found, end = DECODER.raw_decode(self.buffer, self.at)
                 break
             except json.JSONDecodeError as error:
-                unfinished = error.msg.startswith("Unterminated string") or error.pos >= len(self.buffer) - NEAR_END
+                unfinished = (
+                    error.msg.startswith("Unterminated string")
+                    or error.pos >= len(self.buffer) - NEAR_END
+                )
                 if not (unfinished and self._read_on()):
                     self.go_to(min(error.pos, len(self.buffer)))
-                    self.fail(f"not valid JSON: {error.msg}{', the file may be cut short' if unfinished else ''}")
+                    self.fail(
+                        f"not valid JSON: {error.msg}{', the file may be cut short' if unfinished else ''}"
+                    )
             except (RecursionError, ValueError) as error:
                 self.fail(f"not readable JSON: {error}")
         if not isinstance(found, dict):
-            self.fail(f'a JSON {type(found).__name__} where an object is expected, as in {{"text": "..."}}')
+            self.fail(
+                f'a JSON {type(found).__name__} where an object is expected, as in {{"text": "..."}}'
+            )
         record = Record(cast(dict[str, Any], found), self.name, self.line, self.number)
         self.go_to(end)
         return record
@@ -136,5 +149,8 @@ class _Text:
         whole = len(data) if self._ended else whole_characters(data)
         self._rest = data[whole:]
         line = self.line + waiting.count("\n")
-        self.buffer, self.at = waiting + decode(data[:whole], self.name, 1 if first else max(2, line)), 0
+        self.buffer, self.at = (
+            waiting + decode(data[:whole], self.name, 1 if first else max(2, line)),
+            0,
+        )
         return not self._ended

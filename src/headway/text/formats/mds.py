@@ -25,7 +25,19 @@ from headway.runtime.json_file import load_json
 from headway.text.document import Record
 from headway.text.raw import RawFile
 
-SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+SCALARS = (
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
 DTYPE_CODES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
                64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
 _PLAIN: dict[str, Callable[[bytes], Any]] = {
@@ -64,7 +76,10 @@ def is_mds(folder: Path) -> bool:
     index = folder / "index.json"
     if index.is_file():
         return b'"shards"' in index.read_bytes()
-    return any(child.is_dir() and (child / "index.json").is_file() and is_mds(child) for child in sorted(folder.iterdir()))
+    return any(
+        child.is_dir() and (child / "index.json").is_file() and is_mds(child)
+        for child in sorted(folder.iterdir())
+    )
 
 
 def mds_shards(folder: Path) -> list[MdsShardEntry]:
@@ -90,12 +105,16 @@ def check_shard(shard: MdsShardEntry) -> None:
     """Compare a shard's size, and those hashes that Python can compute, with the index."""
     size = shard.path.stat().st_size
     if shard.stored_bytes is not None and size != shard.stored_bytes:
-        raise DataError(f"{shard.path}: has {size} bytes, but index.json promises {shard.stored_bytes}; copy it again.")
+        raise DataError(
+            f"{shard.path}: has {size} bytes, but index.json promises {shard.stored_bytes}; copy it again."
+        )
     for name, expected in shard.hashes.items():
         if name in hashlib.algorithms_available:
             with open(shard.path, "rb") as file:
                 if hashlib.file_digest(file, name).hexdigest() != expected:
-                    raise DataError(f"{shard.path}: its {name} is not the one in index.json; the file is damaged, copy it again.")
+                    raise DataError(
+                        f"{shard.path}: its {name} is not the one in index.json; the file is damaged, copy it again."
+                    )
 
 
 def read_mds(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
@@ -104,12 +123,16 @@ def read_mds(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record
         columns, offsets = _read_header(stream, raw.name)
         for number, size in enumerate(np.diff(offsets).tolist(), 1):
             data = _exactly(stream, size, raw.name)
-            yield Record(decode_sample(columns, data, f"{raw.name}:{number}", keys), raw.name, number)
+            yield Record(
+                decode_sample(columns, data, f"{raw.name}:{number}", keys), raw.name, number
+            )
         if stream.read(1):
             raise DataError(f"{raw.name}: bytes follow the last sample; the shard is damaged.")
 
 
-def decode_sample(columns: Sequence[Column], data: bytes, place: str, keys: Sequence[str] | None = None) -> dict[str, Any]:
+def decode_sample(
+    columns: Sequence[Column], data: bytes, place: str, keys: Sequence[str] | None = None
+) -> dict[str, Any]:
     """The columns of one sample (only `keys`, if it has all of them)."""
     at = 4 * sum(column.size is None for column in columns)
     sizes = iter(np.frombuffer(data[:at], "<u4").tolist())
@@ -125,7 +148,15 @@ def decode_sample(columns: Sequence[Column], data: bytes, place: str, keys: Sequ
             at += size
         if at != len(data):
             raise ValueError("its columns are shorter than the sample")
-    except (ValueError, TypeError, StopIteration, InvalidOperation, IndexError, KeyError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        StopIteration,
+        InvalidOperation,
+        IndexError,
+        KeyError,
+        RecursionError,
+    ) as error:
         raise DataError(f"{place}: the sample cannot be read: {error}.") from None
     return values
 
@@ -142,7 +173,9 @@ def decode_value(encoding: str, data: bytes) -> Any:
         return np.frombuffer(data, np.dtype(encoding).newbyteorder("<"))[0].item()
     if encoding == "ndarray" or encoding.startswith("ndarray:"):
         return _decode_array(encoding.split(":")[1:], data)
-    raise ValueError(f"encoding {encoding!r} is unknown; known encodings are ndarray, int, bool, {', '.join((*_PLAIN, *SCALARS))}")
+    raise ValueError(
+        f"encoding {encoding!r} is unknown; known encodings are ndarray, int, bool, {', '.join((*_PLAIN, *SCALARS))}"
+    )
 
 
 def _decode_array(given: list[str], data: bytes) -> np.ndarray[Any, Any]:
@@ -157,37 +190,61 @@ def _decode_array(given: list[str], data: bytes) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
 
 
-def _read_header(stream: io.BufferedIOBase, name: str) -> tuple[list[Column], np.ndarray[Any, np.dtype[np.int64]]]:
+def _read_header(
+    stream: io.BufferedIOBase, name: str
+) -> tuple[list[Column], np.ndarray[Any, np.dtype[np.int64]]]:
     count = int(np.frombuffer(_exactly(stream, 4, name), "<u4")[0])
     offsets = np.frombuffer(_exactly(stream, 4 * (count + 1), name), "<u4").astype(np.int64)
     begin = 4 + 4 * (count + 1)
     if offsets[0] <= begin or offsets[0] - begin > 1 << 20 or (np.diff(offsets) < 0).any():
-        raise DataError(f"{name}: the sample offsets are out of order; the file is damaged or not an MDS shard.")
+        raise DataError(
+            f"{name}: the sample offsets are out of order; the file is damaged or not an MDS shard."
+        )
     try:
         config = json.loads(_exactly(stream, int(offsets[0]) - begin, name))
-        given = zip(config["column_names"], config["column_encodings"], config["column_sizes"], strict=True)
-        columns = [Column(str(name), str(encoding), None if size is None else abs(int(size))) for name, encoding, size in given]
+        given = zip(
+            config["column_names"], config["column_encodings"], config["column_sizes"], strict=True
+        )
+        columns = [
+            Column(str(name), str(encoding), None if size is None else abs(int(size)))
+            for name, encoding, size in given
+        ]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{name}: the shard's description of its columns is damaged: {error}.") from None
+        raise DataError(
+            f"{name}: the shard's description of its columns is damaged: {error}."
+        ) from None
     for column in columns:
         if column.encoding == "pkl":
-            raise DataError(f"{name}: column {column.name!r} is pickled (pkl), which could run code; write it again as json or bytes.")
+            raise DataError(
+                f"{name}: column {column.name!r} is pickled (pkl), which could run code; write it again as json or bytes."
+            )
     return columns, offsets
 
 
 def _exactly(stream: io.BufferedIOBase, size: int, name: str) -> bytes:
     data = stream.read(size)
     if len(data) != size:
-        raise DataError(f"{name}: the shard is cut short: {size} bytes expected, {len(data)} found.")
+        raise DataError(
+            f"{name}: the shard is cut short: {size} bytes expected, {len(data)} found."
+        )
     return data
 
 
 def _shard(folder: Path, entry: dict[str, Any]) -> MdsShardEntry:
     if entry["format"] != "mds":
-        raise DataError(f"{folder / 'index.json'}: shards of format {entry['format']!r}; only mds is supported.")
-    options = [described for described in (entry["raw_data"], entry["zip_data"]) if described is not None]
+        raise DataError(
+            f"{folder / 'index.json'}: shards of format {entry['format']!r}; only mds is supported."
+        )
+    options = [
+        described for described in (entry["raw_data"], entry["zip_data"]) if described is not None
+    ]
     for described in options:
         path = folder / described["basename"]
         if path.is_file():
-            return MdsShardEntry(path, int(entry["samples"]), described.get("bytes"), dict(described.get("hashes") or {}))
+            return MdsShardEntry(
+                path,
+                int(entry["samples"]),
+                described.get("bytes"),
+                dict(described.get("hashes") or {}),
+            )
     raise DataError(f"{folder / options[0]['basename']}: listed in index.json, but missing.")

@@ -28,7 +28,8 @@ DROPPED_SECTIONS = {
 }  # fmt: skip
 # Link targets before a colon that bring a picture, a category or a page in another language, not words of the text.
 DROPPED_LINKS = re.compile(
-    r"(?:file|image|media|category|fichier|datei|bild|文件|档案|檔案|图像|圖像|图片|圖片|分类|分類|[a-z]{2,3}(?:-[a-z]+)*|simple)\s*:", re.I
+    r"(?:file|image|media|category|fichier|datei|bild|文件|档案|檔案|图像|圖像|图片|圖片|分类|分類|[a-z]{2,3}(?:-[a-z]+)*|simple)\s*:",
+    re.I,
 )
 LANGUAGE = "{http://www.w3.org/XML/1998/namespace}lang"
 """The attribute of a dump's root."""
@@ -42,7 +43,8 @@ _NO_PLACES = dict.fromkeys(map(ord, f"{GONE}\x01\x02"))
 _COMMENT = re.compile(r"<!--")
 _COMMENT_END = re.compile("-->")
 _DROPPED_TAGS = re.compile(
-    r"<(ref|gallery|timeline|score|imagemap|templatestyles|references|includeonly|hiero|graph|mapframe|indicator)\b([^<>]*)>", re.I
+    r"<(ref|gallery|timeline|score|imagemap|templatestyles|references|includeonly|hiero|graph|mapframe|indicator)\b([^<>]*)>",
+    re.I,
 )
 _FORMULA = re.compile(r"<(math|chem|ce)\b([^<>]*)>", re.I)
 _FORMULA_PLACE = re.compile("\x01([0-9]+)\x02")
@@ -61,7 +63,9 @@ _TABLE = re.compile(r"^[ :]*\{\||^[ \t]*\|\}", re.M)
 _BRACE_RUN = re.compile(r"\{+|\}+")
 _BLANKS = re.compile(r"[ \t\u00a0]+")
 _SEPARATORS = r"[ \t\u00a0,，;；、:：/]{0,20}"
-_EMPTY_BRACKETS = re.compile(rf"[ \t]?[(（]{_SEPARATORS}{GONE}[ \t\u00a0,，;；、:：/{GONE}]{{0,40}}[)）]")
+_EMPTY_BRACKETS = re.compile(
+    rf"[ \t]?[(（]{_SEPARATORS}{GONE}[ \t\u00a0,，;；、:：/{GONE}]{{0,40}}[)）]"
+)
 _AFTER_BRACKET = re.compile(rf"([(（]){_SEPARATORS}{GONE}[ \t\u00a0,，;；、:：/{GONE}]{{0,40}}")
 _BEFORE_BRACKET = re.compile(rf"{_SEPARATORS}{GONE}[ \t\u00a0,，;；、:：/{GONE}]{{0,40}}([)）])")
 
@@ -77,7 +81,9 @@ def clean_wikitext(text: str, page: PageFacts | None = None) -> str:
     text = _replace_elements(text, _DROPPED_TAGS, lambda found, content: GONE)
     # Braces, quotes and signs of a formula are TeX, not markup: it waits under a number until all markup is gone.
     formulas: list[str] = []
-    text = _replace_elements(text, _FORMULA, lambda found, content: _set_aside(found, content, formulas))
+    text = _replace_elements(
+        text, _FORMULA, lambda found, content: _set_aside(found, content, formulas)
+    )
     text = _nested(text, _braces(text), lambda inner: _template(inner, facts))
     text = _nested(text, _marks(text, _TABLE, "{|"), lambda inner: "")
     text = _VARIANT.sub(lambda found: _variant(found[1]), text)
@@ -86,12 +92,16 @@ def clean_wikitext(text: str, page: PageFacts | None = None) -> str:
     text = _BREAK.sub("\n", text)
     text = html.unescape(_TAG.sub("", text))
     text = _QUOTES.sub("", _MAGIC.sub("", text))
-    text = _BEFORE_BRACKET.sub(r"\1", _AFTER_BRACKET.sub(r"\1", _EMPTY_BRACKETS.sub("", text))).replace(GONE, "")
+    text = _BEFORE_BRACKET.sub(
+        r"\1", _AFTER_BRACKET.sub(r"\1", _EMPTY_BRACKETS.sub("", text))
+    ).replace(GONE, "")
     text = _sections(text)
     return _FORMULA_PLACE.sub(lambda place: formulas[int(place[1])], text)
 
 
-def _replace_elements(text: str, opening: re.Pattern[str], replace: Callable[[re.Match[str], str], str]) -> str:
+def _replace_elements(
+    text: str, opening: re.Pattern[str], replace: Callable[[re.Match[str], str], str]
+) -> str:
     """Replace each comment or element with its content; an unclosed one stays.
 
     An end that was not found once is not looked for again: a page of nothing but openings takes no quadratic time.
@@ -208,7 +218,9 @@ def _variant(inner: str) -> str:
     for key in ("zh-hans", "zh-cn", "zh-sg", "zh-my", "zh"):
         if key in named:
             return named[key]
-    return next(iter(named.values())) if named and all(key.startswith("zh") for key in named) else body
+    return (
+        next(iter(named.values())) if named and all(key.startswith("zh") for key in named) else body
+    )
 
 
 def _sections(text: str) -> str:
@@ -247,7 +259,9 @@ def read_mediawiki(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[
                     root = element
                     language = element.get(LANGUAGE, "en")
                     if name != "mediawiki":
-                        raise DataError(f"{raw.name}: the XML begins with <{name}>; only MediaWiki dumps (<mediawiki>) are read.")
+                        raise DataError(
+                            f"{raw.name}: the XML begins with <{name}>; only MediaWiki dumps (<mediawiki>) are read."
+                        )
                 elif event == "end" and name == "page":
                     number += 1
                     article = _article(element, language)
@@ -255,7 +269,9 @@ def read_mediawiki(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[
                         yield Record(article, raw.name, number)
                     root.clear()
         except ElementTree.ParseError as error:
-            raise DataError(f"{raw.name}:{error.position[0]}: not valid XML: {error}; the dump is damaged or cut short.") from None
+            raise DataError(
+                f"{raw.name}:{error.position[0]}: not valid XML: {error}; the dump is damaged or cut short."
+            ) from None
 
 
 def _article(page: ElementTree.Element, language: str) -> dict[str, str] | None:

@@ -89,7 +89,9 @@ def template_text(inner: str, page: PageFacts = PageFacts()) -> str | None:
         return _VARIABLES[name](page)
     if name.startswith("formatnum:"):
         return head.partition(":")[2]
-    places = _TEXT.get(name) or next((places for pattern, places in _FAMILIES if pattern.fullmatch(name)), ())
+    places = _TEXT.get(name) or next(
+        (places for pattern, places in _FAMILIES if pattern.fullmatch(name)), ()
+    )
     if not places and not any(name in table for table in (_COMPOSED, _DATED, _CURRENCIES, _SHIPS)):
         return None
     arguments = _arguments(_split(inner)[1:])
@@ -177,7 +179,9 @@ def _span(word: str) -> Callable[[Arguments], str | None]:
 
 def _life(given: Arguments) -> str | None:
     """`{{bd|1867年|11月7日|1934年|7月4日}}` of the Chinese Wikipedia: years and days of birth and death."""
-    born, died = (given.get(year, "") + given.get(day, "") for year, day in (("1", "2"), ("3", "4")))
+    born, died = (
+        given.get(year, "") + given.get(day, "") for year, day in (("1", "2"), ("3", "4"))
+    )
     return f"（{born}—{died}）" if born or died else None
 
 
@@ -252,7 +256,9 @@ def _dated(parts: list[str], page: PageFacts, *, day_first: bool = False) -> str
 
 def _date(given: Arguments, page: PageFacts) -> str | None:
     """`{{start date|2003|5|12}}`. An age that some of these templates add is that of the reader's day: it is left out."""
-    return _dated([given.get(place, "") for place in ("1", "2", "3")], page, day_first=_is_on(given, "df"))
+    return _dated(
+        [given.get(place, "") for place in ("1", "2", "3")], page, day_first=_is_on(given, "df")
+    )
 
 
 def _year(given: Arguments, page: PageFacts) -> str | None:
@@ -353,6 +359,9 @@ def _now(name: str) -> Callable[[PageFacts], str]:
 
 _VARIABLES: dict[str, Callable[[PageFacts], str]] = {
     **{f"{place}{name}": _now(name) for place in ("current", "local") for name in _NAMES_OF_NOW},
-    **dict.fromkeys(("pagename", "fullpagename", "basepagename", "subpagename", "rootpagename"), lambda page: page.title),
+    **dict.fromkeys(
+        ("pagename", "fullpagename", "basepagename", "subpagename", "rootpagename"),
+        lambda page: page.title,
+    ),
 }
 """What MediaWiki itself replaces, in lower case."""

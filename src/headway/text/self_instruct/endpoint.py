@@ -62,10 +62,22 @@ class Endpoint:
             raise ConfigError(
                 f"--endpoint holds a user name or password; put the key into the environment variable {KEY_VARIABLE} instead."
             )
-        if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_valid or not self.url.isascii() or " " in self.url:
-            raise ConfigError(f"--endpoint is {self.url!r}; it must be an address such as http://localhost:8000/v1.")
-        if self.key is not None and not (self.key.isascii() and self.key.isprintable() and " " not in self.key):
-            raise ConfigError(f"{KEY_VARIABLE} holds characters that no key has (blanks, line ends, not ASCII). Set it again.")
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or not port_is_valid
+            or not self.url.isascii()
+            or " " in self.url
+        ):
+            raise ConfigError(
+                f"--endpoint is {self.url!r}; it must be an address such as http://localhost:8000/v1."
+            )
+        if self.key is not None and not (
+            self.key.isascii() and self.key.isprintable() and " " not in self.key
+        ):
+            raise ConfigError(
+                f"{KEY_VARIABLE} holds characters that no key has (blanks, line ends, not ASCII). Set it again."
+            )
 
     @property
     def address(self) -> str:
@@ -127,15 +139,21 @@ class Client:
                 return Reply(text, was_cut, dict(retries), usage[0], usage[1])
             except _RequestError as failure:
                 if not failure.is_temporary:
-                    raise EndpointError(f"{self.endpoint.shown_address}: {failure.message}") from None
+                    raise EndpointError(
+                        f"{self.endpoint.shown_address}: {failure.message}"
+                    ) from None
                 if attempt == self.endpoint.max_retries:
-                    raise EndpointError(f"{self.endpoint.shown_address}: {failure.message} (after {attempt + 1} attempts).") from None
+                    raise EndpointError(
+                        f"{self.endpoint.shown_address}: {failure.message} (after {attempt + 1} attempts)."
+                    ) from None
                 retries[failure.kind] += 1
                 self._pause(failure, attempt)
         raise AssertionError("the last attempt returns or raises")
 
     def _pause(self, failure: _RequestError, attempt: int) -> None:
-        seconds = min(FIRST_PAUSE_SECONDS * 2**attempt, MAX_PAUSE_SECONDS) * random.uniform(0.5, 1.0)
+        seconds = min(FIRST_PAUSE_SECONDS * 2**attempt, MAX_PAUSE_SECONDS) * random.uniform(
+            0.5, 1.0
+        )
         if failure.pause_seconds is not None:
             if failure.pause_seconds > MAX_RETRY_AFTER_SECONDS:
                 raise EndpointError(
@@ -145,7 +163,9 @@ class Client:
             seconds = failure.pause_seconds
             with self._lock:
                 self._next_slot = max(self._next_slot, time.monotonic() + seconds)
-        logging.getLogger("headway").info("%s: %s; retrying in %.1f s", self.endpoint.shown_address, failure.message, seconds)
+        logging.getLogger("headway").info(
+            "%s: %s; retrying in %.1f s", self.endpoint.shown_address, failure.message, seconds
+        )
         self._sleep(seconds)
 
     def _wait_for_slot(self) -> None:
@@ -169,18 +189,28 @@ class Client:
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from None
         except TimeoutError:
-            raise _RequestError("timeout", f"no answer within {self.endpoint.timeout_seconds:g} s") from None
+            raise _RequestError(
+                "timeout", f"no answer within {self.endpoint.timeout_seconds:g} s"
+            ) from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
-                raise _RequestError("timeout", f"no connection within {self.endpoint.timeout_seconds:g} s") from None
-            raise _RequestError("connection", f"cannot be reached: {self._safe_text(str(error.reason))}") from None
+                raise _RequestError(
+                    "timeout", f"no connection within {self.endpoint.timeout_seconds:g} s"
+                ) from None
+            raise _RequestError(
+                "connection", f"cannot be reached: {self._safe_text(str(error.reason))}"
+            ) from None
         except (OSError, http.client.HTTPException) as error:
-            raise _RequestError("connection", f"the connection broke: {self._safe_text(str(error) or type(error).__name__)}") from None
+            raise _RequestError(
+                "connection",
+                f"the connection broke: {self._safe_text(str(error) or type(error).__name__)}",
+            ) from None
         try:
             return _parse_answer(json.loads(raw))
         except (ValueError, LookupError, TypeError, RecursionError):
             raise _RequestError(
-                "nonsense", f"the answer is not a chat completion: {self._safe_text(raw.decode('utf-8', 'replace'))!r}"
+                "nonsense",
+                f"the answer is not a chat completion: {self._safe_text(raw.decode('utf-8', 'replace'))!r}",
             ) from None
 
     def _post(self, prompt: str) -> bytes:
@@ -190,10 +220,16 @@ class Client:
             "temperature": self.endpoint.temperature,
             "max_tokens": self.endpoint.max_tokens,
         }
-        headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "headway"}
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+            "User-Agent": "headway",
+        }
         if self.endpoint.key:
             headers["Authorization"] = f"Bearer {self.endpoint.key}"
-        request = urllib.request.Request(self.endpoint.address, json.dumps(body).encode(), headers, method="POST")
+        request = urllib.request.Request(
+            self.endpoint.address, json.dumps(body).encode(), headers, method="POST"
+        )
         deadline = time.monotonic() + self.endpoint.timeout_seconds
         with self._opener.open(request, timeout=self.endpoint.timeout_seconds) as response:
             raw, announced = bytearray(), response.length
@@ -203,7 +239,9 @@ class Client:
                 if time.monotonic() > deadline:
                     raise TimeoutError
                 if len(raw) > MAX_ANSWER_BYTES:
-                    raise _RequestError("nonsense", f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+                    raise _RequestError(
+                        "nonsense", f"the answer is longer than {MAX_ANSWER_BYTES} bytes"
+                    )
             if announced is not None and len(raw) < announced:
                 raise http.client.IncompleteRead(b"", announced - len(raw))
             return bytes(raw)
@@ -217,14 +255,20 @@ class Client:
         code = error.code
         what = f"HTTP {code} {said}".rstrip()
         if code in (401, 403):
-            return _RequestError(str(code), f"{what}. Set {KEY_VARIABLE} to a valid key.", is_temporary=False)
+            return _RequestError(
+                str(code), f"{what}. Set {KEY_VARIABLE} to a valid key.", is_temporary=False
+            )
         if 300 <= code < 400:
             return _RequestError(
-                str(code), f"HTTP {code}: redirects to another address. Give the final address as --endpoint.", is_temporary=False
+                str(code),
+                f"HTTP {code}: redirects to another address. Give the final address as --endpoint.",
+                is_temporary=False,
             )
         if code not in (408, 409, 425, 429) and code < 500:
             return _RequestError(
-                str(code), f"{what}. Check --endpoint, --model ({self.endpoint.model}) and --max-tokens.", is_temporary=False
+                str(code),
+                f"{what}. Check --endpoint, --model ({self.endpoint.model}) and --max-tokens.",
+                is_temporary=False,
             )
         return _RequestError(str(code), what, pause_seconds=_retry_after(error.headers))
 

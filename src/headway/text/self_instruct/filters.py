@@ -62,7 +62,9 @@ class SimilarityIndex:
                 common = left & mark
                 left = ((left + common) | (left - common)) & self._bits
         raw = np.frombuffer(left.to_bytes(self._size // 8 + 1, "little"), dtype=np.uint8)
-        ones = np.add.reduceat(np.unpackbits(raw, bitorder="little").astype(np.int64), np.array(self._starts))
+        ones = np.add.reduceat(
+            np.unpackbits(raw, bitorder="little").astype(np.int64), np.array(self._starts)
+        )
         lengths = np.array(self._lengths)
         return 2.0 * (lengths - ones) / (lengths + len(tokens))
 
@@ -109,7 +111,11 @@ class KeptTask:
 
     def record(self) -> dict[str, Any]:
         """The line of tasks.jsonl."""
-        return {**self.task.record(), "most_similar": self.most_similar, "avg_similarity": self.avg_similarity}
+        return {
+            **self.task.record(),
+            "most_similar": self.most_similar,
+            "avg_similarity": self.avg_similarity,
+        }
 
 
 class TaskFilter:
@@ -142,7 +148,11 @@ class TaskFilter:
 
     def _reason(self, task: Task) -> str | None:
         text = task.instruction
-        length = len(text.split()) if self._language == "en" else sum(not character.isspace() for character in text)
+        length = (
+            len(text.split())
+            if self._language == "en"
+            else sum(not character.isspace() for character in text)
+        )
         if length <= LONGER_THAN:
             return "too short"
         if length > AT_MOST:

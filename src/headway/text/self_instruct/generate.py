@@ -29,7 +29,15 @@ from headway.runtime.progress import Advance, progress
 from headway.runtime.storage import fsync_file, fsync_folder, writing
 from headway.text.self_instruct.endpoint import Client, Endpoint, EndpointError, Reply
 from headway.text.self_instruct.filters import KeptTask, TaskFilter
-from headway.text.self_instruct.tasks import LANGUAGES, Language, Task, fingerprint, load_seeds, make_prompt, parse_answer
+from headway.text.self_instruct.tasks import (
+    LANGUAGES,
+    Language,
+    Task,
+    fingerprint,
+    load_seeds,
+    make_prompt,
+    parse_answer,
+)
 from headway.text.write import record_file
 
 NAME = ".journal.jsonl"  # hidden, so that a reader of the folder does not take it for tasks
@@ -84,7 +92,12 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._file.close()
 
     def _lock(self) -> None:
@@ -95,7 +108,9 @@ class Journal:
                 f"{self.path.parent}: another process writes tasks here. Wait until it ends, or choose another --out."
             ) from None
         except OSError as problem:
-            raise DataError(f"{self.path}: cannot be locked: {problem.strerror}. Choose another --out.") from None
+            raise DataError(
+                f"{self.path}: cannot be locked: {problem.strerror}. Choose another --out."
+            ) from None
 
     def _read(self, settings: dict[str, Any]) -> None:
         self._file.seek(0)
@@ -117,13 +132,19 @@ class Journal:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise DataError(f"{self.path}:1: damaged. Choose another --out.") from None
         if changed:
-            was = ", ".join(f"{key} was {before.get(key)!r} and is {settings[key]!r}" for key in changed)
-            raise ConfigError(f"{self.path.parent} holds tasks made with other settings: {was}. Use the same settings or another --out.")
+            was = ", ".join(
+                f"{key} was {before.get(key)!r} and is {settings[key]!r}" for key in changed
+            )
+            raise ConfigError(
+                f"{self.path.parent} holds tasks made with other settings: {was}. Use the same settings or another --out."
+            )
         for number, line in enumerate(lines[1:], start=2):
             try:
                 self.answered.append(AnsweredRequest(**json.loads(line)))
             except (ValueError, TypeError):
-                raise DataError(f"{self.path}:{number}: damaged. Remove the line; its tasks are lost.") from None
+                raise DataError(
+                    f"{self.path}:{number}: damaged. Remove the line; its tasks are lost."
+                ) from None
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with writing(self.path, error=DataError):
@@ -205,7 +226,9 @@ def self_instruct(wanted: SelfInstruct, endpoint: Endpoint) -> SelfInstructRepor
 class _Run:
     """The tasks kept so far, and the rounds of requests for more."""
 
-    def __init__(self, wanted: SelfInstruct, seeds: list[Task], journal: Journal, client: Client) -> None:
+    def __init__(
+        self, wanted: SelfInstruct, seeds: list[Task], journal: Journal, client: Client
+    ) -> None:
         self.wanted = wanted
         self.seeds = seeds
         self.journal = journal
@@ -221,7 +244,12 @@ class _Run:
         """Send requests in rounds until there are enough tasks."""
         while self.num_kept < self.wanted.num:
             done = {one.number for one in self.journal.answered}
-            numbers = list(islice((number for number in count() if number not in done), self.wanted.requests_per_round))
+            numbers = list(
+                islice(
+                    (number for number in count() if number not in done),
+                    self.wanted.requests_per_round,
+                )
+            )
             failure: EndpointError | None = None
             for number, reply in self._replies(numbers):
                 if isinstance(reply, EndpointError):
@@ -231,7 +259,9 @@ class _Run:
             if failure is not None:
                 raise EndpointError(f"{failure} {self._state()}")
             if self._answers_without_task >= self.wanted.give_up_after:
-                dropped = ", ".join(f"{reason} {times}" for reason, times in self.journal.totals()[0].most_common(5))
+                dropped = ", ".join(
+                    f"{reason} {times}" for reason, times in self.journal.totals()[0].most_common(5)
+                )
                 raise EndpointError(
                     f"{self.client.endpoint.shown_address}: {self._answers_without_task} answers in a row had no task to keep "
                     f"(dropped so far: {dropped}). "
@@ -246,7 +276,9 @@ class _Run:
         arrived: queue.SimpleQueue[tuple[int, Reply | BaseException]] = queue.SimpleQueue()
 
         def ask(number: int) -> None:
-            prompt = make_prompt(self.seeds, self.wanted.language, self.wanted.per_request, self.wanted.seed, number)
+            prompt = make_prompt(
+                self.seeds, self.wanted.language, self.wanted.per_request, self.wanted.seed, number
+            )
             try:
                 arrived.put((number, self.client.ask(prompt)))
             except BaseException as error:  # passed to the waiting thread, which raises it
@@ -254,7 +286,9 @@ class _Run:
 
         for number in numbers:
             # daemons: Ctrl-C must not wait for a server that does not answer
-            threading.Thread(target=ask, args=(number,), name=f"headway-ask-{number}", daemon=True).start()
+            threading.Thread(
+                target=ask, args=(number,), name=f"headway-ask-{number}", daemon=True
+            ).start()
         waiting: dict[int, Reply | EndpointError] = {}
         for number in numbers:
             while number not in waiting:
@@ -278,15 +312,28 @@ class _Run:
             else:
                 dropped[verdict] += 1
         records = [one.record() for one in kept]
-        self.journal.append(AnsweredRequest(number, records, dict(dropped), reply.retries, reply.prompt_tokens, reply.completion_tokens))
+        self.journal.append(
+            AnsweredRequest(
+                number,
+                records,
+                dict(dropped),
+                reply.retries,
+                reply.prompt_tokens,
+                reply.completion_tokens,
+            )
+        )
         self.num_kept += len(kept)
-        self._answers_without_task = 0 if kept or dropped["more than wanted"] else self._answers_without_task + 1
+        self._answers_without_task = (
+            0 if kept or dropped["more than wanted"] else self._answers_without_task + 1
+        )
         return len(kept)
 
 
 def _check(wanted: SelfInstruct, endpoint: Endpoint) -> None:
     if wanted.language not in LANGUAGES:
-        raise ConfigError(f"--language is {wanted.language!r}; it must be one of {', '.join(LANGUAGES)}.")
+        raise ConfigError(
+            f"--language is {wanted.language!r}; it must be one of {', '.join(LANGUAGES)}."
+        )
     least = {
         "--num": (wanted.num, 1),
         "--per-request": (wanted.per_request, 1),

@@ -49,7 +49,9 @@ def load_seeds(language: Language, path: Path | None = None) -> list[Task]:
 
 def fingerprint(tasks: Sequence[Task]) -> str:
     """A digest of the tasks."""
-    return hashlib.sha256(json.dumps([task.record() for task in tasks], ensure_ascii=False).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps([task.record() for task in tasks], ensure_ascii=False).encode()
+    ).hexdigest()[:16]
 
 
 def _read_seeds(path: Path) -> list[Task]:
@@ -100,12 +102,20 @@ _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _NOTHING = frozenset({"", "none", "n/a", "noinput", "no input", "无", "没有", "空"})
 
 
-def make_prompt(seeds: Sequence[Task], language: Language, per_request: int, seed: int, number: int) -> str:
+def make_prompt(
+    seeds: Sequence[Task], language: Language, per_request: int, seed: int, number: int
+) -> str:
     """The prompt of one request; the examples depend only on the seed and the request number."""
-    examples = random.Random(derive(seed, "self-instruct", number)).sample(list(seeds), SEEDS_PER_PROMPT)
+    examples = random.Random(derive(seed, "self-instruct", number)).sample(
+        list(seeds), SEEDS_PER_PROMPT
+    )
     first = len(examples) + 1
     head = REQUEST[language].format(
-        given=len(examples), wanted=per_request, first=first, last=first + per_request - 1, none=NO_INPUT[language]
+        given=len(examples),
+        wanted=per_request,
+        first=first,
+        last=first + per_request - 1,
+        none=NO_INPUT[language],
     )
     shown = [f"<|{k}|>\n{_show(task, language)}" for k, task in enumerate(examples, start=1)]
     return "\n\n".join([head, *shown])
@@ -113,7 +123,9 @@ def make_prompt(seeds: Sequence[Task], language: Language, per_request: int, see
 
 def _show(task: Task, language: Language) -> str:
     values = (task.instruction, task.input or NO_INPUT[language], task.output)
-    return "\n".join(f"{label} {value}" for label, value in zip(LABELS[language], values, strict=True))
+    return "\n".join(
+        f"{label} {value}" for label, value in zip(LABELS[language], values, strict=True)
+    )
 
 
 def parse_answer(answer: str, was_cut: bool) -> tuple[list[Task], Counter[str]]:
@@ -143,10 +155,14 @@ def _parse_task(piece: str) -> Task | None:
     if end is None:
         return None
     given = next((k for k in range(begin + 1, end) if labels[k]["input"]), None)
-    instruction = _clean(piece[labels[begin].end() : labels[end if given is None else given].start()])
+    instruction = _clean(
+        piece[labels[begin].end() : labels[end if given is None else given].start()]
+    )
     about = "" if given is None else _clean(piece[labels[given].end() : labels[end].start()])
     output = _clean(piece[labels[end].end() :])
-    return Task(instruction, "" if about.strip("<>()（）[].。 ").lower() in _NOTHING else about, output)
+    return Task(
+        instruction, "" if about.strip("<>()（）[].。 ").lower() in _NOTHING else about, output
+    )
 
 
 def _clean(text: str) -> str:

@@ -23,7 +23,15 @@ from headway.errors import DataError
 from headway.runtime.executor.task import WorkTask
 from headway.runtime.executor.work import Placement, WorkFolder, work_folder
 from headway.runtime.progress import progress
-from headway.text.clean import EXAMPLES, CleanReport, CleanRules, broken_rule, cleaned_record, refuse_source, simplifier
+from headway.text.clean import (
+    EXAMPLES,
+    CleanReport,
+    CleanRules,
+    broken_rule,
+    cleaned_record,
+    refuse_source,
+    simplifier,
+)
 from headway.text.document import Document, place_of
 from headway.text.read import expand
 from headway.text.tasks.dedup import Verdict, find_duplicates
@@ -62,7 +70,13 @@ class CleanTask:
 
 
 def clean_files_on(
-    sources: Sequence[Path | str], out: Path, rules: CleanRules, placement: Placement, reading: Reading, *, simplified: bool = False
+    sources: Sequence[Path | str],
+    out: Path,
+    rules: CleanRules,
+    placement: Placement,
+    reading: Reading,
+    *,
+    simplified: bool = False,
 ) -> CleanReport:
     """`clean_files` with the tasks of an executor."""
     files = expand(sources)
@@ -71,7 +85,12 @@ def clean_files_on(
     if simplified:
         simplifier("--simplified")
     with work_folder(out, placement) as work:
-        found = clean_parts(work, files, CleanTask(rules, reading, simplified, plain=kind == ".parquet"), placement.task_bytes)
+        found = clean_parts(
+            work,
+            files,
+            CleanTask(rules, reading, simplified, plain=kind == ".parquet"),
+            placement.task_bytes,
+        )
         found.report.refuse_empty(out)
         total = sum(result["kept_bytes"] for result in found.results)
         with progress("write", total=total, unit="bytes") as advance, line_file(out) as write:
@@ -95,14 +114,25 @@ class CleanedParts:
             yield from lines_of(Path(result["folder"]), kept)
 
 
-def clean_parts(work: WorkFolder, files: Sequence[Path], task: CleanTask, task_bytes: int) -> CleanedParts:
+def clean_parts(
+    work: WorkFolder, files: Sequence[Path], task: CleanTask, task_bytes: int
+) -> CleanedParts:
     """Run the map and reduce stages."""
     cut = cut_files(files, task.reading.split, task_bytes)
     everything = [part for parts in cut for part in parts]
-    given = {"rules": asdict(replace(task.rules, max_memory_bytes=None)), "reading": asdict(task.reading)}
+    given = {
+        "rules": asdict(replace(task.rules, max_memory_bytes=None)),
+        "reading": asdict(task.reading),
+    }
     given |= {"simplified": task.simplified, "only_text": task.only_text, "plain": task.plain}
     tasks = [
-        WorkTask.make("clean", n, clean_part, {**given, "parts": as_arguments(parts)}, sum(part_size(one, everything) for one in parts))
+        WorkTask.make(
+            "clean",
+            n,
+            clean_part,
+            {**given, "parts": as_arguments(parts)},
+            sum(part_size(one, everything) for one in parts),
+        )
         for n, parts in enumerate(cut)
     ]
     results = work.run("clean", tasks)
@@ -133,9 +163,14 @@ def _clean_part(parts: Sequence[InputPart], task: CleanTask, folder: Path) -> di
     ends: list[int] = []
     read = document_reader(reading, reading.text_of.keys() if task.only_text else None)
     signatures = SignatureWriter(folder, rules)
-    with open(folder / LINES, "wb") as lines, open(folder / PLACES, "w", encoding="utf-8") as places:
+    with (
+        open(folder / LINES, "wb") as lines,
+        open(folder / PLACES, "w", encoding="utf-8") as places,
+    ):
         for position, (number, document) in enumerate(read_parts(parts, read, counts)):
-            document = document if convert is None else replace(document, text=convert(document.text))
+            document = (
+                document if convert is None else replace(document, text=convert(document.text))
+            )
             length = len(document.text.encode())
             documents, text_bytes = documents + 1, text_bytes + length
             place = [position, document.source, document.line, number]
@@ -151,7 +186,14 @@ def _clean_part(parts: Sequence[InputPart], task: CleanTask, folder: Path) -> di
             one["examples"] += [place] if len(one["examples"]) < EXAMPLES else []
     np.save(folder / ENDS, np.array(ends, np.int64))
     runs = signatures.finish()
-    found = {"documents": documents, "bytes": text_bytes, "removed": removed, "rows": len(ends), "runs": runs, "kept_bytes": size}
+    found = {
+        "documents": documents,
+        "bytes": text_bytes,
+        "removed": removed,
+        "rows": len(ends),
+        "runs": runs,
+        "kept_bytes": size,
+    }
     return {**found, "counts": [[count.documents, count.lines] for count in counts]}
 
 
@@ -164,14 +206,20 @@ def _line_writer(task: CleanTask) -> Callable[[Document], str]:
         try:
             return json.dumps(cleaned_record(document, key), ensure_ascii=False) + "\n"
         except TypeError as problem:
-            raise DataError(f"{document.place}: {problem}: with --on, such values cannot become a table. Write .jsonl instead.") from None
+            raise DataError(
+                f"{document.place}: {problem}: with --on, such values cannot become a table. Write .jsonl instead."
+            ) from None
 
     return plain_line if task.plain else lambda document: json_line(cleaned_record(document, key))
 
 
-def _report(cut: Sequence[Sequence[InputPart]], results: Sequence[Mapping[str, Any]], verdict: Verdict) -> CleanReport:
+def _report(
+    cut: Sequence[Sequence[InputPart]], results: Sequence[Mapping[str, Any]], verdict: Verdict
+) -> CleanReport:
     """The report that one process would have filled document by document: reasons are in the order in which they first occurred."""
-    report = CleanReport(sum(result["documents"] for result in results), sum(result["bytes"] for result in results))
+    report = CleanReport(
+        sum(result["documents"] for result in results), sum(result["bytes"] for result in results)
+    )
     bases = first_lines(cut, results)
     found: dict[str, list[tuple[int, list[Any]]]] = {}
     for number, result in enumerate(results):
@@ -182,9 +230,16 @@ def _report(cut: Sequence[Sequence[InputPart]], results: Sequence[Mapping[str, A
     for reason, (count, size, rows) in verdict.removed().items():
         report.removed_documents[reason], report.removed_bytes[reason] = count, size
         found[reason] = [(number, _place(results[number], row)) for number, row in rows]
-    firsts = {reason: sorted(places, key=lambda one: (one[0], one[1][0])) for reason, places in found.items()}
-    for reason in sorted(firsts, key=lambda reason: (firsts[reason][0][0], firsts[reason][0][1][0])):
-        report.examples[reason] = [_describe(place, bases[number]) for number, place in firsts[reason][:EXAMPLES]]
+    firsts = {
+        reason: sorted(places, key=lambda one: (one[0], one[1][0]))
+        for reason, places in found.items()
+    }
+    for reason in sorted(
+        firsts, key=lambda reason: (firsts[reason][0][0], firsts[reason][0][1][0])
+    ):
+        report.examples[reason] = [
+            _describe(place, bases[number]) for number, place in firsts[reason][:EXAMPLES]
+        ]
         for counter in (report.removed_documents, report.removed_bytes):
             counter[reason] = counter.pop(reason)
     report.kept_documents = report.documents - sum(report.removed_documents.values())
@@ -211,7 +266,9 @@ def lines_of(folder: Path, kept: npt.NDArray[np.bool_]) -> Iterator[bytes]:
             row = first
             while row < last:
                 begin = int(ends[row - 1]) if row else 0
-                stop = min(last, max(row + 1, int(np.searchsorted(ends, begin + COPY_BYTES, "right"))))
+                stop = min(
+                    last, max(row + 1, int(np.searchsorted(ends, begin + COPY_BYTES, "right")))
+                )
                 lines.seek(begin)
                 yield lines.read(int(ends[stop - 1]) - begin)
                 row = stop

@@ -65,16 +65,24 @@ class Verdict:
                     gone = np.flatnonzero(fate == mark)
                     sizes = np.load(run_file(Path(result["folder"]), "sizes", run))
                     count, bytes_, examples = found[reason]
-                    examples += [(number, row + int(one)) for one in gone[: EXAMPLES - len(examples)]]
+                    examples += [
+                        (number, row + int(one)) for one in gone[: EXAMPLES - len(examples)]
+                    ]
                     found[reason] = (count + len(gone), bytes_ + int(sizes[gone].sum()), examples)
                 row += size
             first += row
         return {reason: one for reason, one in found.items() if one[0]}
 
 
-def find_duplicates(work: WorkFolder, results: Sequence[Mapping[str, Any]], rules: CleanRules) -> Verdict:
+def find_duplicates(
+    work: WorkFolder, results: Sequence[Mapping[str, Any]], rules: CleanRules
+) -> Verdict:
     """Run the reduce stages over the rows of all map tasks."""
-    runs = [[result["folder"], number, rows] for result in results for number, rows in enumerate(result["runs"])]
+    runs = [
+        [result["folder"], number, rows]
+        for result in results
+        for number, rows in enumerate(result["runs"])
+    ]
     total = sum(rows for _, _, rows in runs)
     fate = np.full(total, STAYS, np.uint8)
     if rules.duplicates == "keep" or not total:
@@ -89,21 +97,32 @@ def find_duplicates(work: WorkFolder, results: Sequence[Mapping[str, Any]], rule
     alive = f"alive-{hashlib.sha256(fate.data).hexdigest()[:16]}.bin"
     write_sealed(work.path / alive, np.packbits(fate == STAYS).tobytes())
     given |= {"alive": alive, "similarity": rules.similarity}
-    pairs = [Path(result["folder"]) / "pairs.npy" for result in _reduce(work, "near", near_range, given, total * bands)]
+    pairs = [
+        Path(result["folder"]) / "pairs.npy"
+        for result in _reduce(work, "near", near_range, given, total * bands)
+    ]
     _decide(fate, pairs)
     return Verdict(fate, results)
 
 
 def records_at_once(max_memory_bytes: int | None) -> int:
     """How many hashes a reduce task holds."""
-    return RANGE_RECORDS if max_memory_bytes is None else max(LEAST_RECORDS, min(RANGE_RECORDS, max_memory_bytes // RECORD_BYTES))
+    return (
+        RANGE_RECORDS
+        if max_memory_bytes is None
+        else max(LEAST_RECORDS, min(RANGE_RECORDS, max_memory_bytes // RECORD_BYTES))
+    )
 
 
-def _reduce(work: WorkFolder, stage: str, function: Any, given: dict[str, Any], records: int) -> list[dict[str, Any]]:
+def _reduce(
+    work: WorkFolder, stage: str, function: Any, given: dict[str, Any], records: int
+) -> list[dict[str, Any]]:
     ranges = -(-records // given["batch"])
     bounds = [(1 << 64) * place // ranges for place in range(ranges + 1)]
     tasks = [
-        WorkTask.make(stage, number, function, {**given, "low": low, "high": high}, records * 16 // ranges)
+        WorkTask.make(
+            stage, number, function, {**given, "low": low, "high": high}, records * 16 // ranges
+        )
         for number, (low, high) in enumerate(pairwise(bounds))
     ]
     return work.run("duplicates" if stage == "exact" else "near duplicates", tasks)
@@ -150,7 +169,9 @@ def near_range(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict[s
         for place in range(FIRST_OF_KEY):
             later = np.flatnonzero(is_new & (rank > place))
             if len(later):
-                found += entries.similar(np.stack([rows[later], rows[starts[later] + place]], 1), arguments["similarity"])
+                found += entries.similar(
+                    np.stack([rows[later], rows[starts[later] + place]], 1), arguments["similarity"]
+                )
         carried = hashes[rank < FIRST_OF_KEY], rows[rank < FIRST_OF_KEY]
     pairs = np.unique(np.concatenate(found), axis=0)
     np.save(folder / "pairs.npy", pairs)
@@ -162,7 +183,9 @@ def _alive(path: Path, total: int) -> npt.NDArray[np.bool_]:
 
     content = read_sealed(path)
     if content is None:
-        raise DataError(f"{path}: is missing; the work folder was changed. Remove it and run this again.")
+        raise DataError(
+            f"{path}: is missing; the work folder was changed. Remove it and run this again."
+        )
     return np.unpackbits(np.frombuffer(content, np.uint8), count=total).view(np.bool_)
 
 
@@ -175,33 +198,56 @@ def read_list(path: Path) -> list[Any]:
     return read_object(path, DataError)["values"]
 
 
-def _batches(arguments: Mapping[str, Any], work: Path, what: str, alive: npt.NDArray[np.bool_] | None) -> Iterator[tuple[Hashes, Rows]]:
+def _batches(
+    arguments: Mapping[str, Any], work: Path, what: str, alive: npt.NDArray[np.bool_] | None
+) -> Iterator[tuple[Hashes, Rows]]:
     """The hashes of the range and their rows, run by run, as many at once as fit; a run's rows are higher than those before."""
     waiting: list[tuple[Hashes, Rows]] = []
     size = first = 0
     for name, number, rows in _runs(arguments, work):
         hashes = np.load(run_file(work / "done" / name, what, number), mmap_mode="r")
         begin = int(np.searchsorted(hashes, np.uint64(arguments["low"])))
-        end = len(hashes) if arguments["high"] >> 64 else int(np.searchsorted(hashes, np.uint64(arguments["high"])))
-        own = np.load(run_file(work / "done" / name, f"{what}-rows", number), mmap_mode="r")[begin:end].astype(np.int64) + first
+        end = (
+            len(hashes)
+            if arguments["high"] >> 64
+            else int(np.searchsorted(hashes, np.uint64(arguments["high"])))
+        )
+        own = (
+            np.load(run_file(work / "done" / name, f"{what}-rows", number), mmap_mode="r")[
+                begin:end
+            ].astype(np.int64)
+            + first
+        )
         chosen = slice(None) if alive is None else alive[own]
         waiting.append((np.array(hashes[begin:end])[chosen], own[chosen]))
         size += len(waiting[-1][0])
         first += rows
         if size >= arguments["batch"]:
-            yield np.concatenate([one for one, _ in waiting]), np.concatenate([one for _, one in waiting])
+            yield (
+                np.concatenate([one for one, _ in waiting]),
+                np.concatenate([one for _, one in waiting]),
+            )
             waiting, size = [], 0
     if waiting:
-        yield np.concatenate([one for one, _ in waiting]), np.concatenate([one for _, one in waiting])
+        yield (
+            np.concatenate([one for one, _ in waiting]),
+            np.concatenate([one for _, one in waiting]),
+        )
 
 
-def _ranked(carried: tuple[Hashes, Rows], hashes: Hashes, rows: Rows) -> tuple[Hashes, Rows, Rows, npt.NDArray[np.bool_]]:
+def _ranked(
+    carried: tuple[Hashes, Rows], hashes: Hashes, rows: Rows
+) -> tuple[Hashes, Rows, Rows, npt.NDArray[np.bool_]]:
     """Old and new records sorted by (hash, row); the place of each among those with its hash; and which are new."""
     known = len(carried[0])
     hashes, rows = np.concatenate([carried[0], hashes]), np.concatenate([carried[1], rows])
     order = np.lexsort((rows, hashes))
     hashes, rows, is_new = hashes[order], rows[order], order >= known
-    begins = np.concatenate([[True], hashes[1:] != hashes[:-1]]) if len(hashes) else np.zeros(0, np.bool_)
+    begins = (
+        np.concatenate([[True], hashes[1:] != hashes[:-1]])
+        if len(hashes)
+        else np.zeros(0, np.bool_)
+    )
     starts = np.maximum.accumulate(np.where(begins, np.arange(len(hashes)), 0))
     return hashes, rows, np.arange(len(hashes)) - starts, is_new
 
@@ -210,7 +256,9 @@ class _Entries:
     """Signatures of rows, read from the runs that have them."""
 
     def __init__(self, work: Path, runs: Sequence[tuple[str, int, int]]) -> None:
-        self._files = [run_file(work / "done" / name, "entries", number) for name, number, _ in runs]
+        self._files = [
+            run_file(work / "done" / name, "entries", number) for name, number, _ in runs
+        ]
         self._firsts = np.cumsum([0, *(rows for _, _, rows in runs)])
 
     def of(self, rows: Rows) -> npt.NDArray[np.uint8]:
@@ -220,7 +268,9 @@ class _Entries:
         for number in np.unique(numbers).tolist():
             chosen = np.flatnonzero(numbers == number)
             # Mapped for these rows only, so that memory does not grow with the number of runs.
-            stored = np.load(self._files[number], mmap_mode="r")[rows[chosen] - self._firsts[number]]
+            stored = np.load(self._files[number], mmap_mode="r")[
+                rows[chosen] - self._firsts[number]
+            ]
             found = np.empty((len(rows), stored.shape[1]), np.uint8) if found is None else found
             found[chosen] = stored
         return found

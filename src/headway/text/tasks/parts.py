@@ -55,9 +55,13 @@ class InputPart:
         try:
             found = os.stat(path)
         except OSError as problem:
-            raise DataError(f"{self.name}: cannot be read: {problem.strerror}. Every machine must see it as {self.path}.") from None
+            raise DataError(
+                f"{self.name}: cannot be read: {problem.strerror}. Every machine must see it as {self.path}."
+            ) from None
         if (found.st_size, found.st_mtime_ns) != (self.file_bytes, self.changed_ns):
-            raise DataError(f"{self.name}: has changed since the work began. Run this again; finished tasks of other files are kept.")
+            raise DataError(
+                f"{self.name}: has changed since the work began. Run this again; finished tasks of other files are kept."
+            )
         raw = RawFile.at(path, self.name)
         if self.cut == "lines":
             return replace(raw, section=FileSection(path, self.start, self.end, self.first_line))
@@ -67,7 +71,10 @@ class InputPart:
         """The part with the number of its first line, which takes a pass over what is before it."""
         if self.cut != "lines" or not self.start:
             return self
-        return replace(self, first_line=1 + FileSection(Path(self.path), self.start, self.end).count_lines_before())
+        return replace(
+            self,
+            first_line=1 + FileSection(Path(self.path), self.start, self.end).count_lines_before(),
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,9 @@ class Reading:
         return TextOf(self.text_key, self.template)
 
 
-def cut_files(files: Sequence[Path], split: TextSplit, task_bytes: int, *, whole_files: bool = False) -> list[list[InputPart]]:
+def cut_files(
+    files: Sequence[Path], split: TextSplit, task_bytes: int, *, whole_files: bool = False
+) -> list[list[InputPart]]:
     """The parts of each task, in order."""
     tasks: list[list[InputPart]] = []
     pending: list[InputPart] = []
@@ -114,8 +123,13 @@ def _cut(file: InputPart, split: TextSplit, task_bytes: int) -> list[InputPart]:
         if compression_of(stream.read(6)) is not None:
             return []
     if kind == "jsonl" or (kind == "txt" and split == "line"):
-        ends = [min(start + task_bytes, file.file_bytes) for start in range(0, file.file_bytes, task_bytes)]
-        return [replace(file, cut="lines", start=start, end=end) for start, end in pairwise([0, *ends])]
+        ends = [
+            min(start + task_bytes, file.file_bytes)
+            for start in range(0, file.file_bytes, task_bytes)
+        ]
+        return [
+            replace(file, cut="lines", start=start, end=end) for start, end in pairwise([0, *ends])
+        ]
     return _cut_rows(file, task_bytes) if kind == "parquet" and is_installed("pyarrow") else []
 
 
@@ -139,7 +153,11 @@ def _cut_rows(file: InputPart, task_bytes: int) -> list[InputPart]:
 
 def part_size(part: InputPart, parts: Sequence[InputPart]) -> int:
     """The bytes of a part for the progress line; row groups share those of their file."""
-    return part.size if part.cut != "rows" else part.file_bytes // max(1, sum(one.path == part.path for one in parts))
+    return (
+        part.size
+        if part.cut != "rows"
+        else part.file_bytes // max(1, sum(one.path == part.path for one in parts))
+    )
 
 
 def parts_of(arguments: Mapping[str, Any]) -> list[InputPart]:
@@ -170,7 +188,9 @@ class PartCount:
     lines: int = 0
 
 
-def read_parts(parts: Sequence[InputPart], read: Callable[[RawFile], Iterator[T]], counts: list[PartCount]) -> Iterator[tuple[int, T]]:
+def read_parts(
+    parts: Sequence[InputPart], read: Callable[[RawFile], Iterator[T]], counts: list[PartCount]
+) -> Iterator[tuple[int, T]]:
     """The items of parts, each with the number of its part; a whole file without items is an error. `counts` is filled."""
     for number, part in enumerate(parts):
         raw = part.open()
@@ -183,7 +203,9 @@ def read_parts(parts: Sequence[InputPart], read: Callable[[RawFile], Iterator[T]
         count.lines = 0 if raw.section is None else raw.section.newlines
 
 
-def document_reader(reading: Reading, keys: list[str] | None) -> Callable[[RawFile], Iterator[Document]]:
+def document_reader(
+    reading: Reading, keys: list[str] | None
+) -> Callable[[RawFile], Iterator[Document]]:
     """A function that reads the documents of one part; only `keys` of the records are needed."""
     text_of = reading.text_of
     return lambda raw: documents_of(raw, text_of, reading.split, keys)
@@ -200,7 +222,9 @@ def record_reader() -> Callable[[RawFile], Iterator[Record]]:
     return records_of
 
 
-def check_not_empty(tasks: Sequence[Sequence[InputPart]], results: Sequence[Mapping[str, Any]]) -> None:
+def check_not_empty(
+    tasks: Sequence[Sequence[InputPart]], results: Sequence[Mapping[str, Any]]
+) -> None:
     """Refuse a file that was read in ranges and has no documents in any."""
     documents: dict[str, int] = {}
     for parts, result in zip(tasks, results, strict=True):
@@ -211,7 +235,9 @@ def check_not_empty(tasks: Sequence[Sequence[InputPart]], results: Sequence[Mapp
             raise no_documents(name)
 
 
-def first_lines(tasks: Sequence[Sequence[InputPart]], results: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def first_lines(
+    tasks: Sequence[Sequence[InputPart]], results: Sequence[Mapping[str, Any]]
+) -> list[list[int]]:
     """For each part of each task, how much to add to its line numbers: ranges count from 2, because nobody knew what is before them."""
     known: list[list[int]] = []
     seen: dict[str, int] = {}

@@ -57,7 +57,13 @@ class _Source:
 
 
 def sample_on(
-    shares: Sequence[SourceShare], total_bytes: int, out: Path, placement: Placement, reading: Reading, *, seed: int = 0
+    shares: Sequence[SourceShare],
+    total_bytes: int,
+    out: Path,
+    placement: Placement,
+    reading: Reading,
+    *,
+    seed: int = 0,
 ) -> list[SampledSource]:
     """`sample` with the tasks of an executor."""
     output_kind(out)
@@ -77,7 +83,12 @@ def sample_on(
     with work_folder(out, placement) as work:
         for source in sources:
             part = source.share.weight / whole
-            report, files = _sample_source(work, source, reading, lambda one, part=part: check_share(one, total_bytes, part, reading.split))
+            report, files = _sample_source(
+                work,
+                source,
+                reading,
+                lambda one, part=part: check_share(one, total_bytes, part, reading.split),
+            )
             taken.append(report)
             chosen += [(source.place, file) for file in files]
         with line_file(out) as write:
@@ -86,13 +97,21 @@ def sample_on(
     return taken
 
 
-def _sample_source(work: WorkFolder, source: _Source, reading: Reading, check: Any) -> tuple[SampledSource, list[Path]]:
+def _sample_source(
+    work: WorkFolder, source: _Source, reading: Reading, check: Any
+) -> tuple[SampledSource, list[Path]]:
     """What one source gives, and the files with its chosen documents."""
     everything = [part for parts in source.cut for part in parts]
     sizes = [sum(part_size(part, everything) for part in parts) for parts in source.cut]
     given = [{"reading": asdict(reading), "parts": as_arguments(parts)} for parts in source.cut]
     name = f"{source.place}"
-    counted = work.run("count", [WorkTask.make(f"count{name}", n, count_part, one, sizes[n]) for n, one in enumerate(given)])
+    counted = work.run(
+        "count",
+        [
+            WorkTask.make(f"count{name}", n, count_part, one, sizes[n])
+            for n, one in enumerate(given)
+        ],
+    )
     check_not_empty(source.cut, counted)
     available = sum(result["bytes"] for result in counted)
     documents = sum(result["documents"] for result in counted)
@@ -102,7 +121,12 @@ def _sample_source(work: WorkFolder, source: _Source, reading: Reading, check: A
     drawn: list[WorkTask] = []
     first = 0
     for number, result in enumerate(counted):
-        draw = {"counted": Path(result["folder"]).name, "first": first, "seed": source.seed, "most": source.wanted}
+        draw = {
+            "counted": Path(result["folder"]).name,
+            "first": first,
+            "seed": source.seed,
+            "most": source.wanted,
+        }
         drawn.append(WorkTask.make(f"draw{name}", number, draw_part, draw, result["documents"] * 8))
         first += result["documents"]
     numbers = work.run("draw", drawn)
@@ -116,7 +140,10 @@ def _sample_source(work: WorkFolder, source: _Source, reading: Reading, check: A
         for n, one in enumerate(given) if _below(Path(numbers[n]["folder"]), limit)
     ]  # fmt: skip
     found = work.run("choose", tasks)
-    count, used = sum(result["documents"] for result in found), sum(result["bytes"] for result in found)
+    count, used = (
+        sum(result["documents"] for result in found),
+        sum(result["bytes"] for result in found),
+    )
     return (
         SampledSource(source.share.path, source.wanted, count, used, documents, available),
         _joined(work, name, [Path(result["folder"]) / CHOSEN for result in found]),
@@ -130,7 +157,10 @@ def _joined(work: WorkFolder, name: str, files: list[Path]) -> list[Path]:
         target = work.path / f"chosen{name}-{merged:06d}.jsonl"
         merged += 1
         with open(target, "wb") as file:
-            file.writelines(b"%d %s" % (number, line) for number, _, line in _by_number([(0, path) for path in files[:OPEN_FILES]]))
+            file.writelines(
+                b"%d %s" % (number, line)
+                for number, _, line in _by_number([(0, path) for path in files[:OPEN_FILES]])
+            )
         files = [*files[OPEN_FILES:], target]
     return files
 
@@ -145,7 +175,13 @@ def _limit(folders: Sequence[Path], max_bytes: int) -> int:
     low, high, before = 0, HIGHEST, 0
     while True:
         # Bytes by ranges of numbers; then the range in which the bytes are full is divided again.
-        edges = np.array([low + (high - low) * place // (1 << BUCKET_BITS) for place in range((1 << BUCKET_BITS) + 1)], np.uint64)
+        edges = np.array(
+            [
+                low + (high - low) * place // (1 << BUCKET_BITS)
+                for place in range((1 << BUCKET_BITS) + 1)
+            ],
+            np.uint64,
+        )
         per_range = np.zeros(1 << BUCKET_BITS, np.int64)
         in_range = 0
         for folder in folders:
@@ -196,7 +232,11 @@ def count_part(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict[s
         found = read_parts(parts, document_reader(reading, reading.text_of.keys()), counts)
         sizes = np.fromiter((len(document.text.encode()) for _, document in found), np.int64)
         np.save(folder / SIZES, sizes)
-        result = {"documents": len(sizes), "bytes": int(sizes.sum()), "least": int(sizes.min()) if len(sizes) else 0}
+        result = {
+            "documents": len(sizes),
+            "bytes": int(sizes.sum()),
+            "least": int(sizes.min()) if len(sizes) else 0,
+        }
         return {**result, "counts": [[one.documents, one.lines] for one in counts]}
 
     return with_lines(parts_of(arguments), count)
@@ -206,7 +246,10 @@ def draw_part(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict[st
     """The numbers that the documents of a part draw, of those that fit; sorted, with their bytes."""
     sizes = np.load(work / "done" / arguments["counted"] / SIZES)
     chosen = np.flatnonzero(sizes <= arguments["most"])
-    numbers = np.array([derive(arguments["seed"], arguments["first"] + place) for place in chosen.tolist()], np.uint64)
+    numbers = np.array(
+        [derive(arguments["seed"], arguments["first"] + place) for place in chosen.tolist()],
+        np.uint64,
+    )
     order = np.argsort(numbers, kind="stable")
     np.save(folder / NUMBERS, numbers[order])
     np.save(folder / LENGTHS, sizes[chosen][order])
@@ -219,7 +262,9 @@ def choose_part(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict[
     counts: list[PartCount] = []
     found: list[tuple[int, str]] = []
     used = 0
-    for place, (_, document) in enumerate(read_parts(parts_of(arguments), document_reader(reading, reading.text_of.keys()), counts)):
+    for place, (_, document) in enumerate(
+        read_parts(parts_of(arguments), document_reader(reading, reading.text_of.keys()), counts)
+    ):
         number = derive(arguments["seed"], arguments["first"] + place)
         length = len(document.text.encode())
         if number < arguments["limit"] and length <= arguments["most"]:

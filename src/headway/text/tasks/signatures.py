@@ -27,7 +27,11 @@ class SignatureWriter:
 
     def __init__(self, folder: Path, rules: CleanRules) -> None:
         self.folder, self.rules = folder, rules
-        self._near = NearDuplicates(rules.similarity, seed=rules.seed) if rules.duplicates == "near" else None
+        self._near = (
+            NearDuplicates(rules.similarity, seed=rules.seed)
+            if rules.duplicates == "near"
+            else None
+        )
         self._runs: list[int] = []
         self._hashes: list[int] = []
         self._sizes: list[int] = []

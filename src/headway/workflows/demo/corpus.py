@@ -22,7 +22,9 @@ def library_files(root: Path | None = None) -> Iterator[Path]:
     folder = root or Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(folder.rglob("*.py")):
         inside = path.relative_to(folder).parts
-        if not SKIPPED_FOLDERS & set(inside[:-1]) and not any("site-packages" in part for part in inside):
+        if not SKIPPED_FOLDERS & set(inside[:-1]) and not any(
+            "site-packages" in part for part in inside
+        ):
             yield path
 
 
@@ -42,7 +44,9 @@ def write_corpus(out: Path, root: Path | None = None) -> tuple[int, int]:
         if total >= MAX_BYTES:
             break
     if len(lines) < 50:
-        raise DataError(f"only {len(lines)} modules of the standard library were found; the demo needs the library's source files.")
+        raise DataError(
+            f"only {len(lines)} modules of the standard library were found; the demo needs the library's source files."
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, "\n".join(lines) + "\n")
     return len(lines), total
@@ -57,10 +61,15 @@ def write_instructions(out: Path, root: Path | None = None) -> int:
         except (UnicodeDecodeError, SyntaxError):
             continue
         for kind, name, answer in _documented(tree, path.stem):
-            turns = [{"role": "user", "content": f"What does the {kind} {name} do?"}, {"role": "assistant", "content": answer}]
+            turns = [
+                {"role": "user", "content": f"What does the {kind} {name} do?"},
+                {"role": "assistant", "content": answer},
+            ]
             lines.append(json.dumps({"messages": turns}, ensure_ascii=False))
     if len(lines) < 100:
-        raise DataError(f"only {len(lines)} docstrings were found in the standard library; the demo needs its source files.")
+        raise DataError(
+            f"only {len(lines)} docstrings were found in the standard library; the demo needs its source files."
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, "\n".join(lines) + "\n")
     return len(lines)
@@ -73,4 +82,8 @@ def _documented(tree: ast.Module, module: str) -> Iterator[tuple[str, str, str]]
             continue
         text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
         if 20 <= len(text) <= 300:
-            yield ("class" if isinstance(node, ast.ClassDef) else "function"), f"{module}.{node.name}", text
+            yield (
+                ("class" if isinstance(node, ast.ClassDef) else "function"),
+                f"{module}.{node.name}",
+                text,
+            )

@@ -96,7 +96,9 @@ def _part(out: Path, name: str, work: Callable[[], dict[str, Any]]) -> dict[str,
 def _make_media(out: Path, sizes: MediaDemo) -> dict[str, Any]:
     from headway.tokenizer.train import train_bpe
 
-    files = write_media(out / "media", SyntheticMedia(samples=sizes.samples, heldout=sizes.heldout, image_size=32))
+    files = write_media(
+        out / "media", SyntheticMedia(samples=sizes.samples, heldout=sizes.heldout, image_size=32)
+    )
     lines = files["chat"].read_text(encoding="utf-8").splitlines()
     texts = [turn["content"] for line in lines for turn in json.loads(line)["messages"]]
     train_bpe(texts, vocab_size=340, out=out / "tokenizer")
@@ -113,7 +115,14 @@ def _align(out: Path, sizes: MediaDemo) -> dict[str, Any]:
             "run.dir": out / "runs",
             "run.name": "align",
             "data.train": [{"path": str(out / "media/captions.jsonl"), "kind": "captions"}],
-            "model.aligner.encoders.image": {"kind": "vit", "image_size": 32, "patch": 4, "width": 64, "layers": 2, "stem": "convolutions"},
+            "model.aligner.encoders.image": {
+                "kind": "vit",
+                "image_size": 32,
+                "patch": 4,
+                "width": 64,
+                "layers": 2,
+                "stem": "convolutions",
+            },
             "data.valid": {"fraction": HELD_OUT},
             "data.cache_dir": out / "cache",
             "steps": sizes.align_steps,
@@ -124,8 +133,12 @@ def _align(out: Path, sizes: MediaDemo) -> dict[str, Any]:
     )
     train(recipe)
     lines = (recipe.run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    valid = next(record["valid"]["valid"] for record in map(json.loads, reversed(lines)) if "valid" in record)
-    recall = {name.split("/")[0]: value for name, value in valid.items() if name.endswith("/recall_at_1")}
+    valid = next(
+        record["valid"]["valid"] for record in map(json.loads, reversed(lines)) if "valid" in record
+    )
+    recall = {
+        name.split("/")[0]: value for name, value in valid.items() if name.endswith("/recall_at_1")
+    }
     return {"recall": recall, "candidates": int(valid["text-image/samples"]), "valid": valid}
 
 
@@ -153,7 +166,12 @@ def _ask(out: Path) -> dict[str, Any]:
     scores = evaluate_multimodal(loaded, path, MultimodalPlan("chatml", options, blank=True))
     bare = [without_media(one) for _, one in read_questions(path)]
     answers = [found.text for found in answer_media(loaded, bare, "chatml", options)]
-    left_out = right_by_question([(one.turns[-1].content, one.expected or "", text) for one, text in zip(bare, answers, strict=True)])
+    left_out = right_by_question(
+        [
+            (one.turns[-1].content, one.expected or "", text)
+            for one, text in zip(bare, answers, strict=True)
+        ]
+    )
     shares = {
         one.question: {
             "chance": 1 / len(ANSWERS[one.question]), "seen": one.right, "blank": one.blank, "left_out": left_out[one.question],
@@ -161,14 +179,26 @@ def _ask(out: Path) -> dict[str, Any]:
         }
         for one in scores.questions
     }  # fmt: skip
-    figures = {f"{question} {name.replace('_', ' ')}": one[name] for question, one in shares.items() for name in FIGURES}
-    write_picture_report(out / REPORT, PictureReport("Answers about held-out combinations", figures, scores.rows))
+    figures = {
+        f"{question} {name.replace('_', ' ')}": one[name]
+        for question, one in shares.items()
+        for name in FIGURES
+    }
+    write_picture_report(
+        out / REPORT, PictureReport("Answers about held-out combinations", figures, scores.rows)
+    )
     return {"answers": shares, "report": str(out / REPORT)}
 
 
 def without_media(question: MediaQuestion) -> MediaQuestion:
     """The same question with neither media nor marks."""
-    return replace(question, media=(), turns=tuple(replace(turn, content=MARK.sub("", turn.content).strip()) for turn in question.turns))
+    return replace(
+        question,
+        media=(),
+        turns=tuple(
+            replace(turn, content=MARK.sub("", turn.content).strip()) for turn in question.turns
+        ),
+    )
 
 
 def right_by_question(asked: Sequence[tuple[str, str, str]]) -> dict[str, float]:

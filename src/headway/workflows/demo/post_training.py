@@ -94,7 +94,12 @@ def prefer(demo: Demo) -> dict[str, Any]:
     if not raw.exists():
         write_pairs(demo.instructions / "docstrings.jsonl", raw)
     if not (is_store(stores / "train") and is_store(stores / "valid")):
-        build_store([raw], demo.tokenizer, stores, BuildOptions("preference", max_length=128, valid_fraction=VALID_FRACTION))
+        build_store(
+            [raw],
+            demo.tokenizer,
+            stores,
+            BuildOptions("preference", max_length=128, valid_fraction=VALID_FRACTION),
+        )
     found = _train(demo, "dpo", DPO, demo.steps * 9 // 100)[-1]
     return {
         "pairs": num_pairs(open_store(stores / "train")),
@@ -118,7 +123,12 @@ def _train(demo: Demo, name: str, recipe: str, steps: int) -> list[dict[str, Any
     loaded = load(Recipe, path)
     train_or_stop(loaded)
     records = read_metrics(loaded.run.folder / "metrics.jsonl")
-    return [values for record in records for key in (AT_START, "valid") for values in record.get(key, {}).values()]
+    return [
+        values
+        for record in records
+        for key in (AT_START, "valid")
+        for values in record.get(key, {}).values()
+    ]
 
 
 def held_out(questions: Path) -> list[bool]:
@@ -131,16 +141,28 @@ def held_out(questions: Path) -> list[bool]:
 
 def write_pairs(questions: Path, out: Path) -> int:
     """For every question its answer, and the answer to another question of the same split as the wrong one; returns the number of pairs."""
-    turns = [json.loads(line)["messages"] for line in questions.read_text(encoding="utf-8").splitlines()]
+    turns = [
+        json.loads(line)["messages"] for line in questions.read_text(encoding="utf-8").splitlines()
+    ]
     sides = held_out(questions)
-    answers = {side: [one[1]["content"] for one, at in zip(turns, sides, strict=True) if at == side] for side in (False, True)}
+    answers = {
+        side: [one[1]["content"] for one, at in zip(turns, sides, strict=True) if at == side]
+        for side in (False, True)
+    }
     lines: list[str] = []
     for number, ((question, right), side) in enumerate(zip(turns, sides, strict=True)):
         others = [answer for answer in answers[side] if answer != right["content"]]
         if not others:
-            raise DataError("all docstrings of the standard library are the same; the demo needs its source files.")
+            raise DataError(
+                "all docstrings of the standard library are the same; the demo needs its source files."
+            )
         wrong = others[derive(0, "wrong", number) % len(others)]
-        lines.append(json.dumps({"prompt": question["content"], "chosen": right["content"], "rejected": wrong}, ensure_ascii=False))
+        lines.append(
+            json.dumps(
+                {"prompt": question["content"], "chosen": right["content"], "rejected": wrong},
+                ensure_ascii=False,
+            )
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, "\n".join(lines) + "\n")
     return len(lines)
@@ -173,13 +195,26 @@ def sparsify(demo: Demo) -> dict[str, Any]:
     plan = LongPlan((), (256,), chunk_tokens=64, rows=8)
     texts = lambda: _held_out_modules(demo.store)  # noqa: E731
     result = evaluate_long(
-        loaded, spec.variants(find_model(run).mask_source()), plan, name=str(run), texts=texts, results_dir=folder / "parts"
+        loaded,
+        spec.variants(find_model(run).mask_source()),
+        plan,
+        name=str(run),
+        texts=texts,
+        results_dir=folder / "parts",
     )
     write_long_report(folder, result)
-    losses = {one.name: one.perplexity["loss"] for one in result.variants if one.perplexity is not None}
+    losses = {
+        one.name: one.perplexity["loss"] for one in result.variants if one.perplexity is not None
+    }
     table = kv_rows(result.variants)
     return {
-        "sparse": {"run": str(run), "masks": str(folder / files[0]), "losses": losses, "kv": table, "report": str(folder / "report.md")}
+        "sparse": {
+            "run": str(run),
+            "masks": str(folder / files[0]),
+            "losses": losses,
+            "kv": table,
+            "report": str(folder / "report.md"),
+        }
     }
 
 
@@ -192,7 +227,9 @@ def _held_out_modules(store: Path) -> Iterator[EvalDocument]:
     from headway.store.reader import open_store
 
     opened = open_store(store)
-    for index in np.flatnonzero(in_valid(np.arange(opened.num_documents), VALID_MODULES))[:SPARSIFY_DOCUMENTS].tolist():
+    for index in np.flatnonzero(in_valid(np.arange(opened.num_documents), VALID_MODULES))[
+        :SPARSIFY_DOCUMENTS
+    ].tolist():
         yield EvalDocument(opened.document(index).tolist()[:4096], None, str(store))
 
 
@@ -202,15 +239,28 @@ def compare_answers(demo: Demo, summary: dict[str, Any]) -> dict[str, Any]:
     from headway.infer.load import load_model
 
     questions = demo.instructions / "docstrings.jsonl"
-    turns = [json.loads(line)["messages"] for line in questions.read_text(encoding="utf-8").splitlines()]
-    asked = [one for one, is_valid in zip(turns, held_out(questions), strict=True) if is_valid][:40:10]
-    prompts = [f"<|im_start|>user\n{one[0]['content']}<|im_end|>\n<|im_start|>assistant\n" for one in asked]
+    turns = [
+        json.loads(line)["messages"] for line in questions.read_text(encoding="utf-8").splitlines()
+    ]
+    asked = [one for one, is_valid in zip(turns, held_out(questions), strict=True) if is_valid][
+        :40:10
+    ]
+    prompts = [
+        f"<|im_start|>user\n{one[0]['content']}<|im_end|>\n<|im_start|>assistant\n" for one in asked
+    ]
     found: dict[str, list[str]] = {}
     for name in ("pretrain", "sft", "dpo"):
         model = load_model(demo.out / "runs" / name)
-        found[name] = [one.text.strip() for one in generate(model, prompts, GenerateOptions(max_new_tokens=40, special=True))]
+        found[name] = [
+            one.text.strip()
+            for one in generate(model, prompts, GenerateOptions(max_new_tokens=40, special=True))
+        ]
     answers = [
-        {"question": one[0]["content"], "docstring": one[1]["content"], **{name: texts[at] for name, texts in found.items()}}
+        {
+            "question": one[0]["content"],
+            "docstring": one[1]["content"],
+            **{name: texts[at] for name, texts in found.items()},
+        }
         for at, one in enumerate(asked)
     ]
     write_atomic(demo.out / "report.md", report({**summary, "answers": answers}))
@@ -220,17 +270,40 @@ def compare_answers(demo: Demo, summary: dict[str, Any]) -> dict[str, Any]:
 def report(summary: dict[str, Any]) -> str:
     """The results of the demo, as Markdown."""
     rows = [
-        ("pretraining, validation loss", f"{summary['first_valid_loss']:.3f} -> {summary['last_valid_loss']:.3f}"),
-        ("bits per byte of held-out modules", f"{summary['bits_per_byte']:.3f} (bigram {summary['bigram_bits_per_byte']:.3f})"),
-        ("fine-tuning, loss on held-out answers", f"{summary['sft_first_valid_loss']:.3f} -> {summary['sft_last_valid_loss']:.3f}"),
-        ("preference, reward accuracy on held-out pairs", f"{summary['reward_accuracy']:.3f} of {summary['valid_pairs']} pairs"),
+        (
+            "pretraining, validation loss",
+            f"{summary['first_valid_loss']:.3f} -> {summary['last_valid_loss']:.3f}",
+        ),
+        (
+            "bits per byte of held-out modules",
+            f"{summary['bits_per_byte']:.3f} (bigram {summary['bigram_bits_per_byte']:.3f})",
+        ),
+        (
+            "fine-tuning, loss on held-out answers",
+            f"{summary['sft_first_valid_loss']:.3f} -> {summary['sft_last_valid_loss']:.3f}",
+        ),
+        (
+            "preference, reward accuracy on held-out pairs",
+            f"{summary['reward_accuracy']:.3f} of {summary['valid_pairs']} pairs",
+        ),
         ("preference, reward margin on held-out pairs", f"{summary['reward_margin']:.3f}"),
     ]
-    lines = ["# Results of the demo", "", "| what | result |", "|---|---|", *(f"| {what} | {result} |" for what, result in rows)]
+    lines = [
+        "# Results of the demo",
+        "",
+        "| what | result |",
+        "|---|---|",
+        *(f"| {what} | {result} |" for what, result in rows),
+    ]
     lines += ["", "## Answers to held-out questions", ""]
     for one in summary["answers"]:
         lines += [f"**{one['question']}**", "", "| model | answer |", "|---|---|"]
-        shown = {"the library itself": "docstring", "pretrained": "pretrain", "fine-tuned": "sft", "after preference": "dpo"}
+        shown = {
+            "the library itself": "docstring",
+            "pretrained": "pretrain",
+            "fine-tuned": "sft",
+            "after preference": "dpo",
+        }
         lines += [f"| {name} | {_cell(one[key])} |" for name, key in shown.items()] + [""]
     return "\n".join(lines)
 

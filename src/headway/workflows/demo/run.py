@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.workflows.demo.corpus import write_corpus, write_instructions
-from headway.workflows.demo.post_training import VALID_FRACTION, VALID_MODULES, compare_answers, fine_tune, prefer, sparsify
+from headway.workflows.demo.post_training import (
+    VALID_FRACTION,
+    VALID_MODULES,
+    compare_answers,
+    fine_tune,
+    prefer,
+    sparsify,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,7 +94,9 @@ def run_demo(out: Path, steps: int = 1000) -> dict[str, Any]:
     summary |= compare_answers(demo, summary)
     summary["seconds"] = time.perf_counter() - began
     summary["next"] = next_commands(demo)
-    (out / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (out / "summary.json").write_text(
+        json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     return summary
 
 
@@ -96,7 +105,10 @@ def make_corpus(demo: Demo) -> dict[str, Any]:
     if not demo.corpus.exists():
         write_corpus(demo.corpus)
     lines = demo.corpus.read_text(encoding="utf-8").splitlines()
-    return {"modules": len(lines), "corpus_bytes": sum(len(json.loads(line)["text"].encode()) for line in lines)}
+    return {
+        "modules": len(lines),
+        "corpus_bytes": sum(len(json.loads(line)["text"].encode()) for line in lines),
+    }
 
 
 def make_tokenizer(demo: Demo) -> dict[str, Any]:
@@ -106,7 +118,11 @@ def make_tokenizer(demo: Demo) -> dict[str, Any]:
     from headway.tokenizer.train import train_bpe
 
     if not (demo.tokenizer / "tokenizer.json").exists():
-        train_bpe((document.text for document in read_documents([demo.corpus])), vocab_size=VOCAB_SIZE, out=demo.tokenizer)
+        train_bpe(
+            (document.text for document in read_documents([demo.corpus])),
+            vocab_size=VOCAB_SIZE,
+            out=demo.tokenizer,
+        )
     return {"vocabulary": load_tokenizer(demo.tokenizer).vocab_size}
 
 
@@ -130,9 +146,15 @@ def make_instructions(demo: Demo) -> dict[str, Any]:
     if not raw.exists():
         write_instructions(raw)
     if not (is_store(stores / "train") and is_store(stores / "valid")):
-        build_store([raw], demo.tokenizer, stores, BuildOptions("chat", valid_fraction=VALID_FRACTION))
+        build_store(
+            [raw], demo.tokenizer, stores, BuildOptions("chat", valid_fraction=VALID_FRACTION)
+        )
     train, valid = open_store(stores / "train"), open_store(stores / "valid")
-    return {"conversations": train.num_documents, "valid_conversations": valid.num_documents, "conversation_tokens": train.num_tokens}
+    return {
+        "conversations": train.num_documents,
+        "valid_conversations": valid.num_documents,
+        "conversation_tokens": train.num_tokens,
+    }
 
 
 def pretrain(demo: Demo) -> dict[str, Any]:
@@ -141,9 +163,15 @@ def pretrain(demo: Demo) -> dict[str, Any]:
     from headway.train.config import Recipe
     from headway.workflows.stopping import train_or_stop
 
-    demo.recipe.write_text(RECIPE.format(out=demo.out.as_posix(), fraction=VALID_MODULES, steps=demo.steps), encoding="utf-8")
+    demo.recipe.write_text(
+        RECIPE.format(out=demo.out.as_posix(), fraction=VALID_MODULES, steps=demo.steps),
+        encoding="utf-8",
+    )
     summary = train_or_stop(load(Recipe, demo.recipe))
-    return {key: summary[key] for key in ("steps", "first_valid_loss", "last_valid_loss", "tokens_per_second")}
+    return {
+        key: summary[key]
+        for key in ("steps", "first_valid_loss", "last_valid_loss", "tokens_per_second")
+    }
 
 
 def evaluate(demo: Demo) -> dict[str, Any]:
@@ -160,9 +188,15 @@ def evaluate(demo: Demo) -> dict[str, Any]:
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
     held_out = in_valid(np.arange(store.num_documents), VALID_MODULES)
-    ids = {side: [store.document(i) for i in np.flatnonzero(held_out == (side == "valid")).tolist()] for side in ("train", "valid")}
+    ids = {
+        side: [store.document(i) for i in np.flatnonzero(held_out == (side == "valid")).tolist()]
+        for side in ("train", "valid")
+    }
     valid = [document.tolist() for document in ids["valid"]]
-    pieces = [EvalDocument(document, len(tokenizer.decode_bytes(document, skip_special=True))) for document in valid]
+    pieces = [
+        EvalDocument(document, len(tokenizer.decode_bytes(document, skip_special=True)))
+        for document in valid
+    ]
     result = perplexity(loaded, pieces, stride=128)
     assert result.num_bytes is not None
     # Both score every token of a document but its first, so that both losses are about the same bytes.
@@ -176,7 +210,9 @@ def evaluate(demo: Demo) -> dict[str, Any]:
     }
 
 
-def bigram_loss(train: Iterable[npt.NDArray[np.integer]], valid: Iterable[npt.NDArray[np.integer]], vocab: int) -> float:
+def bigram_loss(
+    train: Iterable[npt.NDArray[np.integer]], valid: Iterable[npt.NDArray[np.integer]], vocab: int
+) -> float:
     """The baseline: mean loss in nats of a bigram model on every token of `valid` but each document's first.
 
     P(b|a) = (count(a, b) + k P(b)) / (count(a) + k), with the k that is best on `valid` itself, so the baseline is flattered.
@@ -209,9 +245,13 @@ def export_and_generate(demo: Demo) -> dict[str, Any]:
 
     found = find_model(demo.run)
     if not demo.export.exists():
-        export_huggingface(found.config, found.weights(), demo.export, tokenizer=found.tokenizer_folder)
+        export_huggingface(
+            found.config, found.weights(), demo.export, tokenizer=found.tokenizer_folder
+        )
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=1)
-    sample = generate(load_model(demo.export), [PROMPT], GenerateOptions(max_new_tokens=64, sampling=sampling))[0]
+    sample = generate(
+        load_model(demo.export), [PROMPT], GenerateOptions(max_new_tokens=64, sampling=sampling)
+    )[0]
     return {"export": str(demo.export), "sample": PROMPT + sample.text}
 
 

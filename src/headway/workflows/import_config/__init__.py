@@ -53,7 +53,9 @@ class ImportedConfig:
             # The kinds that need a package have its name.
             command = how_to_get(kind) if kind in EXTRAS else None
             if command is not None:
-                lines.append(f"track kind {kind} needs {NAMES.get(kind, kind)}, which is not installed. Run {command}.")
+                lines.append(
+                    f"track kind {kind} needs {NAMES.get(kind, kind)}, which is not installed. Run {command}."
+                )
         return lines
 
     def as_yaml(self) -> str:
@@ -102,11 +104,26 @@ def _drop_what_the_optimizer_lacks(draft: ImportDraft) -> None:
     kind = given.get("kind", "adamw")
     known = kind_config("headway.optim", kind).model_fields
     for name in [name for name in given if name != "kind" and name not in known]:
-        draft.tell(f"optim.{name}", given.pop(name), "missing", f"optim.kind: {kind}", f"this optimizer has no setting {name}")
+        draft.tell(
+            f"optim.{name}",
+            given.pop(name),
+            "missing",
+            f"optim.kind: {kind}",
+            f"this optimizer has no setting {name}",
+        )
     schedule = given.get("schedule", {})
     if kind == "schedule_free" and schedule.get("kind", "constant") != "constant":
-        draft.tell("optim.schedule", schedule, "missing", "optim.schedule.kind: constant", "this optimizer needs no falling rate")
-        given["schedule"] = {"kind": "constant", **({"warmup": schedule["warmup"]} if "warmup" in schedule else {})}
+        draft.tell(
+            "optim.schedule",
+            schedule,
+            "missing",
+            "optim.schedule.kind: constant",
+            "this optimizer needs no falling rate",
+        )
+        given["schedule"] = {
+            "kind": "constant",
+            **({"warmup": schedule["warmup"]} if "warmup" in schedule else {}),
+        }
 
 
 def _read(source: Path, system: str, draft: ImportDraft) -> dict[str, Any]:
@@ -123,7 +140,11 @@ def _read(source: Path, system: str, draft: ImportDraft) -> dict[str, Any]:
     if system == "flare":
         from headway.workflows.import_config.flare import SECTIONS
 
-        inner = {key: value for section in SECTIONS for key, value in (tree.pop(section, None) or {}).items()}
+        inner = {
+            key: value
+            for section in SECTIONS
+            for key, value in (tree.pop(section, None) or {}).items()
+        }
         tree = {**inner, **tree}
     return dict(_flatten(tree, system))
 
@@ -133,13 +154,20 @@ def _read_internlm(content: str, source: Path, draft: ImportDraft) -> dict[str, 
 
     found = read_python(content, source)
     for line in found.skipped:
-        draft.tell(line.split("=")[0].strip()[:60], line, "unknown", note="a statement that is not a plain assignment; it was not run")
+        draft.tell(
+            line.split("=")[0].strip()[:60],
+            line,
+            "unknown",
+            note="a statement that is not a plain assignment; it was not run",
+        )
     given: dict[str, Any] = {}
     for key, value in _readable(found.values, draft):
         head = key.split(".")[0]
         if key not in RULES and "." not in key and head == head.upper():
             if key in found.used:
-                draft.tell(key, value, "automatic", note="a variable of the file, used by other keys")
+                draft.tell(
+                    key, value, "automatic", note="a variable of the file, used by other keys"
+                )
             else:
                 draft.tell(key, value, "unknown", note="a variable that no key of the file uses")
         else:
@@ -169,14 +197,26 @@ def _readable(values: dict[str, Any], draft: ImportDraft) -> Iterator[tuple[str,
     for key, value in _flatten(values, ""):
         if isinstance(value, Unread):
             if key in OF_A_SCRIPT:
-                draft.tell(key, value.source, "automatic", note="a script computes it for its own command line")
+                draft.tell(
+                    key,
+                    value.source,
+                    "automatic",
+                    note="a script computes it for its own command line",
+                )
             else:
-                draft.tell(key, value.source, "unknown", note="computed by the file, which is not run; set it by hand if it matters")
+                draft.tell(
+                    key,
+                    value.source,
+                    "unknown",
+                    note="computed by the file, which is not run; set it by hand if it matters",
+                )
         else:
             yield key, value
 
 
-def _flatten(tree: dict[str, Any], system: str, at: str = "", budget: list[int] | None = None) -> Iterator[tuple[str, Any]]:
+def _flatten(
+    tree: dict[str, Any], system: str, at: str = "", budget: list[int] | None = None
+) -> Iterator[tuple[str, Any]]:
     left = budget if budget is not None else [MAX_VALUES]
     for key, value in tree.items():
         path = f"{at}.{key}" if at else str(key)
@@ -195,7 +235,9 @@ def _size(value: Any, most: int) -> int:
     while todo and count <= most:
         one = todo.pop()
         count += 1
-        todo += list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else []
+        todo += (
+            list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else []
+        )
     return count
 
 
@@ -210,5 +252,7 @@ def _text(source: Path) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source}: cannot be read as text: {error}.") from None
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{source}: larger than {MAX_BYTES >> 10} KiB, the limit for a configuration.")
+        raise ConfigError(
+            f"{source}: larger than {MAX_BYTES >> 10} KiB, the limit for a configuration."
+        )
     return re.sub(r"\r\n?", "\n", content)

@@ -49,7 +49,10 @@ PARTNERS = {
 def datasets(draft: ImportDraft, key: str, value: Any) -> None:
     """Each entry becomes one source of the mixture."""
     entries = value if isinstance(value, list) else [value]
-    sources = [_source(draft, f"{key}.{index}", one if isinstance(one, dict) else {"path": one}) for index, one in enumerate(entries)]
+    sources = [
+        _source(draft, f"{key}.{index}", one if isinstance(one, dict) else {"path": one})
+        for index, one in enumerate(entries)
+    ]
     if key == "test_datasets":
         draft.write(key, value, "data.valid.sets", {"test": sources})
     else:
@@ -64,7 +67,13 @@ def _source(draft: ImportDraft, at: str, entry: dict[str, Any]) -> dict[str, Any
     if files and (path in ("json", "csv", "parquet", "text") or entry.get("ds_type")):
         path = files[0] if isinstance(files, list) else files
         for other in files[1:] if isinstance(files, list) else ():
-            draft.tell(f"{at}.data_files", other, "missing", "another entry of data.train", "one path per source")
+            draft.tell(
+                f"{at}.data_files",
+                other,
+                "missing",
+                "another entry of data.train",
+                "one path per source",
+            )
     source: dict[str, Any] = {"path": text(f"{at}.path", path)}
     kind = _kind(draft, entry)
     if kind != "text":
@@ -82,7 +91,12 @@ def _kind(draft: ImportDraft, entry: dict[str, Any]) -> str:
     if (kind := axolotl_rl.kind_of(draft)) is not None:
         return DATA_KINDS[kind]
     name = entry.get("type")
-    return "text" if name in ("completion", "pretrain") or (name is None and draft.value("pretraining_dataset")) else "chat"
+    return (
+        "text"
+        if name in ("completion", "pretrain")
+        or (name is None and draft.value("pretraining_dataset"))
+        else "chat"
+    )
 
 
 def _template(draft: ImportDraft, at: str, entry: dict[str, Any]) -> str:
@@ -92,7 +106,13 @@ def _template(draft: ImportDraft, at: str, entry: dict[str, Any]) -> str:
     if named in TEMPLATES:
         return TEMPLATES[named]
     if named is not None:
-        draft.tell(f"{at}.chat_template", named, "missing", "a .jinja file as chat_template", "headway uses the tokenizer's own template")
+        draft.tell(
+            f"{at}.chat_template",
+            named,
+            "missing",
+            "a .jinja file as chat_template",
+            "headway uses the tokenizer's own template",
+        )
     return "tokenizer"
 
 
@@ -102,14 +122,36 @@ def _keys(draft: ImportDraft, at: str, entry: dict[str, Any], kind: str) -> dict
     if kind in ("preference", "unpaired") and isinstance(own, dict):
         entry = entry | {name: own[name] for name in RENAMED if name in own}
         for name in set(own) - set(RENAMED):
-            draft.tell(f"{at}.type.{name}", own[name], "missing", "keys and a .jinja file as chat_template", "a format of your own")
-    keys = {ours: entry[theirs] for theirs, ours in RENAMED.items() if entry.get(theirs) not in (None, ours)}
+            draft.tell(
+                f"{at}.type.{name}",
+                own[name],
+                "missing",
+                "keys and a .jinja file as chat_template",
+                "a format of your own",
+            )
+    keys = {
+        ours: entry[theirs]
+        for theirs, ours in RENAMED.items()
+        if entry.get(theirs) not in (None, ours)
+    }
     if entry.get("field_messages") and entry["field_messages"] not in ("messages", "conversations"):
         keys["messages"] = entry["field_messages"]
     mapping = entry.get("message_property_mappings") or {}
-    keys.update({name: mapping[name] for name in ("role", "content") if mapping.get(name) not in (None, name)})
+    keys.update(
+        {
+            name: mapping[name]
+            for name in ("role", "content")
+            if mapping.get(name) not in (None, name)
+        }
+    )
     for name in set(mapping) - {"role", "content"}:
-        draft.tell(f"{at}.message_property_mappings.{name}", mapping[name], "missing", "keys: {...}", "not a key of a turn that is read")
+        draft.tell(
+            f"{at}.message_property_mappings.{name}",
+            mapping[name],
+            "missing",
+            "keys: {...}",
+            "not a key of a turn that is read",
+        )
     return with_partners(keys, PARTNERS[kind]) if "messages" not in keys else keys
 
 
@@ -121,16 +163,40 @@ def _tell_the_rest(draft: ImportDraft, at: str, entry: dict[str, Any], kind: str
         if name not in OF_A_DATASET:
             near = "limit: DOCUMENTS at the source" if name in ("shards", "shards_idx") else ""
             draft.tell(here, value, "missing", near, "not an option of a source of data.train")
-        elif name == "roles_to_train" and value not in (["assistant"], ["gpt"], ["assistant", "gpt"]):
+        elif name == "roles_to_train" and value not in (
+            ["assistant"],
+            ["gpt"],
+            ["assistant", "gpt"],
+        ):
             draft.tell(here, value, "missing", "", "the loss is on the assistant's turns only")
         elif name == "split" and value != "train":
-            draft.tell(here, value, "missing", "headway download ORG/NAME --dataset --include 'PATTERN'", "the files at path are all read")
+            draft.tell(
+                here,
+                value,
+                "missing",
+                "headway download ORG/NAME --dataset --include 'PATTERN'",
+                "the files at path are all read",
+            )
         elif name in ("name", "revision"):
-            draft.tell(here, value, "missing", "headway download ORG/NAME --dataset", "download this part, then give its folder as path")
+            draft.tell(
+                here,
+                value,
+                "missing",
+                "headway download ORG/NAME --dataset",
+                "download this part, then give its folder as path",
+            )
         elif name == "train_on_eos" and value not in ("turn", "last"):
-            draft.tell(here, value, "missing", "", "the token that ends an answer is always trained")
+            draft.tell(
+                here, value, "missing", "", "the token that ends an answer is always trained"
+            )
     if kind == "chat" and isinstance(entry.get("type"), dict):
-        draft.tell(f"{at}.type", entry["type"], "missing", "keys and a .jinja file as chat_template", "a prompt format of your own")
+        draft.tell(
+            f"{at}.type",
+            entry["type"],
+            "missing",
+            "keys and a .jinja file as chat_template",
+            "a prompt format of your own",
+        )
 
 
 def adapter(draft: ImportDraft, key: str, value: Any) -> None:
@@ -140,9 +206,17 @@ def adapter(draft: ImportDraft, key: str, value: Any) -> None:
         draft.tell(key, value, "set", f"adapter: {{kind: {draft.get('adapter.kind')}}}")
         if value == "qlora":
             draft.set("adapter.base", "nf4")
-            draft.tell(key, value, "set", "adapter: {base: nf4}", "with double quantisation, as bitsandbytes' nf4")
+            draft.tell(
+                key,
+                value,
+                "set",
+                "adapter: {base: nf4}",
+                "with double quantisation, as bitsandbytes' nf4",
+            )
     else:
-        draft.tell(key, value, "missing", "adapter.kind: lora or dora", "there is no adapter of this kind")
+        draft.tell(
+            key, value, "missing", "adapter.kind: lora or dora", "there is no adapter of this kind"
+        )
 
 
 def validation(draft: ImportDraft, key: str, value: Any) -> None:
@@ -153,7 +227,13 @@ def validation(draft: ImportDraft, key: str, value: Any) -> None:
     elif share < 1:
         draft.write(key, value, "data.valid.fraction", float(share))
     else:
-        draft.tell(key, value, "missing", "data.valid.fraction: 0.05", "a number of documents; give their share")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "data.valid.fraction: 0.05",
+            "a number of documents; give their share",
+        )
 
 
 def packing(draft: ImportDraft, key: str, value: Any) -> None:
@@ -164,7 +244,10 @@ def packing(draft: ImportDraft, key: str, value: Any) -> None:
 def trained_in_addition(draft: ImportDraft, key: str, value: Any) -> None:
     """Whole modules that train beside the adapter."""
     names = words(key, value)
-    patterns = ["embeddings" if set(names) & {"embed_tokens", "lm_head"} else None, *(f"*.{n}.*" for n in names)]
+    patterns = [
+        "embeddings" if set(names) & {"embed_tokens", "lm_head"} else None,
+        *(f"*.{n}.*" for n in names),
+    ]
     kept = [one for one in patterns if one and not one.startswith(("*.embed_tokens", "*.lm_head"))]
     draft.write(key, value, "train", kept)
 
@@ -198,9 +281,19 @@ def embedding_rate(draft: ImportDraft, key: str, value: Any) -> None:
 
 def special(draft: ImportDraft, key: str, value: Any) -> None:
     """A pad token alone changes nothing here; other tokens would."""
-    others = {name: one for name, one in value.items() if name != "pad_token"} if isinstance(value, dict) else value
+    others = (
+        {name: one for name, one in value.items() if name != "pad_token"}
+        if isinstance(value, dict)
+        else value
+    )
     if others:
-        draft.tell(key, others, "missing", "a tokenizer folder with these tokens as `tokenizer`", "the tokenizer's own tokens are used")
+        draft.tell(
+            key,
+            others,
+            "missing",
+            "a tokenizer folder with these tokens as `tokenizer`",
+            "the tokenizer's own tokens are used",
+        )
     else:
         draft.tell(key, value, "automatic", note="rows need no pad token")
 
@@ -209,7 +302,9 @@ def plugins(draft: ImportDraft, key: str, value: Any) -> None:
     """Fused kernels are built in; other plug-ins are code of axolotl."""
     for name in words(key, value):
         if "Liger" in name or "CutCrossEntropy" in name:
-            draft.tell(key, name, "automatic", note="the loss never makes all logits; kernels are fused")
+            draft.tell(
+                key, name, "automatic", note="the loss never makes all logits; kernels are fused"
+            )
         else:
             draft.tell(key, name, "missing", "docs/extend.md", "a plug-in of axolotl")
 
@@ -238,7 +333,10 @@ def quantised(form: str) -> Rule:
     return rule
 
 
-QUANTIZED = missing("weights are kept in 16 bits or more", "adapter.base: nf4 under an adapter; optim.state_dtype: 8bit")
+QUANTIZED = missing(
+    "weights are kept in 16 bits or more",
+    "adapter.base: nf4 under an adapter; optim.state_dtype: 8bit",
+)
 KERNEL = automatic("headway chooses its kernels by device and mask (kernels.attention: auto)")
 
 RULES: dict[str, Rule] = {
@@ -359,4 +457,10 @@ def finish(draft: ImportDraft) -> None:
     axolotl_rl.finish(draft)
     if draft.get("eval.stop") is not None and draft.get("data.valid") is None:
         draft.recipe["eval"].pop("stop")
-        draft.tell("early_stopping_patience", draft.value("early_stopping_patience"), "missing", "eval.stop", "there is no validation data")
+        draft.tell(
+            "early_stopping_patience",
+            draft.value("early_stopping_patience"),
+            "missing",
+            "eval.stop",
+            "there is no validation data",
+        )

@@ -20,7 +20,9 @@ def kind_of(draft: ImportDraft) -> str | None:
 def objective(draft: ImportDraft, key: str, value: Any) -> None:
     """Preference training. A recipe with another objective than the file's would train something else: refused."""
     if str(value) not in OBJECTIVES:
-        raise ConfigError(f"rl is {shown(value)}, which headway cannot train; it has {', '.join(OBJECTIVES)} (objective.kind).")
+        raise ConfigError(
+            f"rl is {shown(value)}, which headway cannot train; it has {', '.join(OBJECTIVES)} (objective.kind)."
+        )
     draft.write(key, value, "objective.kind", OBJECTIVES[value])
     if value in LOSSES:
         draft.write(key, value, "objective.loss_type", LOSSES[value])
@@ -37,7 +39,13 @@ def reward_model(draft: ImportDraft, key: str, value: Any) -> None:
 def supervised_part(draft: ImportDraft, key: str, value: Any) -> None:
     """The supervised loss beside SimPO's, which TRL adds with weight 1 unless it is 0."""
     if number(key, value):
-        draft.tell(key, value, "missing", "", "a supervised loss beside the preference; objective simpo has none")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "",
+            "a supervised loss beside the preference; objective simpo has none",
+        )
     else:
         draft.tell(key, value, "automatic", note="objective simpo has no supervised part")
 
@@ -59,9 +67,14 @@ RULES: dict[str, Rule] = {
     "kto_desirable_weight": of_objective(kind_of, "desirable_weight", number),
     "kto_undesirable_weight": of_objective(kind_of, "undesirable_weight", number),
     "dpo_label_smoothing": of_objective(kind_of, "label_smoothing", number),
-    "precompute_ref_log_probs": of_objective(kind_of, "reference_logps", lambda key, value: "cached" if yes(key, value) else "live"),
+    "precompute_ref_log_probs": of_objective(
+        kind_of, "reference_logps", lambda key, value: "cached" if yes(key, value) else "live"
+    ),
     "reward_model": reward_model,
     "center_rewards_coefficient": of_objective(kind_of, "center_rewards_coefficient", number),
-    "process_reward_model": missing("a process reward model scores steps of an answer", "objective: {kind: reward} scores whole answers"),
+    "process_reward_model": missing(
+        "a process reward model scores steps of an answer",
+        "objective: {kind: reward} scores whole answers",
+    ),
     "rpo_alpha": missing("no supervised loss beside that of pairs", "objective: {kind: orpo}"),
 }

@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from headway.workflows.import_config import hugging_face
-from headway.workflows.import_config.rules import ImportDraft, Rule, automatic, integer, missing, number, one_of, sets, text, tracks
+from headway.workflows.import_config.rules import (
+    ImportDraft,
+    Rule,
+    automatic,
+    integer,
+    missing,
+    number,
+    one_of,
+    sets,
+    text,
+    tracks,
+)
 
 SYSTEM = "Flare"
 SECTIONS = ("model_args", "data_args", "training_args")
@@ -25,7 +36,12 @@ def dataset(draft: ImportDraft, key: str, value: Any) -> None:
 
 def layers(draft: ImportDraft, key: str, value: Any) -> None:
     """Layers without rotary positions."""
-    draft.write(key, value, "model.no_rope_layers", [integer(key, one) for one in (value if isinstance(value, list) else [value])])
+    draft.write(
+        key,
+        value,
+        "model.no_rope_layers",
+        [integer(key, one) for one in (value if isinstance(value, list) else [value])],
+    )
 
 
 def gpus(draft: ImportDraft, key: str, value: Any) -> None:
@@ -36,7 +52,11 @@ def gpus(draft: ImportDraft, key: str, value: Any) -> None:
 
 def dtype(draft: ImportDraft, key: str, value: Any) -> None:
     """The dtype of the weights is the precision."""
-    one_of("precision", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "auto": "auto"}, "another dtype")(draft, key, value)
+    one_of(
+        "precision",
+        {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "auto": "auto"},
+        "another dtype",
+    )(draft, key, value)
 
 
 def output(draft: ImportDraft, key: str, value: Any) -> None:
@@ -56,7 +76,12 @@ def stage(draft: ImportDraft, key: str, value: Any) -> None:
         patterns = hugging_face.trained_layers(draft.value("no_rope_layers", default=range(20, 33)))
         draft.write(key, value, "train", patterns)
     else:
-        draft.tell(key, value, "automatic", note="all parameters train; set init.from to the run of stage 1")
+        draft.tell(
+            key,
+            value,
+            "automatic",
+            note="all parameters train; set init.from to the run of stage 1",
+        )
 
 
 def of_stage(draft: ImportDraft, key: str, value: Any) -> None:
@@ -77,13 +102,22 @@ RULES: dict[str, Rule] = {
     "use_flash_attention": automatic("kernels.attention: auto"),
     "torch_dtype": dtype,
     "dataset_name": dataset,
-    "dataset_config": missing("download the configuration", "headway download ORG/NAME --dataset --include 'CONFIG/*'"),
-    "dataset_split": one_of("data.train", {}, "the files at path are all read", "headway download ORG/NAME --dataset --include 'PATTERN'"),
+    "dataset_config": missing(
+        "download the configuration", "headway download ORG/NAME --dataset --include 'CONFIG/*'"
+    ),
+    "dataset_split": one_of(
+        "data.train",
+        {},
+        "the files at path are all read",
+        "headway download ORG/NAME --dataset --include 'PATTERN'",
+    ),
     "text_column": automatic("text_key at the source"),
     "dataset_size": automatic("limit at the source"),
     "max_seq_length": sets("data.seq_len", integer),
     "stage1_max_seq_len": sets("data.seq_len", integer),
-    "validation_split_percentage": sets("data.valid.fraction", number, "a fraction in spite of its name"),
+    "validation_split_percentage": sets(
+        "data.valid.fraction", number, "a fraction in spite of its name"
+    ),
     "preprocessing_num_workers": automatic("all cores tokenize"),
     "cache_dir": sets("data.cache_dir", text),
     "stage": stage,
@@ -91,13 +125,21 @@ RULES: dict[str, Rule] = {
     "gpu_type": gpus,
     "enable_tensorboard": tracks("tensorboard"),
     "config_file": automatic("the recipe"),
-    "evaluation_datasets*": missing("evaluation is a verb of its own", "headway eval ppl --model RUN --data NAME=PATH"),
+    "evaluation_datasets*": missing(
+        "evaluation is a verb of its own", "headway eval ppl --model RUN --data NAME=PATH"
+    ),
     "stage_configs.*": of_stage,
 }
 RULES["dataset_split"] = lambda draft, key, value: (
     draft.tell(key, value, "automatic", note="the usual split")
     if value == "train"
-    else draft.tell(key, value, "missing", "headway download ORG/NAME --dataset --include 'PATTERN'", "the files at path are all read")
+    else draft.tell(
+        key,
+        value,
+        "missing",
+        "headway download ORG/NAME --dataset --include 'PATTERN'",
+        "the files at path are all read",
+    )
 )
 
 DEFAULTS: dict[str, Any] = {
@@ -120,10 +162,20 @@ def defaults(draft: ImportDraft) -> dict[str, Any]:
 def finish(draft: ImportDraft) -> None:
     """Two stages of one run: the changed layers, then all parameters."""
     draft.set("data.packing", "pad")
-    draft.tell("data.packing", None, "assumed", "data.packing: pad", "one document per row, as in Flare; best_fit wastes no tokens")
+    draft.tell(
+        "data.packing",
+        None,
+        "assumed",
+        "data.packing: pad",
+        "one document per row, as in Flare; best_fit wastes no tokens",
+    )
     if draft.get("data.valid") is None:
         draft.recipe.get("eval", {}).pop("stop", None)
-    stages = [_stage(draft, name) for name in ("stage1", "stage2") if any(key.startswith(f"stage_configs.{name}.") for key in draft.given)]
+    stages = [
+        _stage(draft, name)
+        for name in ("stage1", "stage2")
+        if any(key.startswith(f"stage_configs.{name}.") for key in draft.given)
+    ]
     if not stages:
         return
     for path in ("steps", "epochs", "batch"):
@@ -134,15 +186,32 @@ def finish(draft: ImportDraft) -> None:
 def _stage(draft: ImportDraft, name: str) -> dict[str, Any]:
     """One stage: the settings of its section, and the changed layers alone in the first."""
     prefix = f"stage_configs.{name}."
-    given = {key.removeprefix(prefix): value for key, value in draft.given.items() if key.startswith(prefix)}
-    own = ImportDraft({key: given[key] for key in OF_A_STAGE if given.get(key) is not None}, draft.source)
-    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs"):
+    given = {
+        key.removeprefix(prefix): value
+        for key, value in draft.given.items()
+        if key.startswith(prefix)
+    }
+    own = ImportDraft(
+        {key: given[key] for key in OF_A_STAGE if given.get(key) is not None}, draft.source
+    )
+    for key in (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "max_steps",
+        "num_train_epochs",
+    ):
         if own.given.get(key) is None and draft.given.get(key) is not None:
             own.given[key] = draft.given[key]
     for key, value in own.given.items():
         RULES[key](own, key, value)
     for key in sorted(set(given) - set(OF_A_STAGE) - {"description"}):
-        draft.tell(prefix + key, given[key], "missing", "a setting of the stage", "not a key of a stage that is read")
+        draft.tell(
+            prefix + key,
+            given[key],
+            "missing",
+            "a setting of the stage",
+            "not a key of a stage that is read",
+        )
     named = {"name": "changed-layers" if name == "stage1" else "all-parameters"}
     patterns = hugging_face.trained_layers(draft.get("model.no_rope_layers") or [])
     return {**named, **({"train": patterns} if name == "stage1" else {}), **own.recipe}

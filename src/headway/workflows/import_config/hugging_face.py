@@ -26,10 +26,27 @@ from headway.workflows.import_config.rules import (
     yes,
 )
 
-SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
-PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused", "adamw_anyprecision")
+SCHEDULES = {
+    "cosine": "cosine",
+    "linear": "linear",
+    "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+}
+PLAIN_ADAMW = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_hf",
+    "adamw",
+    "adamw_apex_fused",
+    "adamw_anyprecision",
+)
 OTHER_OPTIMIZERS = {"muon": "muon", "lion": "lion", "lion_32bit": "lion", "adafactor": "adafactor"}
-SCHEDULE_FREE = ("schedule_free_adamw", "adamw_schedule_free", "schedulefree_adamw", "schedule_free")
+SCHEDULE_FREE = (
+    "schedule_free_adamw",
+    "adamw_schedule_free",
+    "schedulefree_adamw",
+    "schedule_free",
+)
 
 
 def output_folder(draft: ImportDraft, key: str, value: Any) -> None:
@@ -38,7 +55,12 @@ def output_folder(draft: ImportDraft, key: str, value: Any) -> None:
     if path.name and str(path.parent) != ".":
         draft.set("run.dir", str(path.parent))
     draft.set("run.name", path.name or "run")
-    draft.tell(key, value, "set", f"run.dir: {draft.get('run.dir') or 'runs'}, run.name: {draft.get('run.name')}")
+    draft.tell(
+        key,
+        value,
+        "set",
+        f"run.dir: {draft.get('run.dir') or 'runs'}, run.name: {draft.get('run.name')}",
+    )
 
 
 def schedule(draft: ImportDraft, key: str, value: Any) -> None:
@@ -48,10 +70,18 @@ def schedule(draft: ImportDraft, key: str, value: Any) -> None:
         draft.write(key, value, "optim.schedule.kind", "constant", "without warm-up")
     elif value in SCHEDULES:
         draft.default("optim.schedule.floor", 0.0)
-        draft.write(key, value, "optim.schedule.kind", SCHEDULES[value], "falls to 0 (optim.schedule.floor)")
+        draft.write(
+            key, value, "optim.schedule.kind", SCHEDULES[value], "falls to 0 (optim.schedule.floor)"
+        )
     else:
         known = "optim.schedule.kind: cosine, linear, constant or wsd"
-        draft.tell(key, value, "missing", known, "there is no schedule of this shape; the recipe has cosine")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            known,
+            "there is no schedule of this shape; the recipe has cosine",
+        )
 
 
 def warmup_share(draft: ImportDraft, key: str, value: Any) -> None:
@@ -93,17 +123,35 @@ def optimizer(draft: ImportDraft, key: str, value: Any) -> None:
         draft.write(key, value, "optim.kind", "adamw")
     elif name.removeprefix("paged_") in ("adamw_8bit", "adamw_bnb_8bit"):
         draft.set("optim.kind", "adamw")
-        draft.write(key, value, "optim.state_dtype", "8bit", "paging: memory.offload: [optimizer]" if name.startswith("paged_") else "")
+        draft.write(
+            key,
+            value,
+            "optim.state_dtype",
+            "8bit",
+            "paging: memory.offload: [optimizer]" if name.startswith("paged_") else "",
+        )
     elif name == "paged_adamw_32bit":
         draft.set("optim.kind", "adamw")
         draft.add("memory.offload", "optimizer")
         draft.tell(key, value, "set", "optim.kind: adamw, memory.offload: [optimizer]")
     elif OTHER_OPTIMIZERS.get(name) in kinds:
-        draft.write(key, value, "optim.kind", OTHER_OPTIMIZERS[name], "check optim.lr: rates of other optimizers are not comparable")
+        draft.write(
+            key,
+            value,
+            "optim.kind",
+            OTHER_OPTIMIZERS[name],
+            "check optim.lr: rates of other optimizers are not comparable",
+        )
     elif name in SCHEDULE_FREE and free is not None:
         draft.write(key, value, "optim.kind", free)
     else:
-        draft.tell(key, value, "missing", f"optim.kind: {', '.join(kinds)}", "there is no such optimizer; the recipe has adamw")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            f"optim.kind: {', '.join(kinds)}",
+            "there is no such optimizer; the recipe has adamw",
+        )
 
 
 def num_steps(draft: ImportDraft, key: str, value: Any) -> None:
@@ -131,7 +179,13 @@ def interval(path: str) -> Rule:
     def rule(draft: ImportDraft, key: str, value: Any) -> None:
         found = number(key, value)
         if 0 < found < 1:
-            draft.tell(key, value, "missing", f"{path}: STEPS", "a share of the run; write the number of steps")
+            draft.tell(
+                key,
+                value,
+                "missing",
+                f"{path}: STEPS",
+                "a share of the run; write the number of steps",
+            )
         elif found < 1:
             draft.write(key, value, path, None)
         else:
@@ -183,9 +237,17 @@ def recompute(draft: ImportDraft, key: str, value: Any) -> None:
 def deepspeed(draft: ImportDraft, key: str, value: Any) -> None:
     """The name of a DeepSpeed file says its stage; `offload` in the name moves optimizer state to the host."""
     name = str(value).lower()
-    found = next((one for one in ("z0", "zero1", "z1", "zero2", "z2", "zero3", "z3") if one in name), None)
+    found = next(
+        (one for one in ("z0", "zero1", "z1", "zero2", "z2", "zero3", "z3") if one in name), None
+    )
     if found is None:
-        draft.tell(key, value, "missing", "parallel.strategy: zero1 or fsdp", "the stage is not in the file's name")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "parallel.strategy: zero1 or fsdp",
+            "the stage is not in the file's name",
+        )
         return
     if found[-1] == "0":
         draft.set("parallel.zero1.size", 1)
@@ -348,7 +410,9 @@ def trained_layers(layers: Any) -> list[str]:
             runs[-1][1] = one
         else:
             runs.append([one, one])
-    return [f"layers.{first}" if first == last else f"layers.{first}-{last}" for first, last in runs]
+    return [
+        f"layers.{first}" if first == last else f"layers.{first}-{last}" for first, last in runs
+    ]
 
 
 def one_value(value: Any) -> str:

@@ -25,7 +25,13 @@ from headway.workflows.import_config.rules import (
 )
 
 SYSTEM = "InternLM"
-DTYPES = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.tf32": "fp32"}
+DTYPES = {
+    "torch.float16": "fp16",
+    "torch.half": "fp16",
+    "torch.bfloat16": "bf16",
+    "torch.float32": "fp32",
+    "torch.tf32": "fp32",
+}
 FAMILIES = {"INTERNLM": "internlm", "LLAMA2": "llama", "LLAMA": "llama", "QWEN2": "qwen2"}
 TYPES_UNCHECKED = "InternLM's files do not record their tokenizer"
 
@@ -67,9 +73,16 @@ def rampup(draft: ImportDraft, key: str, value: Any) -> None:
     parts = [integer(key, one) for one in str(value).split()]
     rows = integer("data.micro_bsz", draft.value("data.micro_bsz", default=1))
     if len(parts) != 3:
-        raise ConfigError(f"{key} is {value!r}; it must be three numbers: start, increment and interval.")
+        raise ConfigError(
+            f"{key} is {value!r}; it must be three numbers: start, increment and interval."
+        )
     start, add, every = parts
-    draft.write(key, value, "batch.rampup", {"start": rows * start, "add": rows * add, "every": every, "per_rank": True})
+    draft.write(
+        key,
+        value,
+        "batch.rampup",
+        {"start": rows * start, "add": rows * add, "every": every, "per_rank": True},
+    )
 
 
 def zero1(draft: ImportDraft, key: str, value: Any) -> None:
@@ -85,7 +98,9 @@ def is_ignored(draft: ImportDraft, path: str) -> bool:
     """
     resumes = draft.value("ckpt.auto_resume")
     if resumes is None:
-        resumes = not yes("ckpt.load_given_ckpt", draft.value("ckpt.load_given_ckpt", default=False))
+        resumes = not yes(
+            "ckpt.load_given_ckpt", draft.value("ckpt.load_given_ckpt", default=False)
+        )
     is_remote = ":" in path
     return yes("ckpt.auto_resume", resumes) and not is_remote and not Path(path).exists()
 
@@ -106,10 +121,20 @@ def load_content(draft: ImportDraft, key: str, value: Any) -> None:
         draft.tell(key, value, "automatic", note="no checkpoint is loaded")
         return
     parts = [str(one) for one in (value if isinstance(value, list) else [value])]
-    kept = ["model", "optimizer", "scheduler"] if "all" in parts else [one for one in parts if one != "sampler"]
+    kept = (
+        ["model", "optimizer", "scheduler"]
+        if "all" in parts
+        else [one for one in parts if one != "sampler"]
+    )
     draft.write(key, value, "init.content", kept)
     if {"sampler", "all"} & set(parts):
-        draft.tell(key, value, "missing", "", "the position in InternLM's data does not fit headway's order of documents")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "",
+            "the position in InternLM's data does not fit headway's order of documents",
+        )
 
 
 def load_folder(draft: ImportDraft, key: str, value: Any) -> None:
@@ -154,7 +179,9 @@ def alerts(draft: ImportDraft, key: str, value: Any) -> None:
     """Feishu; the address comes from the environment."""
     if value is True:
         draft.add("track", {"kind": "alert", "form": "feishu", "url_env": "FEISHU_WEBHOOK"})
-        draft.tell(key, value, "set", "track: [{kind: alert, form: feishu, url_env: FEISHU_WEBHOOK}]")
+        draft.tell(
+            key, value, "set", "track: [{kind: alert, form: feishu, url_env: FEISHU_WEBHOOK}]"
+        )
     else:
         draft.tell(key, value, "automatic", note="not used")
 
@@ -165,13 +192,25 @@ def floor(draft: ImportDraft, key: str, value: Any) -> None:
     if peak > 0:
         draft.write(key, value, "optim.schedule.floor", round(float(number(key, value)) / peak, 6))
     else:
-        draft.tell(key, value, "missing", "optim.schedule.floor: eta_min / lr", "adam.lr is not in the file")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "optim.schedule.floor: eta_min / lr",
+            "adam.lr is not in the file",
+        )
 
 
 def heartbeat(draft: ImportDraft, key: str, value: Any) -> None:
     """Metrics to a monitor; the address comes from the environment."""
     draft.add("track", {"kind": "heartbeat", "url_env": "MONITOR_ADDRESS"})
-    draft.tell(key, value, "set", "track: [{kind: heartbeat, url_env: MONITOR_ADDRESS}]", "set the variable to the address")
+    draft.tell(
+        key,
+        value,
+        "set",
+        "track: [{kind: heartbeat, url_env: MONITOR_ADDRESS}]",
+        "set the variable to the address",
+    )
 
 
 def tensor_mode(draft: ImportDraft, key: str, value: Any) -> None:
@@ -179,7 +218,13 @@ def tensor_mode(draft: ImportDraft, key: str, value: Any) -> None:
     if value in ("mtp", "msp", "fsp") and has_setting("parallel.sequence"):
         draft.write(key, value, "parallel.sequence", value != "mtp")
     else:
-        draft.tell(key, value, "missing", "parallel.context and parallel.strategy: fsdp", "weights are not divided in this way")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "parallel.context and parallel.strategy: fsdp",
+            "weights are not divided in this way",
+        )
 
 
 def chunks(draft: ImportDraft, key: str, value: Any) -> None:
@@ -191,11 +236,20 @@ def chunks(draft: ImportDraft, key: str, value: Any) -> None:
         draft.set("parallel.schedule", "interleaved")
         draft.write(key, value, "parallel.virtual_stages", count)
     else:
-        draft.tell(key, value, "missing", "parallel.strategy: fsdp", "there is no interleaved pipeline")
+        draft.tell(
+            key, value, "missing", "parallel.strategy: fsdp", "there is no interleaved pipeline"
+        )
 
 
-TENSOR = if_setting("parallel.tensor", integer, "there is no tensor parallelism", "parallel.strategy: fsdp")
-PIPELINE = if_setting("parallel.pipeline", integer, "there is no pipeline parallelism", "parallel.strategy: fsdp, memory.recompute: true")
+TENSOR = if_setting(
+    "parallel.tensor", integer, "there is no tensor parallelism", "parallel.strategy: fsdp"
+)
+PIPELINE = if_setting(
+    "parallel.pipeline",
+    integer,
+    "there is no pipeline parallelism",
+    "parallel.strategy: fsdp, memory.recompute: true",
+)
 OF_AXES = automatic("a detail of tensor or pipeline parallelism")
 
 RULES: dict[str, Rule] = {
@@ -307,7 +361,12 @@ RULES: dict[str, Rule] = {
     "tensorboard": automatic("track: [{kind: tensorboard}]"),
 }  # fmt: skip
 
-DEFAULTS: dict[str, Any] = {"model_type": "INTERNLM", "data.micro_num": 1, "data.pack_sample_into_one": False, "adam.adam_beta2": 0.95}
+DEFAULTS: dict[str, Any] = {
+    "model_type": "INTERNLM",
+    "data.micro_num": 1,
+    "data.pack_sample_into_one": False,
+    "adam.adam_beta2": 0.95,
+}
 
 
 def defaults(draft: ImportDraft) -> dict[str, Any]:
@@ -321,22 +380,45 @@ def finish(draft: ImportDraft) -> None:
     if draft.value("ckpt.enable_save_ckpt") is False:
         draft.set("checkpoint", {"every": None, "at_end": False})
     draft.set("optim.decay", ["*"])
-    draft.tell("adam.weight_decay", draft.value("adam.weight_decay"), "assumed", "optim.decay: ['*']", "InternLM decays every parameter")
+    draft.tell(
+        "adam.weight_decay",
+        draft.value("adam.weight_decay"),
+        "assumed",
+        "optim.decay: ['*']",
+        "InternLM decays every parameter",
+    )
     width, ratio = draft.get("model.hidden_size"), draft.value("model.mlp_ratio")
     if width and ratio is not None:
-        draft.set("model.ffn_size", 256 * math.ceil(int(width * float(number("model.mlp_ratio", ratio))) / 256))
+        draft.set(
+            "model.ffn_size",
+            256 * math.ceil(int(width * float(number("model.mlp_ratio", ratio))) / 256),
+        )
     if draft.get("model.family") == "internlm":
         for path in ("model.qkv_bias", "model.output_bias"):
             draft.set(path, True)
         draft.set("model.tie_embeddings", False)
-        draft.tell("model_type", "INTERNLM", "assumed", "model: {qkv_bias: true, output_bias: true, tie_embeddings: false}")
+        draft.tell(
+            "model_type",
+            "INTERNLM",
+            "assumed",
+            "model: {qkv_bias: true, output_bias: true, tie_embeddings: false}",
+        )
     if draft.get("data.seq_len"):
         draft.set("model.max_seq_len", draft.get("data.seq_len"))
     if draft.get("init.from"):
         draft.recipe.pop("model", None)
-        draft.tell("model", draft.get("init.from"), "automatic", note="the shape comes with the weights of init.from")
+        draft.tell(
+            "model",
+            draft.get("init.from"),
+            "automatic",
+            note="the shape comes with the weights of init.from",
+        )
     if draft.get("data.valid") is None and draft.get("eval.every") is None:
         draft.recipe.pop("eval", None)
     draft.tell(
-        "tokenizer", None, "missing", "tokenizer: V7_sft.model", "the file names no tokenizer; name it if you train on raw text or export"
+        "tokenizer",
+        None,
+        "missing",
+        "tokenizer: V7_sft.model",
+        "the file names no tokenizer; name it if you train on raw text or export",
     )

@@ -54,7 +54,9 @@ def read_python(content: str, path: Path) -> PythonConfig:
     try:
         tree = ast.parse(content, str(path))
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{path}:{getattr(error, 'lineno', None) or 1}: not a Python file: {getattr(error, 'msg', error)}.") from None
+        raise ConfigError(
+            f"{path}:{getattr(error, 'lineno', None) or 1}: not a Python file: {getattr(error, 'msg', error)}."
+        ) from None
     except (RecursionError, MemoryError):
         raise ConfigError(f"{path}: nested too deeply to be read.") from None
     values: dict[str, Any] = {}
@@ -86,7 +88,15 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
     """The value of an expression; parts of a dict that cannot be read are marked, the rest is kept."""
     try:
         return _evaluate(node, names)
-    except (_Computed, ArithmeticError, TypeError, KeyError, IndexError, ValueError, RecursionError):
+    except (
+        _Computed,
+        ArithmeticError,
+        TypeError,
+        KeyError,
+        IndexError,
+        ValueError,
+        RecursionError,
+    ):
         return Unread(_line(node))
 
 
@@ -99,7 +109,9 @@ def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
         return [_value(one, names) for one in node.elts]
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         return {
-            str(key.value): _value(one, names) for key, one in zip(node.keys, node.values, strict=True) if isinstance(key, ast.Constant)
+            str(key.value): _value(one, names)
+            for key, one in zip(node.keys, node.values, strict=True)
+            if isinstance(key, ast.Constant)
         }
     if isinstance(node, ast.Subscript):
         return _evaluate(node.value, names)[_evaluate(node.slice, names)]
@@ -126,7 +138,11 @@ def _call(node: ast.Call, name: str, names: Mapping[str, Any]) -> Any:
 
 
 def _bounded(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or (abs(value) > MOST and value != float("inf")):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (abs(value) > MOST and value != float("inf"))
+    ):
         raise _Computed
     return value
 
@@ -176,7 +192,11 @@ def _options(tokens: list[str]) -> dict[str, Any]:
             values = [value] if equals else rest
             if any(re.search(r"[$`]", one) for one in values):
                 continue  # a variable of the script, which is read where it is assigned
-            found[name] = plain_value(values[0]) if len(values) == 1 else [plain_value(one) for one in values] or True
+            found[name] = (
+                plain_value(values[0])
+                if len(values) == 1
+                else [plain_value(one) for one in values] or True
+            )
     return found
 
 

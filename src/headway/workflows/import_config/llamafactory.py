@@ -30,12 +30,30 @@ from headway.workflows.import_config.rules import (
 SYSTEM = "LLaMA-Factory"
 KINDS = {"pt": "text", "sft": "chat", "rm": "preference", "dpo": "preference", "kto": "unpaired"}
 OBJECTIVES = {"rm": "reward", "dpo": "dpo", "kto": "kto"}
-TEMPLATES = {"alpaca": "alpaca", "llama3": "llama3", "qwen": "qwen", "chatml": "chatml", "intern": "internlm"}
+TEMPLATES = {
+    "alpaca": "alpaca",
+    "llama3": "llama3",
+    "qwen": "qwen",
+    "chatml": "chatml",
+    "intern": "internlm",
+}
 COLUMNS = {"prompt": "prompt", "query": "context", "response": "response", "system": "system", "history": "history", "tools": "tools",
            "messages": "messages", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label"}  # fmt: skip
-SHAPES = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations", "kto_tag": "kto_tag"}
+SHAPES = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "messages": "conversations",
+    "kto_tag": "kto_tag",
+}
 """The record keys that LLaMA-Factory expects if columns are not given."""
-TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool"}
+TAGS = {
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+}
 PARTNERS = {
     "chat": {"prompt": "instruction", "context": "input?", "response": "output"},
     "preference": dict.fromkeys(("prompt", "chosen", "rejected")),
@@ -54,11 +72,18 @@ def kind_of(draft: ImportDraft) -> str | None:
 def stage(draft: ImportDraft, key: str, value: Any) -> None:
     """Pre-training, SFT, a reward model or preference; another stage would become another training: refused."""
     if str(value) not in KINDS:
-        raise ConfigError(f"stage is {shown(value)}, which headway cannot train; it has {', '.join(KINDS)}.")
+        raise ConfigError(
+            f"stage is {shown(value)}, which headway cannot train; it has {', '.join(KINDS)}."
+        )
     kind = kind_of(draft)
     if kind is not None:
         draft.set("objective.kind", kind)
-    draft.tell(key, value, "set", f"data.train kind: {KINDS[value]}" + (f", objective.kind: {kind}" if kind else ""))
+    draft.tell(
+        key,
+        value,
+        "set",
+        f"data.train kind: {KINDS[value]}" + (f", objective.kind: {kind}" if kind else ""),
+    )
 
 
 def method(draft: ImportDraft, key: str, value: Any) -> None:
@@ -67,13 +92,20 @@ def method(draft: ImportDraft, key: str, value: Any) -> None:
         draft.write(key, value, "adapter.kind", "dora" if draft.value("use_dora") else "lora")
         rank = integer("lora_rank", draft.value("lora_rank", default=8))
         draft.default("adapter.rank", rank)
-        draft.default("adapter.alpha", float(number("lora_alpha", draft.value("lora_alpha", default=2 * rank))))
+        draft.default(
+            "adapter.alpha",
+            float(number("lora_alpha", draft.value("lora_alpha", default=2 * rank))),
+        )
     elif value == "full":
-        draft.tell(key, value, "automatic", note="all parameters train unless the recipe says otherwise")
+        draft.tell(
+            key, value, "automatic", note="all parameters train unless the recipe says otherwise"
+        )
     elif value == "freeze":
         draft.tell(key, value, "missing", "train: [layers.30-31]", "name the layers that train")
     else:
-        draft.tell(key, value, "missing", "adapter.kind: lora or dora", "there is no adapter of this kind")
+        draft.tell(
+            key, value, "missing", "adapter.kind: lora or dora", "there is no adapter of this kind"
+        )
 
 
 def targets(draft: ImportDraft, key: str, value: Any) -> None:
@@ -95,7 +127,12 @@ def datasets(draft: ImportDraft, key: str, value: Any) -> None:
         for source in sources:
             source["limit"] = integer("max_samples", most)
     if key == "eval_dataset":
-        draft.write(key, value, "data.valid.sets", {name: [one] for name, one in zip(words(key, value), sources, strict=True)})
+        draft.write(
+            key,
+            value,
+            "data.valid.sets",
+            {name: [one] for name, one in zip(words(key, value), sources, strict=True)},
+        )
     else:
         draft.write(key, value, "data.train", sources)
 
@@ -109,14 +146,26 @@ def _source(draft: ImportDraft, name: str, folder: Path, info: dict[str, Any]) -
     entry = info.get(name)
     kind = KINDS[draft.value("stage", default="sft")]
     if not isinstance(entry, dict):
-        draft.tell("dataset", name, "missing", "data.train: [{path: FILE}]", f"not found in {folder / 'dataset_info.json'}; set its path")
+        draft.tell(
+            "dataset",
+            name,
+            "missing",
+            "data.train: [{path: FILE}]",
+            f"not found in {folder / 'dataset_info.json'}; set its path",
+        )
         source: dict[str, Any] = {"path": name}
     elif entry.get("file_name"):
         source = {"path": str(folder / entry["file_name"])}
     elif entry.get("hf_hub_url"):
         source = {"path": entry["hf_hub_url"]}
     else:
-        draft.tell("dataset", name, "missing", "data.train: [{path: FILE}]", "neither file_name nor hf_hub_url; set its path")
+        draft.tell(
+            "dataset",
+            name,
+            "missing",
+            "data.train: [{path: FILE}]",
+            "neither file_name nor hf_hub_url; set its path",
+        )
         source = {"path": name}
     if kind == "text":
         column = (entry or {}).get("columns", {}).get("prompt", "text")
@@ -134,9 +183,23 @@ def _template(draft: ImportDraft) -> str:
 
 def _keys(entry: dict[str, Any], kind: str) -> dict[str, str]:
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
-    keys = {ours: columns[theirs] for theirs, ours in COLUMNS.items() if columns.get(theirs) not in (None, SHAPES.get(theirs), ours)}
-    usual = {"role": "from", "content": "value", "user": "human", "assistant": "gpt", "tool": "observation"}
-    keys |= {ours: tags[theirs] for theirs, ours in TAGS.items() if tags.get(theirs) not in (None, usual[ours], ours)}
+    keys = {
+        ours: columns[theirs]
+        for theirs, ours in COLUMNS.items()
+        if columns.get(theirs) not in (None, SHAPES.get(theirs), ours)
+    }
+    usual = {
+        "role": "from",
+        "content": "value",
+        "user": "human",
+        "assistant": "gpt",
+        "tool": "observation",
+    }
+    keys |= {
+        ours: tags[theirs]
+        for theirs, ours in TAGS.items()
+        if tags.get(theirs) not in (None, usual[ours], ours)
+    }
     return keys if "messages" in keys else with_partners(keys, PARTNERS[kind])
 
 
@@ -145,14 +208,32 @@ def template(draft: ImportDraft, key: str, value: Any) -> None:
     if value in TEMPLATES:
         draft.tell(key, value, "set", f"chat_template: {TEMPLATES[value]}")
     elif value in ("empty", "default"):
-        draft.tell(key, value, "missing", "a .jinja file as chat_template", "headway uses the tokenizer's own template")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "a .jinja file as chat_template",
+            "headway uses the tokenizer's own template",
+        )
     else:
-        draft.tell(key, value, "set", "chat_template: tokenizer", "the template in the model's tokenizer files")
+        draft.tell(
+            key,
+            value,
+            "set",
+            "chat_template: tokenizer",
+            "the template in the model's tokenizer files",
+        )
 
 
 def rope(draft: ImportDraft, key: str, value: Any) -> None:
     """Scaling of the rotary frequencies; the factor is not in their file."""
-    draft.tell(key, value, "missing", "model.rope_scaling: {kind: yarn, factor: 4.0}", "the factor is not in the file; write it")
+    draft.tell(
+        key,
+        value,
+        "missing",
+        "model.rope_scaling: {kind: yarn, factor: 4.0}",
+        "the factor is not in the file; write it",
+    )
 
 
 def preference_loss(draft: ImportDraft, key: str, value: Any) -> None:
@@ -165,7 +246,9 @@ def preference_loss(draft: ImportDraft, key: str, value: Any) -> None:
         draft.write(key, value, "objective.loss_type", value)
     else:
         known = ", ".join((*LOSSES, *OTHER_OBJECTIVES))
-        raise ConfigError(f"pref_loss is {shown(value)}, which headway cannot train; it has {known}.")
+        raise ConfigError(
+            f"pref_loss is {shown(value)}, which headway cannot train; it has {known}."
+        )
 
 
 def validation(draft: ImportDraft, key: str, value: Any) -> None:
@@ -176,7 +259,13 @@ def validation(draft: ImportDraft, key: str, value: Any) -> None:
     elif share < 1:
         draft.write(key, value, "data.valid.fraction", float(share))
     else:
-        draft.tell(key, value, "missing", "data.valid.fraction: 0.05", "a number of documents; give their share")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "data.valid.fraction: 0.05",
+            "a number of documents; give their share",
+        )
 
 
 def packing(draft: ImportDraft, key: str, value: Any) -> None:
@@ -268,12 +357,21 @@ RULES: dict[str, Rule] = {
     ),
 }  # fmt: skip
 
-DEFAULTS: dict[str, Any] = {**hugging_face.DEFAULTS, "cutoff_len": 2048, "stage": "sft", "finetuning_type": "lora"}
+DEFAULTS: dict[str, Any] = {
+    **hugging_face.DEFAULTS,
+    "cutoff_len": 2048,
+    "stage": "sft",
+    "finetuning_type": "lora",
+}
 
 
 def defaults(draft: ImportDraft) -> dict[str, Any]:
     """LLaMA-Factory packs by default in pre-training only, and recomputes activations."""
-    return {**DEFAULTS, "packing": draft.value("stage") == "pt", "disable_gradient_checkpointing": False}
+    return {
+        **DEFAULTS,
+        "packing": draft.value("stage") == "pt",
+        "disable_gradient_checkpointing": False,
+    }
 
 
 def finish(draft: ImportDraft) -> None:

@@ -53,7 +53,17 @@ SAME_AS = {
     "load_in_4bit": "quantization_bit",
 }
 """Further names of keys in the tables."""
-DATA = ("data", "data_path", "dataset", "datasets", "dataset_name", "dataset_path", "train_data", "train_dataset", "train_file")
+DATA = (
+    "data",
+    "data_path",
+    "dataset",
+    "datasets",
+    "dataset_name",
+    "dataset_path",
+    "train_data",
+    "train_dataset",
+    "train_file",
+)
 """Names of the training data, which the tables read in the shape of their systems."""
 MODEL = "init.from"
 
@@ -73,7 +83,9 @@ def translate(key: str, value: Any, *, is_nested: bool = False) -> str | None:
     if draft is None or not draft.report:
         return None
     if draft.recipe:
-        return "here it is " + " ".join(f"{path}={shown(setting)}" for path, setting in _leaves(draft.recipe))
+        return "here it is " + " ".join(
+            f"{path}={shown(setting)}" for path, setting in _leaves(draft.recipe)
+        )
     outcome = draft.report[0]
     if is_nested or outcome.outcome not in ("automatic", "missing") or not outcome.note:
         return None
@@ -83,7 +95,9 @@ def translate(key: str, value: Any, *, is_nested: bool = False) -> str | None:
 
 def names_model(key: str) -> bool:
     """Whether a key of another system names the model."""
-    draft = _apply(SAME_AS.get(key.lower().replace("-", "_"), key.lower().replace("-", "_")), "MODEL")
+    draft = _apply(
+        SAME_AS.get(key.lower().replace("-", "_"), key.lower().replace("-", "_")), "MODEL"
+    )
     return draft is not None and draft.get(MODEL) is not None
 
 

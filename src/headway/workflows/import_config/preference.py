@@ -12,9 +12,20 @@ from typing import Any
 from headway.config.kinds import kind_config
 from headway.workflows.import_config.rules import Convert, ImportDraft, Rule, missing
 
-DATA_KINDS = {"dpo": "preference", "orpo": "preference", "simpo": "preference", "reward": "preference", "kto": "unpaired"}
+DATA_KINDS = {
+    "dpo": "preference",
+    "orpo": "preference",
+    "simpo": "preference",
+    "reward": "preference",
+    "kto": "unpaired",
+}
 """Objective -> what the records must be."""
-TRL_DEFAULTS = {"dpo": {"beta": 0.1}, "orpo": {"beta": 0.1}, "simpo": {"beta": 0.1, "gamma": 0.5}, "kto": {"beta": 0.1}}
+TRL_DEFAULTS = {
+    "dpo": {"beta": 0.1},
+    "orpo": {"beta": 0.1},
+    "simpo": {"beta": 0.1, "gamma": 0.5},
+    "kto": {"beta": 0.1},
+}
 KindOf = Callable[[ImportDraft], str | None]
 
 

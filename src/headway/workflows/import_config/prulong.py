@@ -78,7 +78,13 @@ def domains(draft: ImportDraft, key: str, value: Any) -> None:
     if draft.value("DATASET") is not None:
         draft.tell(key, value, "automatic", note="the sources of data.train, below DATASET")
     else:
-        draft.tell(key, value, "missing", "data.train: [{path: DATASET/DOMAIN, weight: ...}]", "DATASET is not in the file")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "data.train: [{path: DATASET/DOMAIN, weight: ...}]",
+            "DATASET is not in the file",
+        )
 
 
 def batch(draft: ImportDraft, key: str, value: Any) -> None:
@@ -86,7 +92,13 @@ def batch(draft: ImportDraft, key: str, value: Any) -> None:
     size = integer(key, value)
     usual = defaults(draft).get("SEQ_PARALLEL_SIZE", 1)
     shared = max(1, integer("SEQ_PARALLEL_SIZE", draft.value("SEQ_PARALLEL_SIZE", default=usual)))
-    draft.write(key, value, "batch.rows", max(1, size // shared), f"{size} sequences shared by groups of {shared}")
+    draft.write(
+        key,
+        value,
+        "batch.rows",
+        max(1, size // shared),
+        f"{size} sequences shared by groups of {shared}",
+    )
 
 
 def local_heads(draft: ImportDraft, key: str, value: Any) -> None:
@@ -106,9 +118,21 @@ def sharding(draft: ImportDraft, key: str, value: Any) -> None:
         draft.set("parallel.strategy", "fsdp")
         if code in (2, 5):
             draft.set("parallel.fsdp.reshard_after_forward", False)
-        draft.tell(key, value, "set", "parallel.strategy: fsdp" + (", reshard_after_forward: false" if code in (2, 5) else ""))
+        draft.tell(
+            key,
+            value,
+            "set",
+            "parallel.strategy: fsdp"
+            + (", reshard_after_forward: false" if code in (2, 5) else ""),
+        )
         if code in (4, 5):
-            draft.tell(key, value, "missing", "parallel.fsdp.size: GPUS_PER_NODE", "the file does not say how many GPUs a node has")
+            draft.tell(
+                key,
+                value,
+                "missing",
+                "parallel.fsdp.size: GPUS_PER_NODE",
+                "the file does not say how many GPUs a node has",
+            )
     else:
         draft.tell(key, value, "missing", "parallel.strategy: zero1 or fsdp", "not one of 0 to 5")
 
@@ -119,7 +143,9 @@ def gates_only(draft: ImportDraft, key: str, value: Any) -> None:
     draft.write(key, value, f"objective.{path}", number(key, value))
 
 
-LAUNCH = automatic("an option of the launch: headway train RECIPE --nproc N --nnodes N --node-rank K --master HOST:PORT")
+LAUNCH = automatic(
+    "an option of the launch: headway train RECIPE --nproc N --nnodes N --node-rank K --master HOST:PORT"
+)
 ENVIRONMENT = automatic("read by torch, NCCL or the tokenizers library as before")
 RULES: dict[str, Rule] = {
     **{key: rule for key, rule in hugging_face.RULES.items() if key not in LONG_NAMES},
@@ -261,16 +287,33 @@ def finish(draft: ImportDraft) -> None:
     """The objective, and the trainer's constants."""
     if is_fine_tuning(draft):
         draft.recipe.pop("objective", None)
-        draft.tell("FREEZE_MASKS", True, "set", "objective: next_token", "frozen gates need no objective; they come with init.from")
+        draft.tell(
+            "FREEZE_MASKS",
+            True,
+            "set",
+            "objective: next_token",
+            "frozen gates need no objective; they come with init.from",
+        )
     else:
         draft.set("objective.kind", "head_sparsity")
         draft.recipe["objective"] = {"kind": "head_sparsity", **draft.recipe["objective"]}
     if draft.get("init.masks") is None and draft.get("init.masks_sparsity") is not None:
         draft.recipe["init"].pop("masks_sparsity")
-        draft.tell("LOAD_MASKS_SPARSITY", draft.value("LOAD_MASKS_SPARSITY"), "automatic", note="no masks are loaded from a file")
+        draft.tell(
+            "LOAD_MASKS_SPARSITY",
+            draft.value("LOAD_MASKS_SPARSITY"),
+            "automatic",
+            note="no masks are loaded from a file",
+        )
     draft.default("optim.betas", [0.9, 0.95])
     draft.default("optim.weight_decay", 0.1)
     draft.default("precision", "bf16")
-    draft.tell("constants", None, "assumed", "optim: {betas: [0.9, 0.95], weight_decay: 0.1}, precision: bf16", "fixed in the scripts")
+    draft.tell(
+        "constants",
+        None,
+        "assumed",
+        "optim: {betas: [0.9, 0.95], weight_decay: 0.1}, precision: bf16",
+        "fixed in the scripts",
+    )
     if length := draft.get("data.seq_len"):
         draft.set("model.max_seq_len", length)

@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from headway.workflows.import_config import hugging_face
-from headway.workflows.import_config.rules import ImportDraft, Rule, automatic, integer, missing, number, sets, text, tracks, yes
+from headway.workflows.import_config.rules import (
+    ImportDraft,
+    Rule,
+    automatic,
+    integer,
+    missing,
+    number,
+    sets,
+    text,
+    tracks,
+    yes,
+)
 
 SYSTEM = "PurrSight"
 TOKENS = 4
@@ -17,7 +28,9 @@ ENCODERS = "weights of PurrSight's encoders come from timm and PANNs; give their
 FILES = "multimodal.image.encoder: mobilenet_v4:FILE, multimodal.audio.encoder: cnn14:FILE"
 LOCAL_MLFLOW = "sqlite:///mlflow.db"
 """What `mlflow ui` shows where no server is named."""
-MASTER = automatic("an option of the launch: headway train RECIPE --nnodes N --node-rank K --master HOST:PORT; SLURM finds it by itself")
+MASTER = automatic(
+    "an option of the launch: headway train RECIPE --nnodes N --node-rank K --master HOST:PORT; SLURM finds it by itself"
+)
 
 
 def data_folder(draft: ImportDraft, key: str, value: Any) -> None:
@@ -26,7 +39,13 @@ def data_folder(draft: ImportDraft, key: str, value: Any) -> None:
     valid = train.removesuffix(train.rpartition("/")[2]) + "val.jsonl"
     source = {"kind": "multimodal", "chat_template": "tokenizer"}
     draft.set("data.train", [{"path": train, **source}])
-    draft.tell(key, value, "set", f"data.train: [{{path: {train}, kind: multimodal}}]", "the chat template of the model")
+    draft.tell(
+        key,
+        value,
+        "set",
+        f"data.train: [{{path: {train}, kind: multimodal}}]",
+        "the chat template of the model",
+    )
     if _found(draft, valid) is not None:
         draft.set("data.valid", {"sets": {"val": [{"path": valid, **source}]}})
 
@@ -43,7 +62,13 @@ def _found(draft: ImportDraft, path: str) -> Path | None:
 
 def half(draft: ImportDraft, key: str, value: Any) -> None:
     """Mixed precision is fp16 there."""
-    draft.write(key, value, "precision", "fp16" if yes(key, value) else "fp32", "bf16 needs no loss scale on newer GPUs" if value else "")
+    draft.write(
+        key,
+        value,
+        "precision",
+        "fp16" if yes(key, value) else "fp32",
+        "bf16 needs no loss scale on newer GPUs" if value else "",
+    )
 
 
 def targets(draft: ImportDraft, key: str, value: Any) -> None:
@@ -55,16 +80,23 @@ def targets(draft: ImportDraft, key: str, value: Any) -> None:
 def per_epoch(draft: ImportDraft, key: str, value: Any) -> None:
     """Checkpoints count steps; how many an epoch has is known where the data is."""
     epochs, data = integer(key, value), draft.value("data_dir")
-    given = (draft.value(name, default=DEFAULTS.get(name, 1)) for name in ("batch_size", "gradient_accumulation_steps", "num_gpus"))
+    given = (
+        draft.value(name, default=DEFAULTS.get(name, 1))
+        for name in ("batch_size", "gradient_accumulation_steps", "num_gpus")
+    )
     rows = math.prod(integer("batch_size", one) for one in given)
     path = None if data is None else _found(draft, _train_file("data_dir", data))
     if path is None or rows < 1 or epochs < 1:
-        draft.tell(key, value, "missing", "checkpoint.every: STEPS", "checkpoints count steps, not epochs")
+        draft.tell(
+            key, value, "missing", "checkpoint.every: STEPS", "checkpoints count steps, not epochs"
+        )
         return
     with path.open("rb") as file:
         records = sum(1 for line in file if line.strip())
     steps = max(1, epochs * -(-records // rows))
-    draft.write(key, value, "checkpoint.every", steps, f"steps: {records} records, {rows} rows a step")
+    draft.write(
+        key, value, "checkpoint.every", steps, f"steps: {records} records, {rows} rows a step"
+    )
 
 
 def layers(draft: ImportDraft, key: str, value: Any) -> None:
@@ -72,7 +104,13 @@ def layers(draft: ImportDraft, key: str, value: Any) -> None:
     if integer(key, value) == 2:
         draft.tell(key, value, "automatic", note="the projector has two linears")
     else:
-        draft.tell(key, value, "missing", "multimodal.hidden", "the projector has two linears; PurrSight builds no other either")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "multimodal.hidden",
+            "the projector has two linears; PurrSight builds no other either",
+        )
 
 
 def tokens(draft: ImportDraft, key: str, value: Any) -> None:
@@ -80,7 +118,9 @@ def tokens(draft: ImportDraft, key: str, value: Any) -> None:
     count = integer(key, value)
     for modality in MODALITIES:
         draft.set(f"multimodal.{modality}.tokens", count)
-    draft.tell(key, value, "set", f"multimodal.image.tokens: {count}, multimodal.audio.tokens: {count}")
+    draft.tell(
+        key, value, "set", f"multimodal.image.tokens: {count}, multimodal.audio.tokens: {count}"
+    )
 
 
 def group_rate(name: str) -> Rule:
@@ -103,16 +143,24 @@ FLAT: dict[str, Rule] = {
     **hugging_face.LORA,
     "lora_target_modules": targets,
     "llm_model_name": sets("init.from", text),
-    "phase1_checkpoint_path": sets("multimodal.aligner", text, "aligner.pt of PurrSight, aligner.safetensors or a run of phase 1"),
+    "phase1_checkpoint_path": sets(
+        "multimodal.aligner",
+        text,
+        "aligner.pt of PurrSight, aligner.safetensors or a run of phase 1",
+    ),
     "aligner_dim": automatic("read from the aligner's file, and checked"),
     "llm_hidden_dim": automatic("read from the model's config.json"),
     "projector_hidden_dim": sets("multimodal.hidden", integer),
     "projector_num_layers": layers,
     "projector_lr": group_rate("projector"),
     "lora_lr": group_rate("adapter"),
-    "learning_rate": sets("optim.lr", number, "the projector learns 5 times as fast, LoRA half as fast (optim.groups)"),
+    "learning_rate": sets(
+        "optim.lr", number, "the projector learns 5 times as fast, LoRA half as fast (optim.groups)"
+    ),
     "weight_decay": sets("optim.weight_decay", number),
-    "batch_size": sets("batch.rows_per_rank", integer, "a row holds one conversation (data.packing: pad)"),
+    "batch_size": sets(
+        "batch.rows_per_rank", integer, "a row holds one conversation (data.packing: pad)"
+    ),
     "num_epochs": hugging_face.num_epochs,
     "warmup_steps": hugging_face.warmup_steps,
     "gradient_clip_val": sets("optim.clip", number),
@@ -152,7 +200,9 @@ NESTED: dict[str, Rule] = {
     "lora.target_modules": targets,
 }
 CLUSTER: dict[str, Rule] = {
-    "use_slurm": automatic("headway launch slurm RECIPE submits the job, headway train RECIPE runs it here"),
+    "use_slurm": automatic(
+        "headway launch slurm RECIPE submits the job, headway train RECIPE runs it here"
+    ),
     "slurm_job_name": automatic("the job has the name of the run"),
     "slurm_partition": sets("launch.slurm.partition", text),
     "slurm_time": sets("launch.slurm.time", lambda key, value: str(value)),
@@ -162,17 +212,30 @@ CLUSTER: dict[str, Rule] = {
     "slurm_mem": sets("launch.slurm.mem", lambda key, value: str(value)),
     "master_addr": MASTER,
     "master_port": MASTER,
-    "timeout_minutes": automatic("launch.slurm.time limits the job; ranks wait parallel.timeout_seconds for each other"),
-    "enable_profiling": missing("profiling is an option of the verb", "headway train RECIPE --profile"),
+    "timeout_minutes": automatic(
+        "launch.slurm.time limits the job; ranks wait parallel.timeout_seconds for each other"
+    ),
+    "enable_profiling": missing(
+        "profiling is an option of the verb", "headway train RECIPE --profile"
+    ),
     "profile_steps": automatic("headway train RECIPE --profile --profile-steps N"),
 }
 RULES: dict[str, Rule] = {
     **FLAT,
     **{f"cluster.{name}": rule for name, rule in CLUSTER.items()},
-    **{f"{section}.{name}": rule for section in ("common", "phase2") for name, rule in (FLAT | NESTED).items()},
+    **{
+        f"{section}.{name}": rule
+        for section in ("common", "phase2")
+        for name, rule in (FLAT | NESTED).items()
+    },
 }
 
-DEFAULTS: dict[str, Any] = {"learning_rate": 2e-4, "weight_decay": 0.01, "batch_size": 16, "num_epochs": 10}
+DEFAULTS: dict[str, Any] = {
+    "learning_rate": 2e-4,
+    "weight_decay": 0.01,
+    "batch_size": 16,
+    "num_epochs": 10,
+}
 
 
 def defaults(draft: ImportDraft) -> dict[str, Any]:
@@ -188,25 +251,51 @@ def finish(draft: ImportDraft) -> None:
     draft.set("optim.schedule.kind", "cosine")
     draft.set("optim.schedule.floor", 0.0)
     draft.set("data.packing", "pad")
-    draft.tell("optim", None, "assumed", "optim: {betas: [0.9, 0.999], schedule: {kind: cosine, floor: 0.0}}, data.packing: pad")
+    draft.tell(
+        "optim",
+        None,
+        "assumed",
+        "optim: {betas: [0.9, 0.999], schedule: {kind: cosine, floor: 0.0}}, data.packing: pad",
+    )
     if draft.get("adapter") is not None:
         draft.default("adapter.kind", "lora")
     _finish_rates(draft)
     for modality in MODALITIES:
         draft.default(f"multimodal.{modality}.tokens", TOKENS)
     draft.default("multimodal.shared", True)
-    draft.tell("multimodal", None, "assumed", "multimodal: {image, audio, shared: true}", "one projector, 4 soft tokens of each modality")
+    draft.tell(
+        "multimodal",
+        None,
+        "assumed",
+        "multimodal: {image, audio, shared: true}",
+        "one projector, 4 soft tokens of each modality",
+    )
     if draft.get("multimodal.aligner") is None:
-        draft.tell("phase1_checkpoint_path", None, "missing", "multimodal.aligner: FILE", "the file names no aligner of phase 1")
+        draft.tell(
+            "phase1_checkpoint_path",
+            None,
+            "missing",
+            "multimodal.aligner: FILE",
+            "the file names no aligner of phase 1",
+        )
         draft.set("multimodal.aligner", "aligner.safetensors")
     draft.tell("encoders", None, "missing", FILES, ENCODERS)
     for tracker in draft.get("track") or ():
         if isinstance(tracker, dict) and tracker.get("kind") == "mlflow" and not tracker.get("uri"):
             tracker["uri"] = LOCAL_MLFLOW
             note = "the file names no server; `mlflow ui --backend-store-uri sqlite:///mlflow.db` shows this one"
-            draft.tell("mlflow_tracking_uri", None, "assumed", f"track: [{{kind: mlflow, uri: {LOCAL_MLFLOW}}}]", note)
+            draft.tell(
+                "mlflow_tracking_uri",
+                None,
+                "assumed",
+                f"track: [{{kind: mlflow, uri: {LOCAL_MLFLOW}}}]",
+                note,
+            )
     if (length := draft.get("data.seq_len")) is not None:
-        draft.set("data.seq_len", length + sum(draft.get(f"multimodal.{modality}.tokens") for modality in MODALITIES))
+        draft.set(
+            "data.seq_len",
+            length + sum(draft.get(f"multimodal.{modality}.tokens") for modality in MODALITIES),
+        )
 
 
 def _finish_rates(draft: ImportDraft) -> None:
@@ -215,10 +304,21 @@ def _finish_rates(draft: ImportDraft) -> None:
     for name, factor in (("projector", 5.0), ("adapter", 0.5)):
         if name not in given and (name == "projector" or draft.get("adapter") is not None):
             draft.add("optim.groups", {"match": [name], "lr_factor": factor})
-    draft.tell("optim.groups", None, "assumed", "optim.groups: projector lr_factor 5, adapter lr_factor 0.5")
+    draft.tell(
+        "optim.groups",
+        None,
+        "assumed",
+        "optim.groups: projector lr_factor 5, adapter lr_factor 0.5",
+    )
     if (rows := draft.get("batch.rows_per_rank")) is not None:
         rows *= draft.get("batch.accumulate") or 1
         draft.set("batch.lr_scaling", "sqrt")
         draft.set("batch.reference_rows", rows)
         note = "the guide promises that the rate follows the number of GPUs; sqrt suits Adam"
-        draft.tell("batch.lr_scaling", None, "assumed", f"batch: {{lr_scaling: sqrt, reference_rows: {rows}}}", note)
+        draft.tell(
+            "batch.lr_scaling",
+            None,
+            "assumed",
+            f"batch: {{lr_scaling: sqrt, reference_rows: {rows}}}",
+            note,
+        )

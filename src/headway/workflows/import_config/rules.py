@@ -97,7 +97,9 @@ class ImportDraft:
 
     def tell(self, key: str, value: Any, outcome: str, headway: str = "", note: str = "") -> None:
         """One line of the report. A setting that stands for a default is `assumed`."""
-        self.report.append(ImportedKey(key, value, self.outcome if outcome == "set" else outcome, headway, note))
+        self.report.append(
+            ImportedKey(key, value, self.outcome if outcome == "set" else outcome, headway, note)
+        )
 
     def write(self, key: str, value: Any, path: str, setting: Any, note: str = "") -> None:
         """Write a setting and report it."""
@@ -110,7 +112,9 @@ class ImportDraft:
         for index, path in self.paths.items():
             line = self.report[index]
             if not self.has(path):
-                self.report[index] = replace(line, outcome="automatic", headway="", note=NOT_IN_THE_RECIPE)
+                self.report[index] = replace(
+                    line, outcome="automatic", headway="", note=NOT_IN_THE_RECIPE
+                )
             else:
                 self.report[index] = replace(line, headway=f"{path}: {shown(self.get(path))}")
 
@@ -122,7 +126,10 @@ Convert = Callable[[str, Any], Any]
 def apply_rules(draft: ImportDraft, rules: Mapping[str, Rule], defaults: Mapping[str, Any]) -> None:
     """Run the rule of every key, then those of the other system's defaults for keys that the file does not have."""
     for key, value in draft.given.items():
-        rule = rules.get(key) or next((rules[name] for name in rules if name.endswith("*") and key.startswith(name[:-1])), None)
+        rule = rules.get(key) or next(
+            (rules[name] for name in rules if name.endswith("*") and key.startswith(name[:-1])),
+            None,
+        )
         if value is None or value == {}:
             draft.tell(key, None, "empty", note="not set in the file")
         elif rule is not None:
@@ -200,10 +207,21 @@ def has_setting(path: str) -> bool:
 
     current: Any = Recipe
     for part in path.split("."):
-        field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None) if _is_section(current) else None
+        field = (
+            next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
+            if _is_section(current)
+            else None
+        )
         if field is None:
             return False
-        current = next((one for one in (field.annotation, *getattr(field.annotation, "__args__", ())) if _is_section(one)), None)
+        current = next(
+            (
+                one
+                for one in (field.annotation, *getattr(field.annotation, "__args__", ()))
+                if _is_section(one)
+            ),
+            None,
+        )
     return True
 
 
@@ -214,7 +232,13 @@ def _is_section(thing: Any) -> bool:
 def tracker(draft: ImportDraft, key: str, value: Any, kind: str, **options: Any) -> None:
     """A tracker of this kind, once; further calls add options that it has."""
     if kind not in kind_names("headway.track"):
-        draft.tell(key, value, "missing", "track: [{kind: tensorboard}], metrics.jsonl", f"there is no tracker {kind}")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "track: [{kind: tensorboard}], metrics.jsonl",
+            f"there is no tracker {kind}",
+        )
         return
     from headway.config.kinds import kind_config
 
@@ -227,7 +251,13 @@ def tracker(draft: ImportDraft, key: str, value: Any, kind: str, **options: Any)
     unknown = [name for name in options if name not in known]
     entry.update({name: option for name, option in options.items() if name in known})
     if unknown:
-        draft.tell(key, value, "missing", f"track: [{{kind: {kind}}}]", f"the tracker has no setting {unknown[0]}")
+        draft.tell(
+            key,
+            value,
+            "missing",
+            f"track: [{{kind: {kind}}}]",
+            f"the tracker has no setting {unknown[0]}",
+        )
     else:
         draft.tell(key, value, "set", f"track: [{shown(entry)}]")
 
@@ -249,16 +279,28 @@ def tracker_mode(kind: str) -> Rule:
 
     def rule(draft: ImportDraft, key: str, value: Any) -> None:
         if value in ("disabled", "dryrun"):
-            draft.tell(key, value, "automatic", note="leave the tracker out of `track` to switch it off")
+            draft.tell(
+                key, value, "automatic", note="leave the tracker out of `track` to switch it off"
+            )
         else:
-            tracker(draft, key, value, kind, mode="online" if value in ("online", "cloud") else "offline")
+            tracker(
+                draft,
+                key,
+                value,
+                kind,
+                mode="online" if value in ("online", "cloud") else "offline",
+            )
 
     return rule
 
 
 def with_partners(keys: dict[str, str], usual: Mapping[str, str | None]) -> dict[str, str]:
     """A record is read by its named keys alone once one of them is named: add the usual names of the others."""
-    return keys | {name: key or name for name, key in usual.items() if name not in keys} if set(keys) & set(usual) else keys
+    return (
+        keys | {name: key or name for name, key in usual.items() if name not in keys}
+        if set(keys) & set(usual)
+        else keys
+    )
 
 
 def is_plain(value: Any) -> bool:
@@ -277,7 +319,11 @@ def shown(value: Any, most: int = 160) -> str:
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(shown(one) for one in value) + "]"
     else:
-        text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) and is_plain(value) else str(value)
+        text = (
+            json.dumps(value, ensure_ascii=False)
+            if not isinstance(value, str) and is_plain(value)
+            else str(value)
+        )
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 4] + " ..."
 
@@ -285,7 +331,11 @@ def shown(value: Any, most: int = 160) -> str:
 def number(key: str, value: Any) -> float | int:
     """A number; YAML 1.1 readers leave `2e-4` as text, so text that is a number counts."""
     try:
-        found = value if isinstance(value, int | float) and not isinstance(value, bool) else float(str(value))
+        found = (
+            value
+            if isinstance(value, int | float) and not isinstance(value, bool)
+            else float(str(value))
+        )
     except ValueError:
         raise ConfigError(f"{key} is {shown(value)}; it must be a number.") from None
     return found

@@ -54,7 +54,9 @@ def megatron(folder: Path) -> None:
     lengths = np.array([len(ids) for ids in DOCUMENTS], "<i4")
     pointers = ((np.cumsum(lengths) - lengths) * 4).astype("<i8")
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 3, 4)
-    (folder / "d.idx").write_bytes(head + lengths.tobytes() + pointers.tobytes() + np.arange(4, dtype="<i8").tobytes())
+    (folder / "d.idx").write_bytes(
+        head + lengths.tobytes() + pointers.tobytes() + np.arange(4, dtype="<i8").tobytes()
+    )
     (folder / "d.bin").write_bytes(np.array([t for ids in DOCUMENTS for t in ids], "<i4").tobytes())
 
 
@@ -95,9 +97,15 @@ def test_an_undamaged_store_is_detected_and_read(name: str, tmp_path: Path) -> N
 def test_pieces_are_gathered_as_they_are_read_one_by_one(name: str, tmp_path: Path) -> None:
     FORMATS[name](tmp_path)
     source = open_source(tmp_path)
-    documents, starts, lengths = np.array([2, 0, 2, 1]), np.array([1, 0, 0, 1]), np.array([4, 5, 1, 1])
+    documents, starts, lengths = (
+        np.array([2, 0, 2, 1]),
+        np.array([1, 0, 0, 1]),
+        np.array([4, 5, 1, 1]),
+    )
     ids, mask = source.gather(documents, starts, lengths)
-    pieces = list(zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
+    pieces = list(
+        zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
+    )
     assert ids.tolist() == [token for piece in pieces for token in source.tokens(*piece).tolist()]
     assert (mask is None) == (not source.masked)
     if mask is not None:
@@ -112,7 +120,9 @@ def test_damage_never_ends_in_a_traceback_or_a_document_that_does_not_fit(
 ) -> None:
     folder = tmp_path_factory.mktemp("damage")
     FORMATS[name](folder)
-    victim = data.draw(st.sampled_from(sorted(p for p in folder.rglob("*") if p.is_file())), label="file")
+    victim = data.draw(
+        st.sampled_from(sorted(p for p in folder.rglob("*") if p.is_file())), label="file"
+    )
     content = bytearray(victim.read_bytes())
     how = data.draw(st.sampled_from(["cut", "flip", "empty", "delete", "append"]))
     if how == "cut":

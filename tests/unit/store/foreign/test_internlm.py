@@ -14,16 +14,39 @@ from headway.store.foreign.internlm import InternlmWriter, open_internlm, scan_l
 
 EXAMPLE = [
     [73075, 75302, 69522, 69022, 98899, 67713, 68015, 81269, 74637, 75445, 99157],
-    [69469, 60355, 73026, 68524, 60846, 61844, 98899, 67775, 79241, 98899, 67713, 67800, 67453, 67838, 99157],
+    [
+        69469,
+        60355,
+        73026,
+        68524,
+        60846,
+        61844,
+        98899,
+        67775,
+        79241,
+        98899,
+        67713,
+        67800,
+        67453,
+        67838,
+        99157,
+    ],
     [68057, 79017, 60378, 68014, 98899, 67713, 67990, 68015, 70381, 67428, 61003, 67622, 99157],
 ]
-masked_documents = st.lists(st.lists(st.tuples(st.integers(1, 2**32 - 1), st.booleans()), max_size=30), min_size=1, max_size=12)
+masked_documents = st.lists(
+    st.lists(st.tuples(st.integers(1, 2**32 - 1), st.booleans()), max_size=30),
+    min_size=1,
+    max_size=12,
+)
 
 
 def write(file: Path, documents: list[list[int]], masks: list[list[bool]] | None = None) -> Path:
     with InternlmWriter(file) as writer:
         for i, ids in enumerate(documents):
-            writer.add(np.array(ids, dtype=np.int64), None if masks is None else np.array(masks[i], dtype=bool))
+            writer.add(
+                np.array(ids, dtype=np.int64),
+                None if masks is None else np.array(masks[i], dtype=bool),
+            )
         writer.finish()
     return file
 
@@ -41,7 +64,9 @@ def test_the_published_example_has_meta_offsets_0_90_208(tmp_path: Path) -> None
 
 @settings(deadline=None, max_examples=40)
 @given(documents=masked_documents)
-def test_round_trip_keeps_ids_and_masks(documents: list[list[tuple[int, bool]]], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_round_trip_keeps_ids_and_masks(
+    documents: list[list[tuple[int, bool]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     file = tmp_path_factory.mktemp("internlm") / "en" / "data.bin"
     ids = [[t for t, _ in d] for d in documents]
     masks = [[m for _, m in d] for d in documents]
@@ -67,14 +92,18 @@ def test_negative_ids_are_inputs_without_loss_and_the_first_stays_positive(tmp_p
 def test_id_0_of_a_masked_document_is_an_input_and_never_a_target(tmp_path: Path) -> None:
     file = tmp_path / "cn" / "d.bin"
     file.parent.mkdir()
-    file.write_text('{"tokens": [5, -7, 0, 9]}\n{"tokens": [5, 7, 0, 9]}\n')  # as InternLM itself would write them
+    file.write_text(
+        '{"tokens": [5, -7, 0, 9]}\n{"tokens": [5, 7, 0, 9]}\n'
+    )  # as InternLM itself would write them
     store = open_internlm(file, rebuild_index=True)
     assert store.document(0).ids.tolist() == store.document(1).ids.tolist() == [5, 7, 0, 9]
     assert store.mask(0, 0, 4).tolist() == [True, False, False, True]  # pyright: ignore[reportOptionalMemberAccess]
     assert store.mask(1, 0, 4).tolist() == [True, True, True, True]  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def test_token_0_in_a_masked_document_is_refused_because_its_mask_cannot_be_written(tmp_path: Path) -> None:
+def test_token_0_in_a_masked_document_is_refused_because_its_mask_cannot_be_written(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(DataError, match="token 0"):
         write(tmp_path / "a.bin", [[1, 7, 0, 9]], [[False, False, True, True]])
     with pytest.raises(DataError, match="token 0"):
@@ -85,10 +114,14 @@ def test_token_0_in_a_masked_document_is_refused_because_its_mask_cannot_be_writ
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", ">i8", "int16"])
-def test_any_integer_meta_is_read_and_extra_columns_are_passed_over(tmp_path: Path, dtype: str) -> None:
+def test_any_integer_meta_is_read_and_extra_columns_are_passed_over(
+    tmp_path: Path, dtype: str
+) -> None:
     file = write(tmp_path / "d.bin", EXAMPLE)
     meta = np.load(f"{file}.meta")
-    np.save(f"{file}.meta.npy", np.stack([meta[:, 0], meta[:, 0] * 0, meta[:, 1]], axis=1).astype(dtype))
+    np.save(
+        f"{file}.meta.npy", np.stack([meta[:, 0], meta[:, 0] * 0, meta[:, 1]], axis=1).astype(dtype)
+    )
     (tmp_path / "d.bin.meta.npy").replace(tmp_path / "d.bin.meta")
     assert [d.ids.tolist() for d in open_internlm(file).documents()] == EXAMPLE
 
@@ -111,7 +144,9 @@ def replace_meta(file: Path, meta: np.ndarray) -> None:
         (np.zeros((3, 2), dtype=np.float32), "integer"),
     ],
 )
-def test_a_meta_that_cannot_describe_the_bin_is_refused_when_opened(tmp_path: Path, meta: np.ndarray, message: str) -> None:
+def test_a_meta_that_cannot_describe_the_bin_is_refused_when_opened(
+    tmp_path: Path, meta: np.ndarray, message: str
+) -> None:
     file = write(tmp_path / "d.bin", EXAMPLE)
     replace_meta(file, meta)
     with pytest.raises(DataError, match=message) as caught:
@@ -134,7 +169,16 @@ def test_offsets_inside_lines_and_wrong_counts_are_refused_when_read(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "line", ['{"tokens": [1, 2.5]}', '{"tokens": [1, "a"]}', '{"ids": [1]}', "[1, 2]", '{"tokens": [[1], [2]]}', "{", "7"]
+    "line",
+    [
+        '{"tokens": [1, 2.5]}',
+        '{"tokens": [1, "a"]}',
+        '{"ids": [1]}',
+        "[1, 2]",
+        '{"tokens": [[1], [2]]}',
+        "{",
+        "7",
+    ],
 )
 def test_lines_of_another_shape_are_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "d.bin").write_text(line + "\n")

@@ -14,14 +14,26 @@ from headway.text.read import read_records
 GOLDEN = Path(__file__).parents[3] / "golden" / "mds"
 TOKENS = {"input_ids": "ndarray:uint32", "length": "int", "domain": "str"}
 CHAT = TOKENS | {"indices": "ndarray:uint32", "mask": "ndarray:uint8"}
-MIXED = {"a_str": "str", "b_bytes": "bytes", "c_json": "json", "d_int": "int", "e_u8": "uint8", "f_f32": "float32", "g_nd": "ndarray"}
+MIXED = {
+    "a_str": "str",
+    "b_bytes": "bytes",
+    "c_json": "json",
+    "d_int": "int",
+    "e_u8": "uint8",
+    "f_f32": "float32",
+    "g_nd": "ndarray",
+}
 MIXED |= {"h_fixed": "ndarray:int16:2,3", "i_i64": "int64", "j_nd16": "ndarray:uint16"}
 
 
 def token_samples() -> Iterator[dict[str, Any]]:
     draw = np.random.RandomState(0)
     for i, length in enumerate((1, 5, 255, 256, 300, 70, 2)):
-        yield {"input_ids": draw.randint(0, 128256, length).astype(np.uint32), "length": length, "domain": ("book", "code")[i % 2]}
+        yield {
+            "input_ids": draw.randint(0, 128256, length).astype(np.uint32),
+            "length": length,
+            "domain": ("book", "code")[i % 2],
+        }
 
 
 def chat_samples() -> Iterator[dict[str, Any]]:
@@ -78,11 +90,15 @@ def test_shards_of_mosaicml_are_read_exactly(name: str) -> None:
 def test_shards_of_mosaicml_are_documents_with_masks_and_spans(name: str) -> None:
     store = open_mds(GOLDEN / name, verify=True)
     expected = list(SETS[name][1]())
-    assert store.num_documents == len(expected) and store.num_tokens == sum(sample["length"] for sample in expected)
+    assert store.num_documents == len(expected) and store.num_tokens == sum(
+        sample["length"] for sample in expected
+    )
     for i, sample in enumerate(expected):
         found, spans = store.document(i), store.span_starts(i)
         assert np.array_equal(found.ids, sample["input_ids"]) and found.type == sample["domain"]
-        assert (found.mask is None) == ("mask" not in sample) and (spans is None) == ("indices" not in sample)
+        assert (found.mask is None) == ("mask" not in sample) and (spans is None) == (
+            "indices" not in sample
+        )
         assert found.mask is None or np.array_equal(found.mask, sample["mask"] != 0)
         assert spans is None or np.array_equal(spans, sample["indices"][:, 0])
 

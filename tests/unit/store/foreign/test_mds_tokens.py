@@ -14,17 +14,34 @@ from headway.store.foreign.mds import has_tokens, open_mds
 from headway.store.foreign.mds_writer import MdsTokenWriter, MdsWriter
 from headway.text.read import read_records
 
-DTYPES = ("uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32", "uint64", "int64", "float64")
+DTYPES = (
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "float16",
+    "uint32",
+    "int32",
+    "float32",
+    "uint64",
+    "int64",
+    "float64",
+)
 samples = st.lists(
     st.fixed_dictionaries(
         {
             "text": st.text(max_size=20),
             "raw": st.binary(max_size=20),
-            "object": st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=5), lambda x: st.lists(x, max_size=3)),
+            "object": st.recursive(
+                st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=5),
+                lambda x: st.lists(x, max_size=3),
+            ),
             "number": st.integers(-(2**63), 2**63 - 1),
             "small": st.integers(0, 255),
             "real": st.floats(allow_nan=False, width=32),
-            "any": st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 300), min_size=1, max_size=2)),
+            "any": st.tuples(
+                st.sampled_from(DTYPES), st.lists(st.integers(1, 300), min_size=1, max_size=2)
+            ),
             "flat": st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=300),
             "fixed": st.lists(st.integers(-9, 9), min_size=6, max_size=6),
         }
@@ -32,26 +49,45 @@ samples = st.lists(
     min_size=1,
     max_size=6,
 )
-COLUMNS = {"text": "str", "raw": "bytes", "object": "json", "number": "int", "small": "uint8", "real": "float32", "any": "ndarray"}
+COLUMNS = {
+    "text": "str",
+    "raw": "bytes",
+    "object": "json",
+    "number": "int",
+    "small": "uint8",
+    "real": "float32",
+    "any": "ndarray",
+}
 COLUMNS |= {"flat": "ndarray:uint32", "fixed": "ndarray:int16:2,3"}
 
 
 def made(sample: dict[str, Any]) -> dict[str, Any]:
     dtype, shape = sample["any"]
     return sample | {
-        "any": (np.arange(np.prod(shape)) % 2048).reshape(shape).astype(dtype),  # float16 holds no more than 65504
+        "any": (np.arange(np.prod(shape)) % 2048)
+        .reshape(shape)
+        .astype(dtype),  # float16 holds no more than 65504
         "flat": np.array(sample["flat"], np.uint32),
         "fixed": np.array(sample["fixed"], np.int16).reshape(2, 3),
     }
 
 
 @settings(deadline=None, max_examples=30)
-@given(given_samples=samples, compression=st.sampled_from([None, "zstd:7"]), size_limit=st.sampled_from([200, 1 << 26]))
+@given(
+    given_samples=samples,
+    compression=st.sampled_from([None, "zstd:7"]),
+    size_limit=st.sampled_from([200, 1 << 26]),
+)
 def test_every_encoding_survives_the_round_trip(
-    given_samples: list[dict[str, Any]], compression: str | None, size_limit: int, tmp_path_factory: pytest.TempPathFactory
+    given_samples: list[dict[str, Any]],
+    compression: str | None,
+    size_limit: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("mds")
-    writer = MdsWriter(folder, COLUMNS, compression=compression, hashes=["sha1"], size_limit=size_limit)
+    writer = MdsWriter(
+        folder, COLUMNS, compression=compression, hashes=["sha1"], size_limit=size_limit
+    )
     written = [made(sample) for sample in given_samples]
     for sample in written:
         writer.write(sample)
@@ -62,18 +98,27 @@ def test_every_encoding_survives_the_round_trip(
         assert one.keys() == other.keys()
         for name in one:
             if isinstance(other[name], np.ndarray):
-                assert one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name])
+                assert one[name].dtype == other[name].dtype and np.array_equal(
+                    one[name], other[name]
+                )
             else:
                 assert one[name] == other[name]
 
 
-documents = st.lists(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.booleans()), min_size=1, max_size=300), min_size=1, max_size=8)
+documents = st.lists(
+    st.lists(st.tuples(st.integers(0, 2**32 - 1), st.booleans()), min_size=1, max_size=300),
+    min_size=1,
+    max_size=8,
+)
 
 
 @settings(deadline=None, max_examples=30)
 @given(given_documents=documents, masked=st.booleans(), compression=st.sampled_from([None, "zstd"]))
 def test_documents_and_masks_survive_the_round_trip(
-    given_documents: list[list[tuple[int, bool]]], masked: bool, compression: str | None, tmp_path_factory: pytest.TempPathFactory
+    given_documents: list[list[tuple[int, bool]]],
+    masked: bool,
+    compression: str | None,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("mds")
     with MdsTokenWriter(folder, masked=masked, compression=compression) as writer:
@@ -83,17 +128,33 @@ def test_documents_and_masks_survive_the_round_trip(
         writer.finish()
     store = open_mds(folder, verify=True)
     assert store.lengths(0, store.num_documents).tolist() == [len(d) for d in given_documents]
-    assert [d.ids.tolist() for d in store.documents()] == [[t for t, _ in d] for d in given_documents]
+    assert [d.ids.tolist() for d in store.documents()] == [
+        [t for t, _ in d] for d in given_documents
+    ]
     assert {d.type for d in store.documents()} == {"web"} and store.masked == masked
     if masked:
-        assert [store.mask(i).tolist() for i in range(store.num_documents)] == [[m for _, m in d] for d in given_documents]  # pyright: ignore[reportOptionalMemberAccess]
+        assert [store.mask(i).tolist() for i in range(store.num_documents)] == [
+            [m for _, m in d] for d in given_documents
+        ]  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def write_packs(folder: Path, spans: list[list[list[int]]], columns: dict[str, str] | None = None) -> Path:
-    writer = MdsWriter(folder, {"input_ids": "ndarray:uint32", "indices": "ndarray:uint32", "mask": "ndarray:uint8"} | (columns or {}))
+def write_packs(
+    folder: Path, spans: list[list[list[int]]], columns: dict[str, str] | None = None
+) -> Path:
+    writer = MdsWriter(
+        folder,
+        {"input_ids": "ndarray:uint32", "indices": "ndarray:uint32", "mask": "ndarray:uint8"}
+        | (columns or {}),
+    )
     for indices in spans:
         tokens = np.arange(10, 20, dtype=np.uint32)
-        writer.write({"input_ids": tokens, "indices": np.array(indices, np.uint32), "mask": (tokens % 2).astype(np.uint8)})
+        writer.write(
+            {
+                "input_ids": tokens,
+                "indices": np.array(indices, np.uint32),
+                "mask": (tokens % 2).astype(np.uint8),
+            }
+        )
     writer.finish()
     return folder
 
@@ -118,15 +179,23 @@ def test_a_folder_of_domain_folders_is_one_store_with_types(tmp_path: Path) -> N
         writer.write({"tokens": np.array([1, 2, 3], np.int32)})
         writer.finish()
     store = open_mds(tmp_path)
-    assert [(d.type, d.ids.tolist()) for d in store.documents()] == [("books", [1, 2, 3]), ("code", [1, 2, 3])]
-    merged = [json.loads((tmp_path / name / "index.json").read_text())["shards"][0] for name in ("books", "code")]
+    assert [(d.type, d.ids.tolist()) for d in store.documents()] == [
+        ("books", [1, 2, 3]),
+        ("code", [1, 2, 3]),
+    ]
+    merged = [
+        json.loads((tmp_path / name / "index.json").read_text())["shards"][0]
+        for name in ("books", "code")
+    ]
     for name, shard in zip(("books", "code"), merged, strict=True):
         shard["raw_data"]["basename"] = f"{name}/shard.00000.mds"
     (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": merged}))
     assert [d.type for d in open_mds(tmp_path).documents()] == ["books", "code"]
 
 
-def test_tokens_stored_as_int64_bytes_are_read_and_int32_bytes_are_found_out(tmp_path: Path) -> None:
+def test_tokens_stored_as_int64_bytes_are_read_and_int32_bytes_are_found_out(
+    tmp_path: Path,
+) -> None:
     for name, dtype in (("a", "<i8"), ("b", "<i4")):
         writer = MdsWriter(tmp_path / name, {"tokens": "bytes"})
         writer.write({"tokens": np.array([5, 6, 7, 8], dtype).tobytes()})
@@ -147,14 +216,22 @@ def test_text_shards_are_told_from_token_shards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("columns", "message"),
-    [({"a": "pkl"}, "MDS encoding is 'pkl'"), ({"a": "ndarray:complex64"}, "MDS encoding"), ({"a": "jpeg"}, "MDS encoding")],
+    [
+        ({"a": "pkl"}, "MDS encoding is 'pkl'"),
+        ({"a": "ndarray:complex64"}, "MDS encoding"),
+        ({"a": "jpeg"}, "MDS encoding"),
+    ],
 )
-def test_encodings_that_are_not_written_are_refused(tmp_path: Path, columns: dict[str, str], message: str) -> None:
+def test_encodings_that_are_not_written_are_refused(
+    tmp_path: Path, columns: dict[str, str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         MdsWriter(tmp_path, columns)
 
 
-def test_what_cannot_be_a_value_is_refused_and_an_unfinished_folder_is_removed(tmp_path: Path) -> None:
+def test_what_cannot_be_a_value_is_refused_and_an_unfinished_folder_is_removed(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(DataError, match="empty document"), MdsTokenWriter(tmp_path / "a") as writer:
         writer.add(np.zeros(0, np.int64))
     writer = MdsWriter(tmp_path / "b", {"x": "ndarray:uint32:2"}, size_limit=10)

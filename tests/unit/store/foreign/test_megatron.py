@@ -21,22 +21,36 @@ def write(prefix: Path, documents: list[list[list[int]]], dtype: str = "int32") 
     pointers = (np.cumsum(tokens, dtype="<i8") - tokens) * np.dtype(dtype).itemsize
     bounds = np.cumsum([0, *(len(d) for d in documents)], dtype="<i8")
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, CODES[dtype], len(sequences), len(bounds))
-    prefix.with_suffix(".idx").write_bytes(head + tokens.tobytes() + pointers.astype("<i8").tobytes() + bounds.tobytes())
-    prefix.with_suffix(".bin").write_bytes(np.array([t for s in sequences for t in s], dtype=dtype).tobytes())
+    prefix.with_suffix(".idx").write_bytes(
+        head + tokens.tobytes() + pointers.astype("<i8").tobytes() + bounds.tobytes()
+    )
+    prefix.with_suffix(".bin").write_bytes(
+        np.array([t for s in sequences for t in s], dtype=dtype).tobytes()
+    )
     return prefix.with_suffix(".idx")
 
 
 @settings(deadline=None, max_examples=40)
 @given(
-    documents=st.lists(st.lists(st.lists(st.integers(0, 200), max_size=9), max_size=3), min_size=1, max_size=8),
+    documents=st.lists(
+        st.lists(st.lists(st.integers(0, 200), max_size=9), max_size=3), min_size=1, max_size=8
+    ),
     dtype=st.sampled_from(sorted(CODES)),
 )
-def test_sequences_of_a_document_are_joined(documents: list[list[list[int]]], dtype: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_sequences_of_a_document_are_joined(
+    documents: list[list[list[int]]], dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     index = write(tmp_path_factory.mktemp("mg") / "text_document", documents, dtype)
     store = open_megatron(index)
-    assert [d.ids.tolist() for d in store.documents()] == [[t for s in d for t in s] for d in documents]
+    assert [d.ids.tolist() for d in store.documents()] == [
+        [t for s in d for t in s] for d in documents
+    ]
     assert all(d.ids.dtype in (np.uint16, np.uint32) and d.mask is None for d in store.documents())
-    assert open_megatron(index.with_suffix(".bin")).num_tokens == open_megatron(index.parent).num_tokens == store.num_tokens
+    assert (
+        open_megatron(index.with_suffix(".bin")).num_tokens
+        == open_megatron(index.parent).num_tokens
+        == store.num_tokens
+    )
 
 
 def test_files_of_megatron_core_are_read(tmp_path: Path) -> None:
@@ -48,7 +62,11 @@ def test_files_of_megatron_core_are_read(tmp_path: Path) -> None:
     )
     (tmp_path / "x.idx").write_bytes(bytes.fromhex(index))
     (tmp_path / "x.bin").write_bytes(np.array([1, 2, 3, 4, 5, 60000, 7], "<u2").tobytes())
-    assert [d.ids.tolist() for d in open_megatron(tmp_path).documents()] == [[1, 2, 3, 4], [5, 60000], [7]]
+    assert [d.ids.tolist() for d in open_megatron(tmp_path).documents()] == [
+        [1, 2, 3, 4],
+        [5, 60000],
+        [7],
+    ]
 
 
 def test_disagreeing_files_are_refused_with_what_disagrees(tmp_path: Path) -> None:
