@@ -363,7 +363,7 @@ def _share_content(contents: Tensor, rows: slice) -> Tensor:
 
 
 def recall_ceiling(queries: Sequence[object], candidates: Sequence[object]) -> float:
-    """The highest recall at 1 that any model can have: items that are equal cannot be told apart.
+    """The highest recall at 1 that any model can have: equal items cannot be distinguished.
 
     Of k samples with the same query, one finds its own candidate first; of k equal candidates, the right one stands first with chance 1/k.
     """

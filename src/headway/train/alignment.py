@@ -29,6 +29,7 @@ from headway.prepare.detect import local_path
 from headway.prepare.features import SampleSet, prepare_samples, read_samples
 from headway.runtime.process import from_environment
 from headway.store.checksums import Checksums
+from headway.tokenizer.chat_template import FALLBACK_TEMPLATE
 
 if TYPE_CHECKING:
     import torch
@@ -146,9 +147,9 @@ def _data(config: DataConfig) -> DataConfig:
             raise ConfigError(
                 f"data: {one.path} has kind {one.kind}; an aligner reads captions. Set kind: captions, or leave it out."
             )
-        return SourceConfig.model_validate(
-            {**one.model_dump(exclude_unset=True), "kind": "captions"}
-        )
+        # Captions have no turns. The template is stated as in the run folders of earlier releases.
+        changes = {"kind": "captions", "chat_template": FALLBACK_TEMPLATE}
+        return SourceConfig.model_validate({**one.model_dump(exclude_unset=True), **changes})
 
     changes: dict[str, Any] = {
         "seq_len": SEQ_LEN,

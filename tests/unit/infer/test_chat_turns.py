@@ -235,8 +235,8 @@ def test_wrong_options_are_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, says in (
-        ([], "--model is missing"),
-        (["--model", "a", "--model", "b", "--model", "c"], "given 3 times"),
+        ([], "no model is given"),
+        (["--model", "a", "--model", "b", "--model", "c"], "3 models are given"),
         (["--url", "ftp://x"], "it must be an address"),
         (["--url", "http://127.0.0.1:1", "--masks", "own"], "--masks has no meaning with --url"),
     ):
