@@ -11,7 +11,7 @@ from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.selection import Selection
-from headway.data.unpaired import BAD, GOOD, UnpairedSource
+from headway.objective.kto.source import BAD, GOOD, UnpairedSource
 from headway.store.reader import StoreWriter, open_store
 
 Labelled = tuple[Sequence[int], Sequence[int], bool]

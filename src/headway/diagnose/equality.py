@@ -16,11 +16,10 @@ import torch
 
 from headway.data.batch import StepBatch
 from headway.data.config import DataConfig
+from headway.data.groups import GroupSource
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
-from headway.data.pairs import PairSource
 from headway.data.selection import Selection
-from headway.data.unpaired import UnpairedSource
 from headway.diagnose.check import Check
 from headway.errors import HeadwayError
 from headway.model.config import ModelConfig
@@ -108,7 +107,7 @@ def equality_checks(
         update={"seq_len": seq_len, "workers": 0, "skip_batches": "", "pin_memory": False}
     )
     small, which = small_model(model, seq_len)
-    plain = tuple(_without_pairs(one) for one in sources)
+    plain = tuple(_without_groups(one) for one in sources)
     try:
         return [
             packing_check(config, plain, small, which, seed),
@@ -125,14 +124,14 @@ def equality_checks(
         ]
 
 
-def _without_pairs(one: MixtureSource) -> MixtureSource:
-    """The conversations of pairs, each by itself: what is compared here does not depend on the objective."""
+def _without_groups(one: MixtureSource) -> MixtureSource:
+    """The documents of groups, each by itself: what is compared here does not depend on the objective."""
     source = one.selection.source
-    if isinstance(source, UnpairedSource):
-        return MixtureSource(Selection(source.store, one.selection.limit))
-    if not isinstance(source, PairSource):
+    if not isinstance(source, GroupSource) or source.store is None:
         return MixtureSource(replace(one.selection, max_length=None))
-    limit = None if one.selection.limit is None else 2 * one.selection.limit
+    limit = one.selection.limit
+    if limit is not None:
+        limit *= source.documents_per_group
     return MixtureSource(Selection(source.store, limit))
 
 

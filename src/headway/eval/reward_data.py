@@ -104,7 +104,7 @@ def _stored(
     source: RewardSource, loaded: LoadedModel, counts: ReadCounts
 ) -> Iterator[list[Candidates]]:
     """Pairs of a store, cut where they are longer than the model reads."""
-    from headway.data.pairs import num_pairs
+    from headway.objective.preference.source import num_pairs
     from headway.store.reader import open_store
 
     if source.chat_template is not None or source.keys.pairs:

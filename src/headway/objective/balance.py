@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Literal
 from headway.errors import ConfigError
 from headway.objective.base import (
     Collectives,
+    FirstPass,
     Loss,
     MetricSums,
-    MismatchObjective,
     Objective,
     StepInfo,
-    StepObjective,
     Term,
+    first_passes_of,
 )
 
 if TYPE_CHECKING:
@@ -43,13 +43,11 @@ def with_balance(objective: Objective, model: ModelConfig) -> Objective:
     experts = model.experts
     if experts is None:
         return objective
-    by_step = bool(experts.aux_loss) and experts.aux_scope == "step"
-    if isinstance(objective, MismatchObjective) and not by_step:
-        return MismatchBalanced(objective, experts)
-    if isinstance(objective, StepObjective):
+    if any(one.rows is None for one in first_passes_of(objective)):
         raise ConfigError(
             f"model.experts is given with an objective that couples all rows of a step ({type(objective).__name__})."
         )
+    by_step = bool(experts.aux_loss) and experts.aux_scope == "step"
     return StepBalanced(objective, experts) if by_step else Balanced(objective, experts)
 
 
@@ -60,6 +58,10 @@ class Balanced:
         self.inner, self.experts = inner, experts
         self.scope: Literal["row", "step"] = inner.scope
         self.module: nn.Module | None = inner.module
+
+    def first_passes(self) -> tuple[FirstPass, ...]:
+        """Those of the objective. The choices of routers in them count nowhere."""
+        return first_passes_of(self.inner)
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The terms of both."""
@@ -95,26 +97,15 @@ class Balanced:
         )
 
 
-class MismatchBalanced(Balanced):
-    """Balances each row by itself; the survey is that of the objective."""
-
-    def __init__(self, inner: MismatchObjective, experts: ExpertsConfig) -> None:
-        super().__init__(inner, experts)
-        self.surveyor = inner
-
-    def surveyed_rows(self, batch: Batch) -> Batch:
-        """Those of the objective."""
-        return self.surveyor.surveyed_rows(batch)
-
-    def survey(self, out: ModelOut, batch: Batch) -> Tensor:
-        """What the objective must know; the choices of routers in these rows count nowhere."""
-        return self.surveyor.survey(out, batch)
-
-
 class StepBalanced(Balanced):
     """Balances the load of a whole step; a pass without gradients counts the choices first."""
 
-    def survey(self, out: ModelOut, batch: Batch) -> Tensor:
+    def first_passes(self) -> tuple[FirstPass, ...]:
+        """Those of the objective, and one over the rows that are trained on. A validation balances what it sees."""
+        count = FirstPass(LOAD, self.read_load, in_evaluation=False)
+        return (*super().first_passes(), count)
+
+    def read_load(self, out: ModelOut, batch: Batch) -> Tensor:
         """[1, mixtures, E]: the tokens of each expert."""
         assert out.routing is not None
         return out.routing.load.sum(1)[None]
@@ -122,8 +113,9 @@ class StepBalanced(Balanced):
     def _aux(
         self, routing: Routing, tokens: Tensor, at: StepInfo
     ) -> tuple[Term, tuple[Tensor, Tensor]]:
-        own = routing.load.sum(1)
-        load = own if at.survey is None or not at.training else at.survey.sum(0)
+        load = routing.load.sum(1)
+        if at.training and LOAD in at.seen:
+            load = at.seen[LOAD].values.sum(0)
         all_tokens = load.sum() / (len(load) * self.experts.per_token)
         share = balancing(
             load[:, None], routing.probability.sum(1)[:, None], all_tokens[None], self.experts

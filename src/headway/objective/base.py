@@ -7,9 +7,9 @@ through the noise of dropout and of sampled head gates, which is drawn per micro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 from headway.config.kinds import KindConfig
 from headway.errors import ConfigError
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headway.data.batch import Batch
+    from headway.data.config import DataConfig
+    from headway.data.groups import SourceReader
+    from headway.kernels.distill_loss import TeacherHead
     from headway.model.base import ModelOut
 
 MetricSums = dict[str, "tuple[Tensor, Tensor]"]
@@ -48,6 +51,35 @@ class Loss:
         return sum(parts[1:], start=parts[0])
 
 
+SURVEY = "survey"
+"""The name of the pass of a `StepObjective`."""
+
+
+class SeenRows(NamedTuple):
+    """What a first pass read from the rows of all microbatches and ranks."""
+
+    values: Tensor
+    """[n of all microbatches and ranks, ...], without gradients."""
+    start: int = 0
+    """Where the rows of the microbatch at hand begin."""
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """A pass without gradients over all microbatches of a step that comes before the first loss, so that accumulation and ranks change
+    nothing in a loss that couples the rows of a whole step."""
+
+    name: str
+    """Under which `StepInfo.seen` has what it read."""
+    read: Callable[[ModelOut, Batch], Tensor]
+    """What the loss must know of a microbatch's rows: [n, ...], with the same n for every microbatch."""
+    rows: Callable[[Batch], Batch] | None = None
+    """Other rows that the model sees instead of those it trains on; None: the same. Then a step of one microbatch on one rank needs no
+    pass: its loss sees all rows anyway."""
+    in_evaluation: bool = True
+    """Whether the loss of validation rows needs it, too."""
+
+
 @dataclass(frozen=True)
 class StepInfo:
     """The step for which a loss is computed."""
@@ -56,10 +88,20 @@ class StepInfo:
     total_steps: int
     num_sources: int = 1
     training: bool = True
-    survey: Tensor | None = None
-    """What `StepObjective.survey` returned for all microbatches and ranks; None if this microbatch is the whole step."""
-    survey_start: int = 0
-    """Where this microbatch's rows begin in it."""
+    seen: Mapping[str, SeenRows] = field(default_factory=dict)
+    """What first passes read, by their names. A pass is missing where this microbatch is the whole step (see `FirstPass.rows`)."""
+
+    @property
+    def survey(self) -> Tensor | None:
+        """What the pass of a `StepObjective` read; None if this microbatch is the whole step."""
+        seen = self.seen.get(SURVEY)
+        return None if seen is None else seen.values
+
+    @property
+    def survey_start(self) -> int:
+        """Where this microbatch's rows begin in it."""
+        seen = self.seen.get(SURVEY)
+        return 0 if seen is None else seen.start
 
 
 class Collectives(Protocol):
@@ -89,20 +131,48 @@ class Objective(Protocol):
 
 
 @runtime_checkable
+class CoupledObjective(Objective, Protocol):
+    """A loss that couples all rows of a step."""
+
+    def first_passes(self) -> tuple[FirstPass, ...]:
+        """The passes that come before the first loss of a step, in their order."""
+        ...
+
+
+@runtime_checkable
 class StepObjective(Objective, Protocol):
-    """A loss that couples all rows of a step. It surveys all rows without gradients first, so accumulation and ranks change nothing."""
+    """A loss that couples all rows of a step through one pass over the rows it trains on: a shorter form of `CoupledObjective`."""
 
     def survey(self, out: ModelOut, batch: Batch) -> Tensor:
         """What the loss must know of a microbatch's rows: [n, ...], with the same n for every microbatch."""
         ...
 
 
-@runtime_checkable
-class MismatchObjective(StepObjective, Protocol):
-    """A step objective that surveys other rows than those it trains on, so the survey is never left out."""
+def first_passes_of(objective: Objective) -> tuple[FirstPass, ...]:
+    """The passes that come before the first loss of a step; most objectives have none."""
+    if isinstance(objective, CoupledObjective):
+        return objective.first_passes()
+    if isinstance(objective, StepObjective):
+        return (FirstPass(SURVEY, objective.survey),)
+    return ()
 
-    def surveyed_rows(self, batch: Batch) -> Batch:
-        """The rows that the model sees for the survey of a microbatch."""
+
+class ScoreColumns(Protocol):
+    """How the log-probabilities of a frozen model stand in a microbatch, and in a table with two numbers for each group of the data."""
+
+    number: str
+    """The column with the numbers of a microbatch's groups, -1 for empty places: [rows, places]."""
+
+    def scored(self, batch: Batch) -> dict[str, Batch]:
+        """The rows that the frozen model reads for each column of log-probabilities."""
+        ...
+
+    def to_table(self, columns: Mapping[str, Tensor], places: int) -> Tensor:
+        """Columns as two numbers for each place: [rows, places, 2]."""
+        ...
+
+    def from_table(self, scores: Tensor) -> dict[str, Tensor]:
+        """The columns of two numbers for each place."""
         ...
 
 
@@ -114,8 +184,13 @@ class ReferenceSpec:
     """A run, a checkpoint or a Hugging Face folder; None: the weights the run starts from."""
     cached: bool
     """Compute them once for all pairs before training, instead of keeping the model in memory."""
-    is_teacher: bool = False
-    """Its hidden states and its head are needed, not its log-probabilities of the targets."""
+    columns: ScoreColumns | None = None
+    """How its log-probabilities are kept; None: it is a teacher, whose hidden states and head are needed instead."""
+
+    @property
+    def is_teacher(self) -> bool:
+        """Whether its hidden states and its head are needed, not its log-probabilities of the targets."""
+        return self.columns is None
 
     @property
     def setting(self) -> str:
@@ -152,30 +227,48 @@ class GateSpec:
     sinks: int | None = None
 
 
+class UsualRates(NamedTuple):
+    """Peak learning rates of AdamW that are usual for a task; `headway doctor recipe` names others."""
+
+    name: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class TaskNeeds:
+    """What a task needs beside its rows. The defaults are next-token prediction's."""
+
+    head: Literal["tokens", "scores", "vectors"] = "tokens"
+    """What the model puts out: the next token of every position, one score of every document, or vectors of a sample's modalities."""
+    whole_rows: bool = True
+    """Whether a loss must see whole rows. False: terms and metrics are sums over tokens (or per microbatch), so ranks may share a row."""
+    frozen: ReferenceSpec | None = None
+    """A second model that does not train."""
+    stored_logits: TeacherCacheSpec | None = None
+    """Logits of a teacher that the loader reads."""
+    gates: GateSpec | None = None
+    """Head gates that train."""
+
+
 class ObjectiveConfig(KindConfig):
-    """Settings that every objective has."""
-
-    PAIRS: ClassVar[bool] = False
-    """It reads preference pairs instead of documents."""
-
-    SCORES: ClassVar[bool] = False
-    """It trains a head that scores documents, in place of the one that predicts tokens."""
-
-    UNPAIRED: ClassVar[bool] = False
-    """It reads answers that are labelled good or bad; a pair counts as one of each."""
-
-    BY_TOKEN: ClassVar[bool] = False
-    """Its terms and metrics are sums over tokens (or per microbatch), so ranks may share the tokens of a row."""
+    """What is asked of a task before anything is built. No torch. Every question has an answer that suits single documents of text."""
 
     @property
-    def reference_spec(self) -> ReferenceSpec | None:
-        """The reference model it needs, if any."""
-        return None
+    def reads(self) -> tuple[str, ...]:
+        """The kinds of records it reads, the preferred one first."""
+        return ("text", "chat")
+
+    def reader(self, config: DataConfig) -> SourceReader:
+        """How it reads the sources of a run: documents, or groups of them."""
+        from headway.data.groups import DocumentReader
+
+        return DocumentReader()
 
     @property
-    def teacher_cache(self) -> TeacherCacheSpec | None:
-        """The stored logits it reads, if any."""
-        return None
+    def needs(self) -> TaskNeeds:
+        """What it needs beside its rows."""
+        return TaskNeeds()
 
     @property
     def rules(self) -> tuple[ParameterRule, ...]:
@@ -183,9 +276,13 @@ class ObjectiveConfig(KindConfig):
         return ()
 
     @property
-    def gate_spec(self) -> GateSpec | None:
-        """The head gates it trains, if any."""
+    def usual_rates(self) -> UsualRates | None:
+        """Usual learning rates, where they are the task's own; None: they depend on the model."""
         return None
+
+    def with_teacher_head(self, head: TeacherHead) -> Self:
+        """These settings once the teacher is loaded."""
+        return self
 
     def build(self) -> Objective:
         """Make the objective."""

@@ -32,6 +32,7 @@ from headway.objective.base import (
     ObjectiveConfig,
     ParameterRule,
     StepInfo,
+    TaskNeeds,
     Term,
 )
 
@@ -151,6 +152,16 @@ class Config(ObjectiveConfig):
                 for name in modalities
             }
         return {name: float(given if trained is None else trained) for name in modalities}
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Captions with pictures or sounds."""
+        return ("captions",)
+
+    @property
+    def needs(self) -> TaskNeeds:
+        """A model that gives vectors."""
+        return TaskNeeds(head="vectors")
 
     def build(self) -> Contrastive:
         """Make the objective."""

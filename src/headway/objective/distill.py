@@ -19,6 +19,7 @@ from headway.objective.base import (
     ObjectiveConfig,
     ReferenceSpec,
     StepInfo,
+    TaskNeeds,
     TeacherCacheSpec,
     Term,
 )
@@ -87,21 +88,15 @@ class Config(ObjectiveConfig):
         return self
 
     @property
-    def reference_spec(self) -> ReferenceSpec | None:
-        """The teacher, if it is in memory."""
-        if self.cache is not None:
-            return None
-        return ReferenceSpec(self.teacher, cached=False, is_teacher=True)
-
-    @property
-    def teacher_cache(self) -> TeacherCacheSpec | None:
-        """The stored logits, if there is no teacher in memory."""
+    def needs(self) -> TaskNeeds:
+        """The teacher in memory, or its stored logits."""
         if self.cache is None:
-            return None
+            return TaskNeeds(frozen=ReferenceSpec(self.teacher, cached=False))
         paths = (self.cache,) if isinstance(self.cache, str) else self.cache
-        return TeacherCacheSpec(paths, self.temperature if self.tail == "bucket" else None)
+        temperature = self.temperature if self.tail == "bucket" else None
+        return TaskNeeds(stored_logits=TeacherCacheSpec(paths, temperature))
 
-    def with_head(self, head: TeacherHead) -> Config:
+    def with_teacher_head(self, head: TeacherHead) -> Config:
         """These settings with a loaded teacher's head."""
         taught = self.model_copy()
         taught._head = head

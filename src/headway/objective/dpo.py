@@ -14,13 +14,14 @@ With c and r the log-probability of the chosen and the rejected answer (summed o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 
 from headway.config.section import setting
-from headway.objective.base import ObjectiveConfig, ReferenceSpec, StepInfo
-from headway.objective.pairs import PairObjective, Pairs
+from headway.objective.base import ReferenceSpec, StepInfo, TaskNeeds
+from headway.objective.preference import PreferenceConfig
+from headway.objective.preference.loss import PairColumns, PairObjective, Pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,10 +33,9 @@ LossType = Literal["sigmoid", "robust", "hinge", "ipo", "kto_pair", "sppo_hard",
 SMOOTHED = ("sigmoid", "robust")
 
 
-class Config(ObjectiveConfig):
+class Config(PreferenceConfig):
     """Settings of direct preference optimisation."""
 
-    PAIRS: ClassVar[bool] = True
     kind: str = setting("dpo", "dpo.", on_resume="fixed")
     loss_type: LossType = setting(
         "sigmoid", "The loss of a pair's margin over the reference.", on_resume="fixed"
@@ -80,13 +80,12 @@ class Config(ObjectiveConfig):
         return self
 
     @property
-    def reference_spec(self) -> ReferenceSpec | None:
+    def needs(self) -> TaskNeeds:
         """The frozen model to compare with."""
-        return (
-            None
-            if self.reference_free
-            else ReferenceSpec(self.reference, self.reference_logps == "cached")
-        )
+        if self.reference_free:
+            return TaskNeeds()
+        is_cached = self.reference_logps == "cached"
+        return TaskNeeds(frozen=ReferenceSpec(self.reference, is_cached, PairColumns()))
 
     def build(self) -> DPO:
         """Make the objective."""

@@ -9,7 +9,7 @@ are the model's (model/head_gates.py); the lambdas are this objective's own para
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -21,6 +21,7 @@ from headway.objective.base import (
     ObjectiveConfig,
     ParameterRule,
     StepInfo,
+    TaskNeeds,
     Term,
 )
 from headway.objective.next_token import Config as NextTokenConfig
@@ -38,8 +39,6 @@ Measure = Literal["sampled", "expected_z", "expected_l0"]
 
 class Config(ObjectiveConfig):
     """Settings of head sparsity."""
-
-    BY_TOKEN: ClassVar[bool] = True
 
     kind: str = setting("head_sparsity", "head_sparsity.", on_resume="fixed")
     start: float = setting(0.0, "Target share of streaming heads in the first step.", ge=0, le=1)
@@ -124,9 +123,9 @@ class Config(ObjectiveConfig):
         )
 
     @property
-    def gate_spec(self) -> GateSpec:
-        """The window and sinks of the recipe."""
-        return GateSpec(self.window, self.sinks)
+    def needs(self) -> TaskNeeds:
+        """Gates, with the window and sinks of the recipe."""
+        return TaskNeeds(whole_rows=False, gates=GateSpec(self.window, self.sinks))
 
     def target_at(self, step: int, total_steps: int) -> float:
         """The target sparsity of one step, counted from 0."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from headway.config.section import setting
-from headway.objective.base import Collectives, Loss, ObjectiveConfig, StepInfo, Term
+from headway.objective.base import Collectives, Loss, ObjectiveConfig, StepInfo, TaskNeeds, Term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 class Config(ObjectiveConfig):
     """Settings of next-token prediction."""
 
-    BY_TOKEN: ClassVar[bool] = True
-
     kind: str = setting("next_token", "next_token.", on_resume="fixed")
     label_smoothing: float = setting(
         0.0,
@@ -29,6 +27,11 @@ class Config(ObjectiveConfig):
     z_loss: float = setting(
         0.0, "Weight of the squared log-partition, which keeps logits from drifting.", ge=0
     )
+
+    @property
+    def needs(self) -> TaskNeeds:
+        """Nothing: it is a sum over tokens."""
+        return TaskNeeds(whole_rows=False)
 
     def build(self) -> NextToken:
         """Make the objective."""

@@ -1,6 +1,6 @@
 """ORPO: supervised tuning on the chosen answer and, in the same loss, higher odds for it than for the rejected one. No reference model.
 
-In: rows of pairs (objective/pairs.py); out: one term over pairs. With c and r the mean log-probability of a token of the chosen and of the
+In: rows of pairs (objective/preference/); out: one term over pairs. With c and r the mean log-probability of a token of the chosen and of the
 rejected answer, and s the logistic function:
 
     -c - b log s(odds(c) - odds(r)),     odds(x) = x - log(1 - e^x)       b: beta
@@ -10,20 +10,20 @@ The first part is the mean over the answer's tokens; the prompt carries no loss.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from headway.config.section import setting
-from headway.objective.base import MetricSums, ObjectiveConfig, StepInfo
-from headway.objective.pairs import Pairs, PerTokenObjective
+from headway.objective.base import MetricSums, StepInfo
+from headway.objective.preference import PreferenceConfig
+from headway.objective.preference.loss import Pairs, PerTokenObjective
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Config(ObjectiveConfig):
+class Config(PreferenceConfig):
     """Settings of ORPO."""
 
-    PAIRS: ClassVar[bool] = True
     kind: str = setting("orpo", "orpo.", on_resume="fixed")
     beta: float = setting(0.1, "Weight of the odds ratio beside the supervised loss.", gt=0)
 

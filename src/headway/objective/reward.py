@@ -10,11 +10,12 @@ The second part keeps scores near zero: the first one depends on their differenc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from headway.config.section import setting
-from headway.objective.base import Collectives, Loss, MetricSums, ObjectiveConfig, StepInfo, Term
-from headway.objective.pairs import document_sums, share_right, sides
+from headway.objective.base import Collectives, Loss, MetricSums, StepInfo, TaskNeeds, Term
+from headway.objective.preference import PreferenceConfig
+from headway.objective.preference.loss import document_sums, share_right, sides
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,11 +24,9 @@ if TYPE_CHECKING:
     from headway.model.base import ModelOut
 
 
-class Config(ObjectiveConfig):
+class Config(PreferenceConfig):
     """Settings of a reward model."""
 
-    PAIRS: ClassVar[bool] = True
-    SCORES: ClassVar[bool] = True
     kind: str = setting("reward", "reward.", on_resume="fixed")
     margin: float = setting(
         0.0, "The margin by which the chosen answer's score should be higher.", ge=0
@@ -37,6 +36,11 @@ class Config(ObjectiveConfig):
         "Weight of (chosen + rejected)^2 beside the loss of the difference, which keeps scores near zero; 0.01 is usual.",
         ge=0,
     )
+
+    @property
+    def needs(self) -> TaskNeeds:
+        """A head that scores documents."""
+        return TaskNeeds(head="scores")
 
     def build(self) -> Reward:
         """Make the objective."""

@@ -1,6 +1,6 @@
 """SimPO: the chosen answer should be likelier per token than the rejected one, by a margin. No reference model.
 
-In: rows of pairs (objective/pairs.py); out: one term over pairs. With c and r the mean log-probability of a token of the chosen and of the
+In: rows of pairs (objective/preference/); out: one term over pairs. With c and r the mean log-probability of a token of the chosen and of the
 rejected answer and m = b (c - r) - g:
 
     -(1 - e) log s(m) - e log s(-m)          b: beta, g: gamma, e: label_smoothing, s: the logistic function
@@ -8,20 +8,20 @@ rejected answer and m = b (c - r) - g:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from headway.config.section import setting
-from headway.objective.base import ObjectiveConfig, StepInfo
-from headway.objective.pairs import Pairs, PerTokenObjective
+from headway.objective.base import StepInfo
+from headway.objective.preference import PreferenceConfig
+from headway.objective.preference.loss import Pairs, PerTokenObjective
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Config(ObjectiveConfig):
+class Config(PreferenceConfig):
     """Settings of SimPO."""
 
-    PAIRS: ClassVar[bool] = True
     kind: str = setting("simpo", "simpo.", on_resume="fixed")
     beta: float = setting(
         2.0,

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from headway.data.config import SourceConfig, default_cache_dir
-from headway.data.pairs import PREFERENCE_MARK
-from headway.data.unpaired import BAD, GOOD, UNPAIRED_MARK
+from headway.data.groups import BAD, GOOD, PREFERENCE_MARK, UNPAIRED_MARK
 from headway.errors import ConfigError, DataError
 from headway.prepare.cache import find_or_build
 from headway.prepare.encode import (

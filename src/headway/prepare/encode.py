@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from headway.data.unpaired import BAD, GOOD
+from headway.data.groups import BAD, GOOD
 from headway.errors import DataError
 from headway.prepare.parse_chat import (
     LabelledAnswer,

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from headway.data.config import DataConfig, SourceConfig
-from headway.data.open import SourceStore, SourceStores, check_rows_of_pairs, check_rows_of_records
+from headway.data.open import SourceStore, SourceStores
 from headway.errors import ConfigError
 from headway.prepare.build import BuildOptions, cached_store, describe_cached
 from headway.prepare.detect import format_of, local_path, with_kind
@@ -29,27 +29,22 @@ def prepare_sources(
     config: DataConfig,
     tokenizer: Path | None,
     *,
-    pairs: bool = False,
-    unpaired: bool = False,
+    reads: tuple[str, ...] = (),
     media: MakeStore | None = None,
     workers: int | None = None,
     say: Callable[[str], object] = log.debug,
 ) -> SourceStores:
-    """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `pairs`: the objective compares pairs;
-    `unpaired`: it learns from labelled answers.
+    """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `reads`: the kinds of records that
+    the task reads, the preferred one first.
     `media` makes the stores of sources with pictures and sounds; `workers`: processes that tokenize the others, None: one per core.
     `say` receives a line for every source of records: how many there are, their chat template, what was dropped."""
-    if pairs:
-        check_rows_of_pairs(config)
-    if unpaired:
-        check_rows_of_records(config)
     find = partial(
         prepare_source,
         config=config,
         tokenizer=tokenizer,
         media=media,
         workers=workers,
-        unpaired=unpaired,
+        unpaired="unpaired" in reads,
         say=say,
     )
     return SourceStores.of(config, find)

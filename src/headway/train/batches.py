@@ -35,7 +35,6 @@ def open_run_data(
     """The open data of a run; what is not a store yet is made now. `device`: where frozen encoders of media run; `workers`: processes
     that tokenize, None: as many as there are cores."""
     recipe, tokenizer = resolved.recipe, resolved.tokenizer_path
-    wanted = {"pairs": recipe.objective.PAIRS, "unpaired": recipe.objective.UNPAIRED}
     if resolved.model.aligner is not None:
         from headway.train.alignment import open_samples
 
@@ -49,8 +48,15 @@ def open_run_data(
             media_features(recipe, plan, device),
         )
     say = log.info if from_environment().is_first else log.debug
+    # Settings of rows that the task cannot use are refused before anything is tokenized.
+    recipe.objective.reader(recipe.data).check(recipe.data)
     stores = prepare_sources(
-        recipe.data, tokenizer, **wanted, media=stores_of, workers=workers, say=say
+        recipe.data,
+        tokenizer,
+        reads=recipe.objective.reads,
+        media=stores_of,
+        workers=workers,
+        say=say,
     )
     vocab = resolved.model.vocab
     data = open_data(
@@ -59,10 +65,10 @@ def open_run_data(
         tokenizer=tokenizer,
         vocab_size=vocab,
         seed=recipe.seed,
-        **wanted,
+        reader=recipe.objective.reader(recipe.data),
         media=media,
     )
-    cache = recipe.objective.teacher_cache
+    cache = recipe.objective.needs.stored_logits
     if cache is None:
         return data
     every = [one for many in (data.train, *data.valid.values()) for one in many]

@@ -84,7 +84,7 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
 
 def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None:
     """The frozen second model that a recipe's objective keeps in memory; None where it has none, or where its numbers are stored."""
-    wanted = recipe.objective.reference_spec
+    wanted = recipe.objective.needs.frozen
     if wanted is None or wanted.cached:
         return None
     role = "teacher" if wanted.is_teacher else "reference"
@@ -138,7 +138,7 @@ def planned_model(recipe: Recipe) -> ModelConfig:
     if (
         recipe.init.source is None
         and recipe.model.vocab_size is not None
-        and recipe.objective.gate_spec is None
+        and recipe.objective.needs.gates is None
     ):
         return recipe.model
     # the layout is checked here, by the rules of sizes: resolve would check it for training

@@ -154,7 +154,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         say(f"the recipe changes the model of init.from={recipe.init.source}: {change}")
     changes: dict[str, object] = {
         "model": model,
-        "data": with_kinds(recipe.data, tokenizer, say, recipe.objective.UNPAIRED),
+        "data": with_kinds(recipe.data, tokenizer, say, "unpaired" in recipe.objective.reads),
     }
     if recipe.steps is None and recipe.epochs is None:
         changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}
@@ -277,7 +277,7 @@ def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | N
 
 def _with_head(recipe: Recipe, model: ModelConfig) -> ModelConfig:
     """The shape with the head that the objective trains; a reward model trains no other objective."""
-    if recipe.objective.SCORES:
+    if recipe.objective.needs.head == "scores":
         model = _with(model, score_head=True)
         classifier_of(model)
     elif model.score_head:
@@ -357,7 +357,7 @@ def _head_gates(
     recipe: Recipe, weights: StoredModel | None, masks: HeadMasks | None
 ) -> HeadGatesConfig | None:
     """Settings of the head gates: of the weights, a mask file, the recipe's model and the objective; later ones override earlier ones."""
-    given, trained = recipe.model.head_gates, recipe.objective.gate_spec
+    given, trained = recipe.model.head_gates, recipe.objective.needs.gates
     explicit = given.model_fields_set if given is not None else set[str]()
     inherited = None if weights is None or leaves_gates(recipe) else weights.config.head_gates
     if given is None and trained is None and masks is None and inherited is None:

@@ -12,9 +12,8 @@ from itertools import islice
 import numpy as np
 
 from headway.data.config import DataConfig, SourceConfig
+from headway.data.groups import ungrouped
 from headway.data.open import OpenData
-from headway.data.pairs import PairSource
-from headway.data.unpaired import UnpairedSource
 from headway.diagnose.check import Check
 from headway.diagnose.data_checks import DataContext, data_checks
 from headway.diagnose.equality import equality_checks
@@ -122,7 +121,7 @@ def take_samples(
     """Documents to show; none without a tokenizer."""
     for number, one in enumerate(data.train if tokenizer is not None and options.documents else ()):
         source = one.selection.source
-        shown = source.store if isinstance(source, (PairSource, UnpairedSource)) else source
+        shown = ungrouped(source)
         if options.wanted:
             chosen = (
                 [document for document in options.wanted if document < shown.num_documents]

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pairs import make_pair_store
 
-from headway.data.pairs import PairSource
 from headway.data.selection import Selection, split_side
 from headway.errors import ConfigError
+from headway.objective.preference.source import PairSource
 from headway.store.open import open_source
 from headway.store.reader import Store, StoreWriter, open_store
 

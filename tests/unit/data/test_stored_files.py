@@ -14,12 +14,12 @@ from headway.data.loader import Loader
 from headway.data.media import MediaFeatures
 from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
-from headway.data.pairs import PairSource
 from headway.data.selection import Selection
 from headway.data.stored_files import UnknownReaders, documents_read_from, stored_files
 from headway.data.teacher import CachedTeacher
-from headway.data.unpaired import UnpairedSource
 from headway.errors import DataError
+from headway.objective.kto.source import UnpairedSource
+from headway.objective.preference.source import PairSource
 from headway.runtime.storage import sha256_file
 from headway.store import checksums
 from headway.store.checksums import Checksums

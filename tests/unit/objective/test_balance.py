@@ -13,7 +13,7 @@ import torch
 from headway.model.experts_config import ExpertsConfig
 from headway.model.router import Routing, stack_routings, summarize
 from headway.objective.balance import LOAD, Balanced, StepBalanced
-from headway.objective.base import Collectives, Loss, StepInfo, Term
+from headway.objective.base import Collectives, Loss, SeenRows, StepInfo, Term
 
 ALONE: Collectives = None  # type: ignore[assignment] - nothing here communicates
 LN2 = log(2)
@@ -126,14 +126,14 @@ def test_tokens_with_two_experts_count_once() -> None:
 def test_a_step_is_balanced_by_the_choices_of_all_its_rows() -> None:
     routing = stack_routings([routing_of([ROW], [[1, 1, 1, 0]])])
     # the other microbatch of the step sent its three tokens to the last expert
-    survey = torch.tensor([[[2.0, 1.0, 0.0]], [[0.0, 0.0, 3.0]]])
-    loss = loss_of(routing, config(aux_loss=1.0, aux_scope="step"), StepBalanced, survey=survey)
+    seen = {LOAD: SeenRows(torch.tensor([[[2.0, 1.0, 0.0]], [[0.0, 0.0, 3.0]]]))}
+    loss = loss_of(routing, config(aux_loss=1.0, aux_scope="step"), StepBalanced, seen=seen)
     share = 3 * (2 * 1.2 + 1 * 1.1 + 3 * 0.7) / 36
     assert float(loss.terms["aux_loss"].sum) == pytest.approx(share, rel=1e-6)
     total, weight = loss.metrics["aux_loss"]
     assert (float(total), float(weight)) == (pytest.approx(share, rel=1e-6), 0.5)
     # a validation has no survey of the whole step: it balances what it sees
     valid = loss_of(
-        routing, config(aux_loss=1.0, aux_scope="step"), StepBalanced, survey=survey, training=False
+        routing, config(aux_loss=1.0, aux_scope="step"), StepBalanced, seen=seen, training=False
     )
     assert float(valid.terms["aux_loss"].sum) == pytest.approx(AUX_OF_ROW, rel=1e-6)

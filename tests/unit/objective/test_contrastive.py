@@ -9,7 +9,7 @@ from support.aligned import batch_of, columns, naive_loss
 
 from headway.errors import ConfigError
 from headway.model.base import Embeddings, LMHead, ModelOut
-from headway.objective.base import Collectives, Loss, StepInfo
+from headway.objective.base import SURVEY, Collectives, Loss, SeenRows, StepInfo
 from headway.objective.contrastive import (
     Config,
     Contrastive,
@@ -147,7 +147,10 @@ def test_microbatches_add_up_to_the_whole(micro: int) -> None:
     )
     total = sum(
         share_of(
-            second.loss(out, batch, StepInfo(0, 1, survey=survey, survey_start=n * size), ALONE), 6
+            second.loss(
+                out, batch, StepInfo(0, 1, seen={SURVEY: SeenRows(survey, n * size)}), ALONE
+            ),
+            6,
         )
         for n, (out, batch) in enumerate(zip(outs, batches, strict=True))
     )

@@ -12,9 +12,9 @@ from support.trl_pairs import GOLDEN, LAYOUTS, MODEL, PAIRS, wave
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.errors import ConfigError
 from headway.infer.load import build_frozen_model
-from headway.objective.base import StepInfo
+from headway.objective.base import SURVEY, SeenRows, StepInfo
 from headway.objective.dpo import DPO, Config
-from headway.objective.pairs import Pairs, document_sums
+from headway.objective.preference.loss import PairColumns, Pairs, document_sums
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import DifferentiableCollectives, RankGroup
@@ -28,12 +28,13 @@ def scored(
     """Loss, gradient norm, metrics and gradients of one step over some microbatches."""
     device = torch.device("cpu")
     reference = build_frozen_model(MODEL, wave(reference_shift).items(), device, torch.float32)
-    prepare = None if config.reference_free else score_with(reference, 8)
+    prepare = None if config.reference_free else score_with(reference, 8, PairColumns())
     engine: Any = assemble(EngineSpec(MODEL, config, AdamW(), chunk_tokens=8, prepare=prepare))
     engine.fill(wave(0.0).items())
     totals = {"pairs": float(len(PAIRS)), "targets": 1.0, "rows": 1.0}
     result = engine.forward_backward(
-        StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)), StepInfo(0, 1)
+        StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)),
+        StepInfo(0, 1),
     )
     grads = {
         name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()
@@ -105,7 +106,7 @@ def test_kto_pair_is_its_formula_in_fp64_through_the_means_too(
     total = torch.zeros((), dtype=torch.float64)
     for piece in torch.arange(3).chunk(parts):
         pairs = as_pairs(c[piece], r[piece], held[piece])
-        at = StepInfo(0, 1, survey=None if parts == 1 else survey)
+        at = StepInfo(0, 1, seen={} if parts == 1 else {SURVEY: SeenRows(survey)})
         total = total + (objective.per_pair(pairs, at) * pairs.is_pair).sum() / count
     assert total.item() == pytest.approx(right.item(), abs=1e-12)
     for got, one in zip(torch.autograd.grad(total, [c, r]), wanted, strict=True):
@@ -157,7 +158,10 @@ def test_rows_without_pairs_and_weights_of_zero_count_for_nothing() -> None:
     out = model.forward_batch(batch)
     for one, count in ((batch, 1.0), (silent, 0.0)):
         loss = objective.loss(
-            out, one, StepInfo(0, 1, training=False), DifferentiableCollectives(RankGroup())
+            out,
+            one,
+            StepInfo(0, 1, training=False),
+            DifferentiableCollectives(RankGroup()),
         )
         assert {float(weight) for _, weight in loss.metrics.values()} == {count}
         assert bool(loss.terms["dpo"].sum > 0) == bool(count)

@@ -11,7 +11,7 @@ from support.batches import make_batch
 
 from headway.objective.base import StepInfo
 from headway.objective.dpo import Config
-from headway.objective.pairs import Pairs
+from headway.objective.preference.loss import Pairs
 
 LN2 = math.log(2)
 

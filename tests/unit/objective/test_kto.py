@@ -14,11 +14,12 @@ from support.trl_pairs import MODEL, wave
 from support.unpaired import random_records, steps_of, write_unpaired
 
 from headway.data.batch import Batch, StepBatch, StepStats
-from headway.data.unpaired import LABEL
 from headway.infer.load import build_frozen_model
-from headway.objective.base import StepInfo
-from headway.objective.kto import MISMATCH_REFERENCE, Config
-from headway.objective.pairs import REFERENCE
+from headway.objective.base import SeenRows, StepInfo
+from headway.objective.kto import Config
+from headway.objective.kto.loss import MISMATCH_REFERENCE, MISMATCHES, RecordColumns
+from headway.objective.kto.source import LABEL
+from headway.objective.preference.loss import REFERENCE
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
@@ -34,7 +35,13 @@ def step(
     """Loss, metrics and gradients of one step over some microbatches."""
     reference = build_frozen_model(MODEL, wave(shift).items(), torch.device("cpu"), torch.float32)
     engine: Any = assemble(
-        EngineSpec(MODEL, config, AdamW(), chunk_tokens=8, prepare=score_with(reference, 8))
+        EngineSpec(
+            MODEL,
+            config,
+            AdamW(),
+            chunk_tokens=8,
+            prepare=score_with(reference, 8, RecordColumns()),
+        )
     )
     engine.fill(wave(0.0).items())
     totals = {"records": float(records), "targets": 1.0, "rows": 1.0}
@@ -94,7 +101,13 @@ def test_a_step_without_bad_answers_has_a_loss_and_no_margin(tmp_path: Path) -> 
     (whole,) = steps_of(write_unpaired(tmp_path / "s", good), seq_len=16, rows=4)
     reference = build_frozen_model(MODEL, wave(0.1).items(), torch.device("cpu"), torch.float32)
     engine: Any = assemble(
-        EngineSpec(MODEL, Config(), AdamW(), chunk_tokens=8, prepare=score_with(reference, 8))
+        EngineSpec(
+            MODEL,
+            Config(),
+            AdamW(),
+            chunk_tokens=8,
+            prepare=score_with(reference, 8, RecordColumns()),
+        )
     )
     engine.fill(wave(0.0).items())
     result = engine.forward_backward(whole, StepInfo(0, 1))
@@ -128,7 +141,9 @@ def test_loss_and_metrics_by_hand_where_the_divergence_is_one() -> None:
     survey = torch.tensor(
         [[3.0, 1, 1, 0], [-1.0, 1, 0, 1], [9.0, 0, 0, 0]] + [[0.0, 0, 1, 0]] * 5 + [[0.0, 0, 0, 1]]
     )
-    loss = config.build().loss(out, batch, StepInfo(0, 1, survey=survey), None)  # type: ignore[arg-type]
+    loss = config.build().loss(
+        out, batch, StepInfo(0, 1, seen={MISMATCHES: SeenRows(survey)}), None
+    )  # type: ignore[arg-type]
 
     def bad(x: float) -> float:
         return 1 - 1 / (1 + math.exp(-x))
@@ -149,7 +164,12 @@ def test_loss_and_metrics_by_hand_where_the_divergence_is_one() -> None:
     assert sums["rewards/margins"] == pytest.approx((0.5 * 3.25 / 6 - 0.25 / 2, 0.5))
     valid = (
         config.build()
-        .loss(out, batch, StepInfo(0, 1, training=False, survey=survey), None)
+        .loss(
+            out,
+            batch,
+            StepInfo(0, 1, training=False, seen={MISMATCHES: SeenRows(survey)}),
+            None,
+        )
         .metrics["loss"]
     )  # type: ignore[arg-type]
     assert (float(valid[0]), float(valid[1])) == (pytest.approx(expected, rel=1e-6), 4.0)
@@ -157,13 +177,15 @@ def test_loss_and_metrics_by_hand_where_the_divergence_is_one() -> None:
 
 def test_a_survey_holds_gain_and_label_of_every_slot() -> None:
     out, batch = scored([0.5, 2.0], [1, 0])
-    found = Config().build().survey(out, batch)
+    found = Config().build().read_mismatches(out, batch)
     assert found[:2].tolist() == [pytest.approx([0.5, 1, 1, 0]), pytest.approx([2.0, 1, 0, 1])]
     assert not found[2:, 1:].any()
     # a record whose mismatch lost its whole answer says nothing of the divergence
     weight = batch.loss_weight.clone()
     weight[0, 2] = 0.0
-    assert Config().build().survey(out, replace(batch, loss_weight=weight))[1, 1:].tolist() == [
+    assert Config().build().read_mismatches(out, replace(batch, loss_weight=weight))[
+        1, 1:
+    ].tolist() == [
         0,
         0,
         1,

@@ -60,7 +60,7 @@ def test_next_token_metrics_are_weighted_and_divided_by_source() -> None:
 
 
 def test_distillation_metrics_are_weighted_and_divided_by_source() -> None:
-    objective = Distill().with_head(SimpleNamespace()).build()  # type: ignore[arg-type]
+    objective = Distill().with_teacher_head(SimpleNamespace()).build()  # type: ignore[arg-type]
     batch = replace(batch_of(), extra={"teacher": torch.zeros(3, 3, 2)})
     loss = objective.loss(
         out_of(nll=VALUES, correct=CORRECT, kl=2 * VALUES),

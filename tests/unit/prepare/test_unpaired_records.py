@@ -10,8 +10,8 @@ from support.byte_model import byte_tokenizer
 from support.one_process_executor import run_inside
 
 from headway.data.config import SourceConfig
-from headway.data.unpaired import BAD, GOOD, UnpairedSource
 from headway.errors import DataError
+from headway.objective.kto.source import BAD, GOOD, UnpairedSource
 from headway.prepare.build import BuildOptions, build_store
 from headway.prepare.detect import detect
 from headway.prepare.parse_chat import parse_unpaired

@@ -85,7 +85,7 @@ def fine_tune(demo: Demo) -> dict[str, Any]:
 
 def prefer(demo: Demo) -> dict[str, Any]:
     """Prefer the right answer to a wrong one, which belongs to another function."""
-    from headway.data.pairs import num_pairs
+    from headway.objective.preference.source import num_pairs
     from headway.prepare.build import BuildOptions, build_store
     from headway.store.reader import is_store, open_store
 

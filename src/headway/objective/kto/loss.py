@@ -1,6 +1,6 @@
 """KTO: learns from answers labelled good or bad, without pairs. Against a frozen reference, good ones should gain and bad ones lose.
 
-In: rows of labelled answers and their mismatches (data/unpaired.py), and the reference's log-probabilities of both; out: one term over
+In: rows of labelled answers and their mismatches (source.py), and the reference's log-probabilities of both; out: one term over
 records. With g the log-probability of an answer minus the reference's, and k the mean of that over the mismatches of the whole step, not
 below 0 and without gradient:
 
@@ -12,62 +12,46 @@ The mean needs a pass without gradients over the mismatches of all microbatches 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
-from headway.config.section import setting
-from headway.objective.base import (
-    Collectives,
-    Loss,
-    MetricSums,
-    ObjectiveConfig,
-    ReferenceSpec,
-    StepInfo,
-    Term,
-)
-from headway.objective.pairs import REFERENCE, document_sums, share_right
+from headway.objective.base import Collectives, FirstPass, Loss, MetricSums, StepInfo, Term
+from headway.objective.kto.source import LABEL, RECORD, mismatched
+from headway.objective.preference.loss import REFERENCE, document_sums, share_right
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headway.data.batch import Batch
     from headway.model.base import ModelOut
+    from headway.objective.kto import Config
 
 MISMATCH_REFERENCE = "mismatch.reference"
 """The column of a batch with the reference's log-probability of every mismatch: [rows, documents of a row]."""
 
 
-class Config(ObjectiveConfig):
-    """Settings of KTO."""
+MISMATCHES = "mismatches"
+"""The name of the first pass over mismatches."""
 
-    UNPAIRED: ClassVar[bool] = True
-    kind: str = setting("kto", "kto.", on_resume="fixed")
-    beta: float = setting(
-        0.1,
-        "How strongly the model is kept near the reference; a smaller value lets it move further.",
-        gt=0,
-    )
-    desirable_weight: float = setting(1.0, "Weight of the loss of good answers.", ge=0)
-    undesirable_weight: float = setting(
-        1.0, "Weight of the loss of bad answers; lower it where there are many more of them.", ge=0
-    )
-    reference: str | None = setting(
-        None,
-        "The reference model: a run, a checkpoint or a Hugging Face folder; null = the weights the run starts from.",
-        on_resume="fixed",
-    )
-    reference_logps: Literal["live", "cached"] = setting(
-        "live",
-        "live: keep the reference as a second model. cached: score the records it reads once and store the results in data.cache_dir.",
-    )
 
-    @property
-    def reference_spec(self) -> ReferenceSpec | None:
-        """The frozen model to compare with."""
-        return ReferenceSpec(self.reference, self.reference_logps == "cached")
+class RecordColumns:
+    """A reference's log-probabilities of records and of their mismatches; the two numbers of a record in a table."""
 
-    def build(self) -> KTO:
-        """Make the objective."""
-        return KTO(self)
+    number = RECORD
+
+    def scored(self, batch: Batch) -> dict[str, Batch]:
+        """The records, and their mismatches."""
+        return {REFERENCE: batch, MISMATCH_REFERENCE: mismatched(batch)}
+
+    def to_table(self, columns: Mapping[str, Tensor], places: int) -> Tensor:
+        """The record's own number first."""
+        import torch
+
+        return torch.stack([columns[REFERENCE], columns[MISMATCH_REFERENCE]], dim=-1)
+
+    def from_table(self, scores: Tensor) -> dict[str, Tensor]:
+        """Both columns."""
+        return {REFERENCE: scores[..., 0], MISMATCH_REFERENCE: scores[..., 1]}
 
 
 class KTO:
@@ -79,13 +63,11 @@ class KTO:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def surveyed_rows(self, batch: Batch) -> Batch:
-        """The mismatches of a microbatch."""
-        from headway.data.unpaired import mismatched
+    def first_passes(self) -> tuple[FirstPass, ...]:
+        """The mismatches of the whole step: their mean gain is the divergence that every loss is measured against."""
+        return (FirstPass(MISMATCHES, self.read_mismatches, rows=mismatched),)
 
-        return mismatched(batch)
-
-    def survey(self, out: ModelOut, batch: Batch) -> Tensor:
+    def read_mismatches(self, out: ModelOut, batch: Batch) -> Tensor:
         """Of every place for a record: the gain of its mismatch, whether it has one, whether its answer is good, and bad; [n, 4]."""
         import torch
 
@@ -95,15 +77,13 @@ class KTO:
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The loss of every record."""
-        assert at.survey is not None, "the mismatches of the whole step come first"
+        seen = at.seen[MISMATCHES].values
         log_prob, gain, _ = _gains(out, batch, batch.extra[REFERENCE])
         good, bad = _labels(batch, gain)
-        mismatch, has_mismatch, *_ = at.survey.unbind(1)
+        mismatch, has_mismatch, *_ = seen.unbind(1)
         kl = ((mismatch * has_mismatch).sum() / has_mismatch.sum().clamp(min=1)).clamp(min=0)
-        beta, each = (
-            self.config.beta,
-            good * self.config.desirable_weight + bad * self.config.undesirable_weight,
-        )
+        beta = self.config.beta
+        each = good * self.config.desirable_weight + bad * self.config.undesirable_weight
         margin = beta * (gain - kl) * (good - bad)
         total = (each * (1 - margin.sigmoid())).sum()
         metrics = self._metrics(log_prob.detach(), gain.detach(), (good, bad), kl, at)
@@ -122,9 +102,11 @@ class KTO:
     ) -> MetricSums:
         """Rewards are gains times beta. A margin is the difference of two means over the step, of which this is a share."""
         good, bad = labels
-        assert at.survey is not None
-        all_good, all_bad = at.survey[:, 2].sum(), at.survey[:, 3].sum()
-        reward, count = self.config.beta * gain, (good + bad).sum()
+        seen = at.seen[MISMATCHES].values
+        all_good = seen[:, 2].sum()
+        all_bad = seen[:, 3].sum()
+        reward = self.config.beta * gain
+        count = (good + bad).sum()
         right = share_right(gain - kl) * good + share_right(kl - gain) * bad
         margin = (reward * good).sum() / all_good.clamp(min=1) - (
             reward * bad
@@ -154,7 +136,5 @@ def _gains(out: ModelOut, batch: Batch, reference: Tensor) -> tuple[Tensor, Tens
 
 def _labels(batch: Batch, like: Tensor) -> tuple[Tensor, Tensor]:
     """1 where an answer is good, and 1 where one is bad."""
-    from headway.data.unpaired import LABEL
-
     label = batch.extra[LABEL]
     return (label == 1).to(like.dtype), (label == 0).to(like.dtype)

@@ -17,20 +17,21 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
 from headway.data.batch import Batch
-from headway.data.pairs import is_preference
-from headway.errors import DataError
+from headway.data.groups import BAD, GOOD, UNPAIRED_MARK, Columns, GroupSource, marks_of
+from headway.errors import ConfigError, DataError
+from headway.objective.preference.source import is_preference
 from headway.store.reader import Store, ranges
 from headway.store.source import Flags, Ids, Longs, TokenSource
 
-UNPAIRED_MARK = "kind=unpaired"
-"""Starts the first `sources` entry in the manifest of a store of labelled answers."""
-GOOD, BAD = "desirable", "undesirable"
-"""The types of its documents."""
+if TYPE_CHECKING:
+    from headway.data.config import DataConfig
+    from headway.data.rows import RowLayout, RowPieces
+
 RECORD = "record"
 """The batch column with the record numbers of each row: [rows, documents of a row], -1 for empty slots."""
 LABEL = "label"
@@ -44,6 +45,8 @@ BLOCK_RECORDS = 1024
 CACHED_BLOCKS = 64
 MOST_SAME = 256
 """How many records with the same prompt are passed over."""
+MIN_ROW_TOKENS = 8
+"""The shortest row that holds a prompt and an answer."""
 
 
 class PromptFacts(NamedTuple):
@@ -105,30 +108,43 @@ class Mismatches:
         return PromptFacts(lengths.tolist(), prompts.tolist(), sums)
 
 
-class UnpairedSource(TokenSource):
+class UnpairedSource(GroupSource):
     """A store of labelled answers or of pairs, each answer one document; `mismatches` has the same documents with other answers."""
+
+    unit: ClassVar[str] = "record"
+    total: ClassVar[str | None] = "records"
+    number_column: ClassVar[str] = RECORD
 
     def __init__(
         self,
         store: Store,
         max_length: int,
-        first_record: int = 0,
+        first_number: int = 0,
         facts: Mismatches | None = None,
         matched: bool = True,
     ) -> None:
-        self.store, self.max_length, self.first_record = store, max_length, first_record
-        """`first_record`: number of this source's first record; numbers are unique over all sources of a run."""
-        self.facts, self.matched = facts or Mismatches(store), matched
-        self.name, self.fingerprint = store.name, store.fingerprint
-        self.num_documents, self.num_tokens = store.num_documents, store.num_tokens
+        self._store = store
+        self.max_length = max_length
+        self.first_number = first_number
+        self.facts = facts or Mismatches(store)
+        self.matched = matched
+        self.name = store.name
+        self.fingerprint = store.fingerprint
+        self.num_documents = store.num_documents
+        self.num_tokens = store.num_tokens
         _check(store)
 
     @cached_property
     def mismatches(self) -> UnpairedSource:
         """The same prompts followed by answers of other records."""
         return UnpairedSource(
-            self.store, self.max_length, self.first_record, self.facts, matched=False
+            self.store, self.max_length, self.first_number, self.facts, matched=False
         )
+
+    @property
+    def store(self) -> Store:
+        """Where the answers are read."""
+        return self._store
 
     @cached_property
     def masked(self) -> bool:
@@ -147,6 +163,47 @@ class UnpairedSource(TokenSource):
     def labels_key(self) -> str:
         """Which number of a type means which label; the files of the store hold numbers."""
         return "pairs" if self.store.manifest.types is None else "-".join(self.store.manifest.types)
+
+    @property
+    def content_suffix(self) -> str:
+        """The labels: the same files with other names of types are other records."""
+        return f"-{self.labels_key}"
+
+    def groups_of(self, documents: range) -> range | None:
+        """Not known: the length of a record depends on the tokens of another one."""
+        return None
+
+    def describe(self) -> str:
+        """How many answers are good and bad."""
+        good = self.count_good()
+        return f"; {good} are desirable, {self.num_documents - good} undesirable"
+
+    def empty_columns(self, num_rows: int, layout: RowLayout) -> Columns:
+        """Rows without a record."""
+        tokens = (num_rows, layout.seq_len)
+        places = (num_rows, layout.max_documents)
+        return {
+            MISMATCH_TOKENS: np.zeros(tokens, np.int64),
+            MISMATCH_TARGETS: np.zeros(tokens, np.int64),
+            MISMATCH_WEIGHT: np.zeros(tokens, np.float32),
+            RECORD: np.full(places, -1, np.int64),
+            LABEL: np.full(places, -1, np.int64),
+        }
+
+    def fill_columns(self, columns: Columns, pieces: RowPieces, layout: RowLayout) -> None:
+        """The mismatches in the places of the records, and the numbers and labels of each row's records."""
+        from headway.data.rows import read_pieces
+
+        read_pieces(
+            self.mismatches,
+            pieces,
+            columns[MISMATCH_TOKENS],
+            columns[MISMATCH_TARGETS],
+            columns[MISMATCH_WEIGHT],
+        )
+        place = pieces.place_in_row()
+        columns[RECORD][pieces.rows, place] = pieces.document + self.first_number
+        columns[LABEL][pieces.rows, place] = self.is_good(pieces.document.tolist())
 
     def lengths(self, first: int, last: int) -> Longs:
         """Tokens of records first to last - 1, or of their mismatches where those are longer."""
@@ -221,7 +278,43 @@ class UnpairedSource(TokenSource):
 
 def is_unpaired(store: Store) -> bool:
     """Whether a store holds labelled answers."""
-    return any(source.split()[0] == UNPAIRED_MARK for source in store.manifest.sources if source)
+    return UNPAIRED_MARK in marks_of(store)
+
+
+class UnpairedReader:
+    """Reads every source as labelled answers, numbered over all sources; a pair counts as one good and one bad answer."""
+
+    splits_types = False
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self._num_records = 0
+
+    def check(self, config: DataConfig) -> None:
+        """Raise a ConfigError if the settings do not keep labelled answers whole."""
+        if config.train is None:
+            raise ConfigError(
+                "data.train is null (generated data), but objective kto needs labelled answers. Set sources with kind: unpaired."
+            )
+        if config.packing not in ("best_fit", "pad"):
+            raise ConfigError(
+                f"data.packing is {config.packing}, which splits records. Use best_fit or pad with objective kto."
+            )
+        if config.seq_len < MIN_ROW_TOKENS:
+            raise ConfigError(
+                f"data.seq_len is {config.seq_len}; a row must hold a prompt and an answer. Use {MIN_ROW_TOKENS} or more."
+            )
+
+    def read(self, source: TokenSource) -> TokenSource:
+        """The labelled answers of a store."""
+        if not isinstance(source, Store) or not (is_unpaired(source) or is_preference(source)):
+            raise ConfigError(
+                f"data: {source.name} holds no labelled answers, which objective kto needs. Raw files: set kind: unpaired (prompt, "
+                "completion, label) or kind: preference. Stores: make them with `headway data tokenize --kind unpaired`."
+            )
+        records = UnpairedSource(source, self.max_length, self._num_records)
+        self._num_records += records.num_documents
+        return records
 
 
 def mismatched(batch: Batch) -> Batch:

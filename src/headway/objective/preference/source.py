@@ -10,28 +10,44 @@ Invariant: no row holds half a pair. A pair that does not fit a row is left out 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from headway.errors import DataError
+from headway.data.groups import PREFERENCE_MARK, Columns, DocumentReader, GroupSource, marks_of
+from headway.errors import ConfigError, DataError
+from headway.objective.preference import PAIR
 from headway.store.reader import Store
 from headway.store.source import Flags, Ids, Longs, TokenSource
 
-PREFERENCE_MARK = "kind=preference"
-"""Starts the first `sources` entry in the manifest of a paired store."""
-PAIR = "pair"
-"""The batch column with the pair numbers of each row: [rows, pairs of a row], -1 for empty slots."""
+if TYPE_CHECKING:
+    from headway.data.config import DataConfig
+    from headway.data.rows import RowLayout, RowPieces
+
+MIN_ROW_TOKENS = 8
+"""The shortest row that holds a pair."""
 
 
-class PairSource(TokenSource):
+class PairSource(GroupSource):
     """A store of preference pairs, each pair one document of two spans."""
 
-    def __init__(self, store: Store, first_pair: int = 0) -> None:
-        self.store = store
-        self.first_pair = first_pair
-        """Number of this source's first pair; numbers are unique over all sources of a run."""
-        self.name, self.fingerprint = store.name, store.fingerprint
-        self.num_documents, self.num_tokens = num_pairs(store), store.num_tokens
+    unit: ClassVar[str] = "pair"
+    total: ClassVar[str | None] = "pairs"
+    documents_per_group: ClassVar[int] = 2
+    number_column: ClassVar[str] = PAIR
+
+    def __init__(self, store: Store, first_number: int = 0) -> None:
+        self._store = store
+        self.first_number = first_number
+        self.name = store.name
+        self.fingerprint = store.fingerprint
+        self.num_documents = num_pairs(store)
+        self.num_tokens = store.num_tokens
+
+    @property
+    def store(self) -> Store:
+        """Where the answers are read."""
+        return self._store
 
     @cached_property
     def masked(self) -> bool:
@@ -84,10 +100,61 @@ class PairSource(TokenSource):
             2 * documents + is_rejected, starts - chosen * is_rejected, lengths
         )
 
+    def empty_columns(self, num_rows: int, layout: RowLayout) -> Columns:
+        """No pair in any place."""
+        return {PAIR: np.full((num_rows, layout.max_documents // 2), -1, np.int64)}
+
+    def fill_columns(self, columns: Columns, pieces: RowPieces, layout: RowLayout) -> None:
+        """The numbers of each row's pairs, in order. A pair is two pieces, the chosen one first."""
+        place = pieces.place_in_row()
+        is_chosen = place % 2 == 0
+        rows = pieces.rows[is_chosen]
+        columns[PAIR][rows, place[is_chosen] // 2] = pieces.document[is_chosen] + self.first_number
+
+
+class PairReader(DocumentReader):
+    """Reads every source as pairs, numbered over all sources."""
+
+    splits_types = False
+
+    def __init__(self) -> None:
+        self._num_pairs = 0
+
+    def check(self, config: DataConfig) -> None:
+        """Raise a ConfigError if the settings do not allow a pair in a row."""
+        if config.train is None:
+            raise ConfigError(
+                "data.train is null (generated data), but objective dpo needs pairs. Set sources with kind: preference."
+            )
+        if config.packing not in ("best_fit", "pad"):
+            raise ConfigError(
+                f"data.packing is {config.packing}, which splits pairs. Use best_fit or pad with objective dpo."
+            )
+        if config.documents_per_row < 3:
+            raise ConfigError(
+                f"data.max_documents is {config.max_documents}; a row must hold a pair and padding. Use 3 or more."
+            )
+        if config.seq_len < MIN_ROW_TOKENS:
+            raise ConfigError(
+                f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {MIN_ROW_TOKENS} or more."
+            )
+
+    def read(self, source: TokenSource) -> TokenSource:
+        """The pairs of a store."""
+        if not isinstance(source, Store) or not is_preference(source):
+            super().read(source)  # labelled answers have a message of their own
+            raise ConfigError(
+                f"data: {source.name} holds no preference pairs, which objective dpo needs. Raw files: set kind: preference. "
+                "Stores: make them with `headway data tokenize --kind preference`."
+            )
+        pairs = PairSource(source, self._num_pairs)
+        self._num_pairs += pairs.num_documents
+        return pairs
+
 
 def is_preference(store: Store) -> bool:
     """Whether a store holds pairs: documents 2i (chosen) and 2i + 1 (rejected)."""
-    return any(source.split()[0] == PREFERENCE_MARK for source in store.manifest.sources if source)
+    return PREFERENCE_MARK in marks_of(store)
 
 
 def num_pairs(store: Store) -> int:

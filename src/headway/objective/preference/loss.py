@@ -4,9 +4,11 @@ log-probabilities of the answers go out. An answer's log-probability is the sum 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from headway.objective.base import Collectives, Loss, MetricSums, StepInfo, Term
+from headway.objective.preference import PAIR
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -16,6 +18,24 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"
 """The column of a batch with the reference's log-probability of every document: [rows, documents of a row]."""
+
+
+class PairColumns:
+    """A reference's log-probabilities of pairs: in a microbatch those of every document, in a table the two of each pair."""
+
+    number = PAIR
+
+    def scored(self, batch: Batch) -> dict[str, Batch]:
+        """The rows themselves."""
+        return {REFERENCE: batch}
+
+    def to_table(self, columns: Mapping[str, Tensor], places: int) -> Tensor:
+        """Documents 2i and 2i + 1 are the two of pair i; what follows the last pair is padding."""
+        return columns[REFERENCE][:, : 2 * places].unflatten(1, (-1, 2))
+
+    def from_table(self, scores: Tensor) -> dict[str, Tensor]:
+        """Both of every pair, as documents stand in a row."""
+        return {REFERENCE: scores.flatten(1)}
 
 
 class Pairs(NamedTuple):
