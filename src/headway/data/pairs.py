@@ -14,11 +14,10 @@ from functools import cached_property
 import numpy as np
 
 from headway.errors import DataError
+from headway.records.preference import PREFERENCE_MARK
 from headway.store.reader import Store
 from headway.store.source import Flags, Ids, Longs, TokenSource
 
-PREFERENCE_MARK = "kind=preference"
-"""Starts the first `sources` entry in the manifest of a paired store."""
 PAIR = "pair"
 """The batch column with the pair numbers of each row: [rows, pairs of a row], -1 for empty slots."""
 

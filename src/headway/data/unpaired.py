@@ -24,13 +24,10 @@ import numpy as np
 from headway.data.batch import Batch
 from headway.data.pairs import is_preference
 from headway.errors import DataError
+from headway.records.unpaired import BAD, GOOD, UNPAIRED_MARK
 from headway.store.reader import Store, ranges
 from headway.store.source import Flags, Ids, Longs, TokenSource
 
-UNPAIRED_MARK = "kind=unpaired"
-"""Starts the first `sources` entry in the manifest of a store of labelled answers."""
-GOOD, BAD = "desirable", "undesirable"
-"""The types of its documents."""
 RECORD = "record"
 """The batch column with the record numbers of each row: [rows, documents of a row], -1 for empty slots."""
 LABEL = "label"

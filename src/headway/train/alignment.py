@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
+READS = "captions"
+"""The kind of records that an aligner reads."""
 VOCAB = 1
 """Every sample is the same token."""
 
@@ -142,13 +144,11 @@ def _data(config: DataConfig) -> DataConfig:
         )
 
     def captions(one: SourceConfig) -> SourceConfig:
-        if one.kind not in ("auto", "captions"):
+        if one.kind not in ("auto", READS):
             raise ConfigError(
                 f"data: {one.path} has kind {one.kind}; an aligner reads captions. Set kind: captions, or leave it out."
             )
-        return SourceConfig.model_validate(
-            {**one.model_dump(exclude_unset=True), "kind": "captions"}
-        )
+        return SourceConfig.model_validate({**one.model_dump(exclude_unset=True), "kind": READS})
 
     changes: dict[str, Any] = {
         "seq_len": SEQ_LEN,

@@ -10,11 +10,12 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from headway.data.loader import Loader, LoaderState
-from headway.data.open import open_data
+from headway.data.open import check_rows_of_pairs, check_rows_of_records, open_data
 from headway.data.teacher import open_teacher
 from headway.errors import ConfigError
 from headway.prepare.sources import prepare_sources
 from headway.runtime.process import from_environment
+from headway.train.config import record_kinds
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,10 @@ def open_run_data(
     that tokenize, None: as many as there are cores."""
     recipe, tokenizer = resolved.recipe, resolved.tokenizer_path
     wanted = {"pairs": recipe.objective.PAIRS, "unpaired": recipe.objective.UNPAIRED}
+    if wanted["pairs"]:
+        check_rows_of_pairs(recipe.data)
+    if wanted["unpaired"]:
+        check_rows_of_records(recipe.data)
     if resolved.model.aligner is not None:
         from headway.train.alignment import open_samples
 
@@ -50,7 +55,12 @@ def open_run_data(
         )
     say = log.info if from_environment().is_first else log.debug
     stores = prepare_sources(
-        recipe.data, tokenizer, **wanted, media=stores_of, workers=workers, say=say
+        recipe.data,
+        tokenizer,
+        reads=record_kinds(recipe.objective),
+        media=stores_of,
+        workers=workers,
+        say=say,
     )
     vocab = resolved.model.vocab
     data = open_data(

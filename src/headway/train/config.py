@@ -545,3 +545,12 @@ class Recipe(Section):
                 f"data.seq_len is {self.data.seq_len}; with precision fp8 it must be a multiple of 16"
             )
         return self
+
+
+def record_kinds(objective: ObjectiveConfig) -> tuple[str, ...]:
+    """The kinds of records that an objective reads, the preferred one first."""
+    if objective.UNPAIRED:
+        return ("unpaired", "preference")
+    if objective.PAIRS:
+        return ("preference",)
+    return ("text", "chat", "multimodal")

@@ -28,7 +28,7 @@ from headway.runtime.s3 import StoreDown
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.alignment import resolve_aligner
-from headway.train.config import Recipe
+from headway.train.config import Recipe, record_kinds
 from headway.train.wrapped import check_wrapped, wrapped_shape, wrapping_of
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         say(f"the recipe changes the model of init.from={recipe.init.source}: {change}")
     changes: dict[str, object] = {
         "model": model,
-        "data": with_kinds(recipe.data, tokenizer, say, recipe.objective.UNPAIRED),
+        "data": with_kinds(recipe.data, tokenizer, say, record_kinds(recipe.objective)),
     }
     if recipe.steps is None and recipe.epochs is None:
         changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}
