@@ -33,7 +33,7 @@ from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.loading.aligner_file import AlignerHeads, write_aligner
 from headway.model.media_shape import MediaInput, MediaShape
-from headway.prepare.encode_media import MediaPositions
+from headway.records.encode_media import MediaPositions
 from headway.runtime.digests import DIGESTS
 from headway.store.media_items import MediaItem
 from headway.store.media_table import MediaTableWriter

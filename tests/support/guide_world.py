@@ -195,6 +195,11 @@ def _write_data() -> None:
         Path(f"raw/{name}.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines))
     Path("data").mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TEXTS), "data/a.parquet")
+    choices = ["a stone", "an apple"]
+    write_lines(
+        "quiz.jsonl",
+        ({"ask": f"Fruit {n}?", "choices": choices, "right": n % 2} for n in range(20)),
+    )
     Path("fortunes").mkdir()
     Path("fortunes/one").write_text(
         "\n%\n".join(f"fortune {number} says hello" for number in range(20)) + "\n",

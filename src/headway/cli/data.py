@@ -110,7 +110,7 @@ def tokenize(
 ) -> None:
     """Turn raw text, conversations, preference pairs or labelled answers into a token store. Run again after a kill, it resumes."""
     from headway.prepare.build import BuildOptions, BuildReport, build_converted, build_store
-    from headway.prepare.encode import KINDS
+    from headway.records.base import is_user_kind, record_kind, tokenized_kinds
     from headway.runtime.storage import check_writable
     from headway.store.convert import ConvertOptions
     from headway.text.clean import CleanRules
@@ -118,10 +118,12 @@ def tokenize(
     from headway.tokenizer.chat import default_template
     from headway.tokenizer.load import load_tokenizer
 
-    if kind not in KINDS:
+    if not is_user_kind(kind) and kind not in tokenized_kinds():
         raise ConfigError(
-            f"--kind is {kind!r}; it must be one of {', '.join(KINDS)}. Media: `headway data prepare RECIPE --workers N`."
+            f"--kind is {kind!r}; it must be one of {', '.join(tokenized_kinds())}. Media: `headway data prepare RECIPE --workers N`."
         )
+    records = record_kind(kind)
+    is_text = records.is_text
     check_writable(out)
     for_text = {
         "--text-key": text_key,
@@ -140,8 +142,8 @@ def tokenize(
     for_records["--seed"] = seed
     refuse_flags(
         f"--kind {kind}",
-        (for_records if kind == "text" else for_text)
-        | {"--too-long": too_long if kind != "chat" else None},
+        (for_records if is_text else for_text)
+        | {"--too-long": None if records.may_drop_long else too_long},
     )
     refuse_flags(
         f"--to {to}",
@@ -150,7 +152,6 @@ def tokenize(
             "--begin-id": begin_id if to != "zero2all" else None,
         },
     )
-    is_text = kind == "text"
     chat_template = "chatml"
     if not is_text:
         chat_template = template or default_template(load_tokenizer(tokenizer))
@@ -218,31 +219,32 @@ def validate(
     json: bool = JSON,
 ) -> None:
     """Read everything and report every bad record with file and line; exit code 1 if there is one."""
-    from headway.prepare.encode import KINDS, describe_unread
     from headway.prepare.validate import ValidateOptions
     from headway.prepare.validate import validate as validate_records
+    from headway.records.base import describe_unread, is_user_kind, record_kind, validated_kinds
     from headway.text.document import TextOf
     from headway.text.record_keys import KeyMap
     from headway.tokenizer.load import load_tokenizer
 
-    if kind == "multimodal":
+    if not is_user_kind(kind) and kind not in validated_kinds():
+        raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(validated_kinds())}.")
+    records = record_kind(kind)
+    if records.holds_media:
         other = {
             "--tokenizer": tokenizer,
             "--template": template,
             "--text-key": text_key,
             "--text-template": text_template,
         }
-        refuse_flags("--kind multimodal", other)
+        refuse_flags(f"--kind {kind}", other)
         validate_multimodal(paths, MultimodalChecks(schema, media_dir, KeyMap.parse(keys)), json)
         return
-    if kind not in KINDS:
-        raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(KINDS)}, multimodal.")
     refuse_flags(f"--kind {kind}", {"--schema": schema, "--media-dir": media_dir})
     for_records, for_text = (
         {"--template": template, "--keys": keys},
         {"--text-key": text_key, "--text-template": text_template},
     )
-    refuse_flags(f"--kind {kind}", for_records if kind == "text" else for_text)
+    refuse_flags(f"--kind {kind}", for_records if records.is_text else for_text)
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     options = ValidateOptions(
         kind, loaded, template, KeyMap.parse(keys), TextOf(text_key or "text", text_template)

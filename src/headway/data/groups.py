@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 from headway.errors import ConfigError
+from headway.records.preference import PREFERENCE_MARK
+from headway.records.unpaired import UNPAIRED_MARK
 from headway.store.reader import Store
 from headway.store.source import TokenSource
 
@@ -23,12 +25,6 @@ if TYPE_CHECKING:
     from headway.data.rows import RowLayout, RowPieces
     from headway.store.media_table import MediaTable
 
-PREFERENCE_MARK = "kind=preference"
-UNPAIRED_MARK = "kind=unpaired"
-"""They start the first `sources` entry in the manifest of a store of pairs, and of labelled answers."""
-GOOD = "desirable"
-BAD = "undesirable"
-"""The types of documents in a store of labelled answers."""
 Columns = dict[str, np.ndarray[Any, Any]]
 """Columns of a microbatch by name; the first dim is its rows."""
 

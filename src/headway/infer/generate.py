@@ -30,7 +30,7 @@ from headway.infer.load import LoadedModel
 from headway.infer.prefill import CHUNK_TOKENS
 from headway.infer.sampling import Sampling
 from headway.infer.stream import Say
-from headway.prepare.parse_chat import Conversation
+from headway.records.chat import Conversation
 from headway.runtime.progress import progress
 from headway.tokenizer.chat import Turn, answer_end, bos_ids, find_template, render_prompt
 from headway.tokenizer.load import Tokenizer

@@ -257,7 +257,7 @@ class ObjectiveConfig(KindConfig):
     @property
     def reads(self) -> tuple[str, ...]:
         """The kinds of records it reads, the preferred one first."""
-        return ("text", "chat")
+        return ("text", "chat", "multimodal")
 
     def reader(self, config: DataConfig) -> SourceReader:
         """How it reads the sources of a run: documents, or groups of them."""

@@ -20,18 +20,18 @@ from typing import NamedTuple
 
 from headway.errors import DataError
 from headway.media.items import MediaRef
-from headway.media.records import MediaRecord, parse_media_record
+from headway.media.records import parse_media_record
 from headway.media.sources import read_sources, source_files
 from headway.prepare.build import write_counts
 from headway.prepare.cache import find_or_build
-from headway.prepare.encode_media import (
+from headway.records.encode_media import (
     MediaDocument,
     MediaEncoder,
     MediaPositions,
     PlacedMedia,
     place_media,
 )
-from headway.prepare.parse_chat import parse_conversation
+from headway.records.multimodal import refs_of, turns_of
 from headway.runtime.machine import usable_cores
 from headway.runtime.process import worker_pool
 from headway.runtime.progress import progress
@@ -40,7 +40,7 @@ from headway.store.reader import dtype_for
 from headway.store.writer import StoreWriter
 from headway.text.document import Record
 from headway.text.record_keys import KeyMap
-from headway.tokenizer.chat import Turn, find_template
+from headway.tokenizer.chat import find_template
 from headway.tokenizer.load import load_tokenizer
 
 log = logging.getLogger("headway")
@@ -50,8 +50,6 @@ MANY_RECORDS = 4096
 """From here on worker processes pay for their start."""
 AHEAD = 3
 """Chunks that are queued for each worker."""
-DESCRIBE = "Describe it."
-"""The question before a caption."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +61,6 @@ class MediaBuild:
     keys: KeyMap = field(default_factory=KeyMap)
     max_length: int | None = None
     drop_bad: bool = False
-
-
-def turns_of(found: MediaRecord, keys: KeyMap = KeyMap()) -> tuple[Turn, ...]:
-    """The conversation of a record; a caption is the answer to `Describe it.`"""
-    if found.caption is not None:
-        return (Turn("user", DESCRIBE), Turn("assistant", found.caption))
-    conversation = parse_conversation(found.record, keys)
-    if conversation.tools:
-        raise DataError(f"{found.place}: tools are not read in conversations with media.")
-    return conversation.turns
 
 
 def media_store(
@@ -253,11 +241,3 @@ def _bad(record: Record, problem: DataError, build: MediaBuild, counts: Counter[
             f"{where} `headway data validate --kind multimodal` lists all such records; drop_bad: true leaves them out."
         ) from None
     counts["bad"] += 1
-
-
-def refs_of(record: Record) -> tuple[MediaRef, ...]:
-    """The media of a record; none of a bad one, which was reported when the store was built."""
-    try:
-        return parse_media_record(record).media
-    except DataError:
-        return ()

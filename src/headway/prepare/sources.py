@@ -17,6 +17,7 @@ from headway.errors import ConfigError
 from headway.prepare.build import BuildOptions, cached_store, describe_cached
 from headway.prepare.detect import format_of, local_path, with_kind
 from headway.prepare.own_format import read_own_format
+from headway.records.base import record_kind
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.load import load_tokenizer
 
@@ -34,8 +35,8 @@ def prepare_sources(
     workers: int | None = None,
     say: Callable[[str], object] = log.debug,
 ) -> SourceStores:
-    """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `reads`: the kinds of records that
-    the task reads, the preferred one first.
+    """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `reads`: the kinds of records that the
+    task reads, the preferred one first.
     `media` makes the stores of sources with pictures and sounds; `workers`: processes that tokenize the others, None: one per core.
     `say` receives a line for every source of records: how many there are, their chat template, what was dropped."""
     find = partial(
@@ -44,7 +45,7 @@ def prepare_sources(
         tokenizer=tokenizer,
         media=media,
         workers=workers,
-        unpaired="unpaired" in reads,
+        reads=reads,
         say=say,
     )
     return SourceStores.of(config, find)
@@ -56,11 +57,11 @@ def prepare_source(
     tokenizer: Path | None,
     media: MakeStore | None = None,
     workers: int | None = None,
-    unpaired: bool = False,
+    reads: tuple[str, ...] = (),
     say: Callable[[str], object] = log.debug,
 ) -> SourceStore:
     """The store of one source."""
-    if one.kind == "multimodal" and media is not None:
+    if media is not None and one.kind != "auto" and _places_media(one.kind):
         made = media(one)
         say(f"{one.path}: {describe_cached(made.path, one, config.seq_len)}")
         return made
@@ -70,11 +71,11 @@ def prepare_source(
     kind = "raw" if one.format is not None else format_of(path)
     if kind == "raw":
         known = with_kind(
-            one, path, None if tokenizer is None else load_tokenizer(tokenizer), unpaired=unpaired
+            one, path, None if tokenizer is None else load_tokenizer(tokenizer), reads=reads
         )
-        options = replace(_options(path, known, config, unpaired), workers=workers)
+        options = replace(_options(path, known, config, reads), workers=workers)
         store = _tokenized(path, config, tokenizer, options)
-        if known.kind != "text":
+        if not record_kind(known.kind).is_text:
             say(f"{one.path}: {describe_cached(store, known, options.max_length)}")
         return SourceStore(one, store, name=one.path)
     if one.raw_settings:
@@ -94,36 +95,29 @@ def _tokenized(
     return cached_store([path], tokenizer, config.cache_dir, options)
 
 
-def _options(path: str, one: SourceConfig, config: DataConfig, unpaired: bool) -> BuildOptions:
+def _places_media(name: str) -> bool:
+    kind = record_kind(name)
+    return kind.holds_media and kind.has_tokens
+
+
+def _options(
+    path: str, source: SourceConfig, config: DataConfig, reads: tuple[str, ...]
+) -> BuildOptions:
     """How a source is tokenized; its kind is known."""
-    if one.kind == "multimodal":
-        raise ConfigError(
-            f"data: {path} has kind multimodal, and the recipe has no `multimodal` section. Set it, or another kind."
+    assert source.kind != "auto", "the kind of raw data is known before it is tokenized"
+    kind = record_kind(source.kind)
+    kind.check_positions(path, None)
+    if kind.is_text:
+        return BuildOptions(
+            source.kind,
+            text_key=source.text_key,
+            text_template=source.template,
+            split=source.split,
         )
-    if one.kind == "captions":
-        raise ConfigError(
-            f"data: {path} has kind captions, which objective contrastive reads (model.aligner). Set another kind."
-        )
-    assert one.kind != "auto", "the kind of raw data is known before it is tokenized"
-    options = BuildOptions(
-        one.kind, text_key=one.text_key, text_template=one.template, split=one.split
+    return BuildOptions(
+        source.kind,
+        chat_template=source.chat_template,
+        drop_bad=source.drop_bad,
+        keys=KeyMap.of(source.keys),
+        max_length=kind.max_length(config.seq_len, config.packing, reads),
     )
-    if one.kind != "text":
-        options = BuildOptions(
-            one.kind,
-            chat_template=one.chat_template,
-            drop_bad=one.drop_bad,
-            keys=KeyMap.of(one.keys),
-        )
-    if one.kind == "chat" and config.packing in ("best_fit", "pad"):
-        # A conversation truncated to a row keeps its beginning; the rest would be answers to questions that are not there.
-        options = replace(options, max_length=config.seq_len)
-    if one.kind in ("preference", "unpaired"):
-        # a row holds both answers of a pair, unless each is learned by itself
-        options = replace(
-            options,
-            max_length=config.seq_len
-            if unpaired or one.kind == "unpaired"
-            else config.seq_len // 2,
-        )
-    return options

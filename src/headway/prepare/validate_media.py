@@ -19,9 +19,9 @@ from headway.media.records import MediaOptions, parse_media_record
 from headway.media.schema import AnswerSchema
 from headway.media.sources import read_source, source_files
 from headway.media.video import decode_video
-from headway.prepare.encode import count_unread
-from headway.prepare.media_records import parse_media
 from headway.prepare.validate import BadRecord, ended_at, read_lines
+from headway.records.base import count_unread
+from headway.records.multimodal import parse_media
 from headway.runtime.machine import usable_cores
 from headway.runtime.progress import progress
 from headway.text.document import Record

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
+READS = "captions"
+"""The kind of records that an aligner reads."""
 VOCAB = 1
 """Every sample is the same token."""
 
@@ -143,12 +145,12 @@ def _data(config: DataConfig) -> DataConfig:
         )
 
     def captions(one: SourceConfig) -> SourceConfig:
-        if one.kind not in ("auto", "captions"):
+        if one.kind not in ("auto", READS):
             raise ConfigError(
                 f"data: {one.path} has kind {one.kind}; an aligner reads captions. Set kind: captions, or leave it out."
             )
         # Captions have no turns. The template is stated as in the run folders of earlier releases.
-        changes = {"kind": "captions", "chat_template": FALLBACK_TEMPLATE}
+        changes = {"kind": READS, "chat_template": FALLBACK_TEMPLATE}
         return SourceConfig.model_validate({**one.model_dump(exclude_unset=True), **changes})
 
     changes: dict[str, Any] = {

@@ -27,9 +27,11 @@ from headway.model.media_encoders import (
 )
 from headway.model.media_shape import ALIGNER, MediaInput, MediaShape
 from headway.prepare.detect import local_path
-from headway.prepare.encode_media import MediaPositions
 from headway.prepare.features import EncoderRows, Sample, prepare_samples
-from headway.prepare.multimodal import MediaBuild, media_store, refs_of
+from headway.prepare.multimodal import MediaBuild, media_store
+from headway.records.base import record_kind
+from headway.records.encode_media import MediaPositions
+from headway.records.multimodal import refs_of
 from headway.store.media_table import MediaTable, open_table
 from headway.text.record_keys import KeyMap
 from headway.train.multimodal_config import (
@@ -187,7 +189,7 @@ def multimodal_sources(recipe: Recipe) -> list[SourceConfig]:
     return [
         one
         for one in (*(config.train or ()), *(one for many in sets.values() for one in many))
-        if one.kind == "multimodal"
+        if one.kind != "auto" and record_kind(one.kind).holds_media
     ]
 
 

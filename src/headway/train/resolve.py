@@ -154,7 +154,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         say(f"the recipe changes the model of init.from={recipe.init.source}: {change}")
     changes: dict[str, object] = {
         "model": model,
-        "data": with_kinds(recipe.data, tokenizer, say, "unpaired" in recipe.objective.reads),
+        "data": with_kinds(recipe.data, tokenizer, say, recipe.objective.reads),
     }
     if recipe.steps is None and recipe.epochs is None:
         changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}

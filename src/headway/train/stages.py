@@ -106,9 +106,7 @@ def _with_kinds(recipe: Recipe) -> Recipe:
     from headway.prepare.detect import with_kinds
 
     return recipe.model_copy(
-        update={
-            "data": with_kinds(recipe.data, None, unpaired="unpaired" in recipe.objective.reads)
-        }
+        update={"data": with_kinds(recipe.data, None, reads=recipe.objective.reads)}
     )
 
 

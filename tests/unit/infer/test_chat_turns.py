@@ -24,7 +24,7 @@ from headway.media.items import MediaRef
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.media_shape import MediaInput, MediaShape
-from headway.prepare.parse_chat import Conversation
+from headway.records.chat import Conversation
 from headway.tokenizer.chat_template import Turn
 
 SAMPLED = GenerateOptions(8, sampling=Sampling(1.0, seed=3))

@@ -17,7 +17,7 @@ from headway.media.items import (
 )
 from headway.media.records import MediaOptions, parse_media_record
 from headway.media.video import VideoSpec, decode_video
-from headway.prepare.media_records import parse_media
+from headway.records.multimodal import parse_media
 from headway.text.document import Record
 
 av = pytest.importorskip("av")

@@ -7,7 +7,7 @@ import pytest
 from support.chat_tokenizer import byte_tokenizer
 
 from headway.errors import DataError
-from headway.prepare.encode_media import MediaDocument, MediaEncoder, MediaPositions, place_media
+from headway.records.encode_media import MediaDocument, MediaEncoder, MediaPositions, place_media
 from headway.tokenizer.chat import Turn, find_template, render
 
 POSITIONS = MediaPositions({"image": 3, "audio": 2}, missing=False)

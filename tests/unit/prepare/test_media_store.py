@@ -10,8 +10,8 @@ from support.fuzzing import run_verb
 from headway.errors import DataError
 from headway.media.synthetic import SyntheticMedia, write_media
 from headway.prepare import multimodal
-from headway.prepare.encode_media import MediaPositions
 from headway.prepare.multimodal import MediaBuild, media_store
+from headway.records.encode_media import MediaPositions
 from headway.tokenizer.train import train_bpe
 
 BUILD = MediaBuild(MediaPositions({"image": 2, "audio": 3}, missing=True), max_length=40)

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 
 from headway.data.batch import Batch
-from headway.data.groups import BAD, GOOD, UNPAIRED_MARK, Columns, GroupSource, marks_of
+from headway.data.groups import Columns, GroupSource, marks_of
 from headway.errors import ConfigError, DataError
 from headway.objective.preference.source import is_preference
+from headway.records.unpaired import BAD, GOOD, UNPAIRED_MARK
 from headway.store.reader import Store, ranges
 from headway.store.source import Flags, Ids, Longs, TokenSource
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from headway.data.groups import PREFERENCE_MARK, Columns, DocumentReader, GroupSource, marks_of
+from headway.data.groups import Columns, DocumentReader, GroupSource, marks_of
 from headway.errors import ConfigError, DataError
 from headway.objective.preference import PAIR
+from headway.records.preference import PREFERENCE_MARK
 from headway.store.reader import Store
 from headway.store.source import Flags, Ids, Longs, TokenSource
 
