@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from headway.errors import DataError
-from headway.records.base import RecordFields
-from headway.records.chat import Conversation
-from headway.records.chat import Kind as ChatKind
-from headway.text.document import Record
-from headway.tokenizer.chat_template import Turn
+from headway.plugin import ChatKind, Conversation, DataError, Record, RecordFields, Turn
 
 
 class Kind(ChatKind):

@@ -10,15 +10,17 @@ Data knows this contract and no task: the loader, the rows and the checks ask a 
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from headway.errors import ConfigError
+from headway.records.base import CHAT_MARK
 from headway.records.preference import PREFERENCE_MARK
 from headway.records.unpaired import UNPAIRED_MARK
 from headway.store.reader import Store
-from headway.store.source import TokenSource
+from headway.store.source import Flags, Ids, Longs, TokenSource
 
 if TYPE_CHECKING:
     from headway.data.config import DataConfig
@@ -76,6 +78,54 @@ class GroupSource(TokenSource):
         """Write what the groups in `pieces`, all of this source, say into the columns of a microbatch."""
 
 
+class RecordSource(GroupSource):
+    """A store each of whose documents is a group by itself: a document with columns. Subclasses say which."""
+
+    unit: ClassVar[str] = "record"
+    total: ClassVar[str | None] = "records"
+
+    def __init__(self, store: Store, first_number: int = 0) -> None:
+        self._store = store
+        self.first_number = first_number
+        self.name = store.name
+        self.fingerprint = store.fingerprint
+        self.num_documents = store.num_documents
+        self.num_tokens = store.num_tokens
+
+    @property
+    def store(self) -> Store:
+        """Where the records are read."""
+        return self._store
+
+    @cached_property
+    def masked(self) -> bool:
+        return self._store.masked
+
+    @cached_property
+    def max_id(self) -> int:
+        return self._store.max_id
+
+    @cached_property
+    def content_key(self) -> str:
+        """Differs from the store's own key, under which the store is read as plain documents."""
+        return f"{self.total}-{self._store.content_key}"
+
+    def lengths(self, first: int, last: int) -> Longs:
+        return self._store.lengths(first, last)
+
+    def first_at(self, token: int) -> int:
+        return self._store.first_at(token)
+
+    def tokens(self, document: int, start: int, stop: int) -> Ids:
+        return self._store.tokens(document, start, stop)
+
+    def mask(self, document: int, start: int, stop: int) -> Flags | None:
+        return self._store.mask(document, start, stop)
+
+    def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
+        return self._store.gather(documents, starts, lengths)
+
+
 class SourceReader(Protocol):
     """How the sources of a task are read; made once for all sources of a run, so that groups are numbered over all of them."""
 
@@ -101,10 +151,16 @@ class DocumentReader:
 
     def read(self, source: TokenSource) -> TokenSource:
         """The source itself."""
-        marks = marks_of(source)
+        marks = marks_of(source) - {CHAT_MARK}
         for mark, refusal in REFUSALS.items():
             if mark in marks:
                 raise ConfigError(f"data: {source.name} {refusal}")
+        if marks:
+            kind = min(marks).removeprefix("kind=")
+            raise ConfigError(
+                f"data: {source.name} holds records of kind {kind}, which a task of its own reads. Set objective.kind to that task, or "
+                "give other data."
+            )
         return source
 
 

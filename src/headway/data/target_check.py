@@ -22,7 +22,6 @@ from headway.tokenizer.load import Tokenizer
 
 CHUNK_TOKENS = 1 << 22
 PROBE_DOCUMENTS, PROBE_TOKENS = 4096, 1 << 20
-MARKS = ("kind=chat", "kind=preference", "kind=unpaired")
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _origin(source: TokenSource) -> tuple[str | None, str]:
     store = ungrouped(source)
     first = store.manifest.sources[0] if isinstance(store, Store) and store.manifest.sources else ""
     kind, _, template = first.partition(" template=")
-    return (kind, template) if kind in MARKS else (None, "")
+    return (kind, template) if kind.startswith("kind=") and template else (None, "")
 
 
 def _end_of(tokenizer: Tokenizer | None) -> frozenset[int]:
