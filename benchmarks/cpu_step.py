@@ -18,8 +18,8 @@ import torch
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble

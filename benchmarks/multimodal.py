@@ -157,8 +157,8 @@ def run_headway(case: Case, rows: int, device: str) -> dict[str, Any]:
     from headway.model.config import ModelConfig
     from headway.model.init import initial_value
     from headway.model.media_shape import MediaInput, MediaShape
-    from headway.objective.base import StepInfo
-    from headway.objective.next_token import Config as NextToken
+    from headway.tasks.base import StepInfo
+    from headway.tasks.next_token import Config as NextToken
     from headway.optim.adamw import Config as AdamW
     from headway.optim.base import GroupRule
     from headway.optim.groups import ADAPTER, hypers

@@ -27,7 +27,7 @@ from headway.config.load import load
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.data.config import ResolvedBatch
 from headway.model.init import initial_value
-from headway.objective.base import StepInfo
+from headway.tasks.base import StepInfo
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroups

@@ -103,8 +103,8 @@ def headway_step(group: Any, settings: dict[str, Any], total_steps: int) -> Call
     from headway.data.batch import StepBatch, StepStats
     from headway.model.config import ModelConfig
     from headway.model.init import initial_value
-    from headway.objective.base import StepInfo
-    from headway.objective.next_token import Config as NextToken
+    from headway.tasks.base import StepInfo
+    from headway.tasks.next_token import Config as NextToken
     from headway.optim.groups import hypers
     from headway.parallel.assemble import assemble
     from headway.parallel.collectives import form_groups

@@ -33,20 +33,6 @@ if TYPE_CHECKING:
     from headway.model.encoders.base import EncoderConfig as EncoderConfig
     from headway.model.encoders.base import FrozenMediaEncoder as FrozenMediaEncoder
     from headway.model.families import llama as llama
-    from headway.objective.base import Collectives as Collectives
-    from headway.objective.base import FirstPass as FirstPass
-    from headway.objective.base import GateSpec as GateSpec
-    from headway.objective.base import Loss as Loss
-    from headway.objective.base import MetricSums as MetricSums
-    from headway.objective.base import Objective as _Task
-    from headway.objective.base import ObjectiveConfig as _TaskConfig
-    from headway.objective.base import ParameterRule as ParameterRule
-    from headway.objective.base import ReferenceSpec as ReferenceSpec
-    from headway.objective.base import SeenRows as SeenRows
-    from headway.objective.base import StepInfo as StepInfo
-    from headway.objective.base import TaskNeeds as TaskNeeds
-    from headway.objective.base import Term as Term
-    from headway.objective.base import UsualRates as UsualRates
     from headway.optim.base import AveragingOptimizer as AveragingOptimizer
     from headway.optim.base import Guard as Guard
     from headway.optim.base import Hyper as Hyper
@@ -68,6 +54,20 @@ if TYPE_CHECKING:
     from headway.records.unpaired import Kind as _UnpairedKind
     from headway.store.reader import Store as Store
     from headway.store.source import TokenSource as TokenSource
+    from headway.tasks.base import Collectives as Collectives
+    from headway.tasks.base import FirstPass as FirstPass
+    from headway.tasks.base import GateSpec as GateSpec
+    from headway.tasks.base import Loss as Loss
+    from headway.tasks.base import MetricSums as MetricSums
+    from headway.tasks.base import ParameterRule as ParameterRule
+    from headway.tasks.base import ReferenceSpec as ReferenceSpec
+    from headway.tasks.base import SeenRows as SeenRows
+    from headway.tasks.base import StepInfo as StepInfo
+    from headway.tasks.base import Task as Task
+    from headway.tasks.base import TaskConfig as TaskConfig
+    from headway.tasks.base import TaskNeeds as TaskNeeds
+    from headway.tasks.base import Term as Term
+    from headway.tasks.base import UsualRates as UsualRates
     from headway.text.document import Record as Record
     from headway.text.raw import RawFile as RawFile
     from headway.text.raw import lines as lines
@@ -80,8 +80,6 @@ if TYPE_CHECKING:
 
     ChatKind = _ChatKind
     PreferenceKind = _PreferenceKind
-    Task = _Task
-    TaskConfig = _TaskConfig
     UnpairedKind = _UnpairedKind
 
 _HOMES = {
@@ -102,7 +100,7 @@ _HOMES = {
     "headway.model.base": ("Model", "ModelOut"),
     "headway.model.config": ("ModelConfig",),
     "headway.model.encoders.base": ("EncoderConfig", "FrozenMediaEncoder"),
-    "headway.objective.base": (
+    "headway.tasks.base": (
         "Collectives",
         "FirstPass",
         "GateSpec",
@@ -112,6 +110,8 @@ _HOMES = {
         "ReferenceSpec",
         "SeenRows",
         "StepInfo",
+        "Task",
+        "TaskConfig",
         "TaskNeeds",
         "Term",
         "UsualRates",
@@ -147,8 +147,6 @@ _HOMES = {
 _OTHER_NAMES = {
     "ChatKind": ("headway.records.chat", "Kind"),
     "PreferenceKind": ("headway.records.preference", "Kind"),
-    "Task": ("headway.objective.base", "Objective"),
-    "TaskConfig": ("headway.objective.base", "ObjectiveConfig"),
     "UnpairedKind": ("headway.records.unpaired", "Kind"),
     "llama": ("headway.model.families.llama", None),
 }

@@ -11,10 +11,10 @@ from support.ranks import run_ranks
 
 from headway.model.aligner import Aligner
 from headway.model.init import initial_value
-from headway.objective.base import StepInfo
-from headway.objective.contrastive import Config as Contrastive
 from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
+from headway.tasks.base import StepInfo
+from headway.tasks.contrastive import Config as Contrastive
 
 STEPS = 3
 SETUP: dict[str, Any] = {"config": ALIGNER, "freeze": (), "objective": Contrastive()}

@@ -22,11 +22,11 @@ from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
 from headway.config.load import load
 from headway.model.config import HeadGatesConfig
 from headway.model.layout import GATES
-from headway.objective.base import StepInfo
-from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.parallel.collectives import RankGroup
 from headway.parallel.context import to_heads, to_tokens
 from headway.store.reader import StoreWriter
+from headway.tasks.base import StepInfo
+from headway.tasks.head_sparsity import Config as HeadSparsity
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

@@ -33,12 +33,12 @@ from headway.infer.load import find_model
 from headway.model.config import ModelConfig
 from headway.model.experts_config import ExpertsConfig
 from headway.model.layout import ROUTER_BIAS
-from headway.objective.balance import LOAD
-from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
 from headway.optim.muon import Config as Muon
 from headway.optim.schedule import Schedule
 from headway.parallel.collectives import RankGroup
+from headway.tasks.balance import LOAD
+from headway.tasks.base import StepInfo
 
 CUT, END, MICRO = 3, 6, 4
 MIXTURE = PLAIN.with_(

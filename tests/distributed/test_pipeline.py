@@ -30,10 +30,10 @@ from headway.checkpoint.load import open_checkpoint
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
 from headway.config.load import load
 from headway.errors import CommunicationError, ParallelError
-from headway.objective.next_token import Config as NextToken
 from headway.parallel.collectives import RankGroup
 from headway.parallel.config import ParallelConfig
 from headway.parallel.pipeline_order import pipeline_actions
+from headway.tasks.next_token import Config as NextToken
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

@@ -40,8 +40,6 @@ from headway.kernels.fp8 import LinearSplit, fp8_linear
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
@@ -49,6 +47,8 @@ from headway.parallel.collectives import RankGroup, form_groups
 from headway.parallel.config import ParallelConfig
 from headway.parallel.engine import EngineSpec
 from headway.parallel.tensor_exchange import TensorExchange
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

@@ -21,10 +21,10 @@ from headway.config.load import load
 from headway.data.batch import Batch
 from headway.errors import HeadwayError
 from headway.model.base import Model
-from headway.objective.base import ScoreColumns
-from headway.objective.preference.source import PAIR
 from headway.runtime.storage import read_sealed
 from headway.store.reader import StoreWriter
+from headway.tasks.base import ScoreColumns
+from headway.tasks.preference.source import PAIR
 from headway.tokenizer.load import load_tokenizer
 from headway.track.metrics_file import read_metrics
 from headway.train import dry_run, train

@@ -12,12 +12,12 @@ from headway.kernels.streaming import StreamingWindow, choose, stream, visible_s
 from headway.kernels.streaming_pieces import merge_cuda, merge_reference
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.init import initial_value
-from headway.objective.base import StepInfo
-from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import OBJECTIVE, hypers
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import StepInfo
+from headway.tasks.head_sparsity import Config as HeadSparsity
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,6 @@ from headway.model.adapter.packed_base import packed_values
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import ADAPTER, OBJECTIVE, hypers
 from headway.optim.scaler import ScalerConfig
@@ -24,6 +22,8 @@ from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroup, form_groups
 from headway.parallel.config import MemoryConfig, ParallelConfig
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 from support.batches import make_batch
 
 CONFIG = ModelConfig(

@@ -7,9 +7,9 @@ import pytest
 
 SRC = Path(__file__).parents[2] / "src" / "headway"
 ORDER = [
-    "errors", "config", "runtime", "text", "media", "tokenizer", "store", "records", "data", "prepare", "kernels", "model", "objective",
-    "optim", "parallel", "checkpoint", "infer", "eval", "export", "track", "plan", "diagnose", "train", "launch", "serve", "board",
-    "workflows", "api", "cli",
+    "errors", "config", "runtime", "text", "media", "tokenizer", "store", "records", "data", "prepare", "kernels", "model", "tasks",
+    "objective", "optim", "parallel", "checkpoint", "infer", "eval", "export", "track", "plan", "diagnose", "train", "launch", "serve", "board",
+    "workflows", "api", "plugin", "cli",
 ]  # fmt: skip
 
 

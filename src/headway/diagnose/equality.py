@@ -25,13 +25,13 @@ from headway.errors import HeadwayError
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextTokenConfig
 from headway.optim.adamw import Config as AdamWConfig
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
 from headway.store.source import Flags, Ids, Longs, SourceView, TokenSource
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextTokenConfig
 
 SMALL_PARAMETERS = 20_000_000
 ROWS = 8

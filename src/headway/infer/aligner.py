@@ -20,10 +20,10 @@ from headway.errors import CheckpointError, ConfigError
 from headway.model.aligner_config import AlignerConfig
 from headway.model.config import ModelConfig
 from headway.model.loading.aligner_file import StoredAligner, is_aligner_folder, read_aligner_folder
-from headway.objective.contrastive import LOG_SCALE
-from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.optim.groups import OBJECTIVE
 from headway.prepare.features import EncoderRows, InputRows, RowMaker
+from headway.tasks.contrastive import LOG_SCALE
+from headway.tasks.contrastive import Config as ContrastiveConfig
 
 if TYPE_CHECKING:
     import torch

@@ -25,8 +25,8 @@ from headway.errors import ConfigError
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.layout import GATES, ROUTER_BIAS, SCORE
 from headway.model.media_shape import ALIGNER, PROJECTOR
-from headway.objective.base import ParameterRule
 from headway.optim.base import GroupRule, Hyper, OptimConfig
+from headway.tasks.base import ParameterRule
 
 Shapes = Mapping[str, tuple[int, ...]]
 OBJECTIVE = "objective."

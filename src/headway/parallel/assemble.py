@@ -17,8 +17,6 @@ from headway.kernels.fp8 import MULTIPLE, Scaling, convert
 from headway.model.adapter.lora import adapt, pack_linears
 from headway.model.base import Model, build_model, compile_method
 from headway.model.layout import GATES
-from headway.objective.balance import with_balance
-from headway.objective.base import Objective
 from headway.optim.groups import OBJECTIVE, ParamGroup, make_groups, trainable
 from headway.parallel.base import needs_gradient
 from headway.parallel.context import share_rows
@@ -28,6 +26,8 @@ from headway.parallel.offload_activations import ActivationOffload
 from headway.parallel.pipeline.stages import PipelinePart, pipeline_part, with_training
 from headway.parallel.recompute import recompute_method, recompute_whole
 from headway.parallel.tensor import local_heads, split_model
+from headway.tasks.balance import with_balance
+from headway.tasks.base import Task
 
 if TYPE_CHECKING:
     from headway.parallel.fsdp import FsdpEngine
@@ -68,7 +68,7 @@ def meta_model(spec: EngineSpec) -> Model:
 
 
 def keep_stages(
-    model: Model, objective: Objective, groups: list[ParamGroup], spec: EngineSpec
+    model: Model, objective: Task, groups: list[ParamGroup], spec: EngineSpec
 ) -> PipelinePart | None:
     """Remove from a model without memory what other ranks of the pipeline have; None where there is no pipeline."""
     pipeline = spec.ranks.pipeline
@@ -103,7 +103,7 @@ def convert_to_fp8(model: Model, scaling: Scaling) -> None:
         )
 
 
-def group_parameters(model: Model, objective: Objective, spec: EngineSpec) -> list[ParamGroup]:
+def group_parameters(model: Model, objective: Task, spec: EngineSpec) -> list[ParamGroup]:
     """The groups of what trains: parameters of the model and of the objective."""
     shapes = whole_shapes(model, objective)
     training, rules = trainable(shapes, spec.freeze, spec.train), spec.objective.rules
@@ -114,7 +114,7 @@ def group_parameters(model: Model, objective: Objective, spec: EngineSpec) -> li
     return make_groups(spec.optim, shapes, training, rules)
 
 
-def whole_shapes(model: Model, objective: Objective) -> dict[str, tuple[int, ...]]:
+def whole_shapes(model: Model, objective: Task) -> dict[str, tuple[int, ...]]:
     """Every parameter of a model and an objective, in order."""
     shapes = {param.name: param.shape for param in model.param_specs()}
     if objective.module is not None:

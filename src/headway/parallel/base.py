@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from headway.data.batch import Batch
 from headway.model.base import Model
-from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup
 from headway.optim.scaler import Scaler
@@ -36,6 +35,7 @@ from headway.parallel.update_rules import (
     check_whole,
 )
 from headway.runtime.device import wide
+from headway.tasks.base import MetricSums, StepInfo, Task
 
 NORM_BLOCK = 1024
 """Elements whose squares are added up in fp32 on the CPU. One fp32 sum over 50 million elements is 0.8 % too small; this is as fast."""
@@ -76,7 +76,7 @@ class BaseEngine(ABC):
     def __init__(
         self,
         model: Model,
-        objective: Objective,
+        objective: Task,
         groups: Sequence[ParamGroup],
         spec: EngineSpec,
         local: LocalModel,
@@ -396,7 +396,7 @@ def needs_gradient(_block: nn.Module, inputs: tuple[Any, ...]) -> None:
         inputs[0].requires_grad_()
 
 
-def parameter_homes(model: nn.Module, objective: Objective) -> dict[str, tuple[nn.Module, str]]:
+def parameter_homes(model: nn.Module, objective: Task) -> dict[str, tuple[nn.Module, str]]:
     """Where each parameter is registered: name -> (module, attribute), in the order of the model."""
     homes: dict[str, tuple[nn.Module, str]] = {}
     roots: list[tuple[str, nn.Module]] = [("", model)]

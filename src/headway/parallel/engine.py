@@ -14,12 +14,12 @@ from headway.data.batch import Batch, StepBatch
 from headway.kernels.fp8 import Scaling
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
-from headway.objective.base import MetricSums, ObjectiveConfig, StepInfo
 from headway.optim.base import Hyper, OptimConfig
 from headway.optim.groups import ParamGroup
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.collectives import RankGroups
 from headway.parallel.config import MemoryConfig, ParallelConfig
+from headway.tasks.base import MetricSums, StepInfo, TaskConfig
 
 Box = tuple[tuple[int, ...], Tensor]
 StateTensor = tuple[str, str, tuple[int, ...], list[Box]]
@@ -34,7 +34,7 @@ class EngineSpec:
     """Everything that decides an engine: what trains, in which precision and memory, and how ranks share the work."""
 
     model: ModelConfig
-    objective: ObjectiveConfig
+    objective: TaskConfig
     optim: OptimConfig
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32

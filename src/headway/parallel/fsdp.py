@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from headway.data.batch import StepBatch
 from headway.model.base import Model
 from headway.model.layout import EXPERTS, GATES
-from headway.objective.base import Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
 from headway.parallel.base import (
@@ -43,6 +42,7 @@ from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StepResult
 from headway.parallel.fsdp_matrices import ShardedMember, owners, update_whole
 from headway.parallel.offload_optimizer import LocalTensors
 from headway.parallel.update_rules import WholeParameter
+from headway.tasks.base import StepInfo, Task
 
 
 @dataclass
@@ -92,7 +92,7 @@ class FsdpEngine(BaseEngine):
     def __init__(
         self,
         model: Model,
-        objective: Objective,
+        objective: Task,
         groups: Sequence[ParamGroup],
         spec: EngineSpec,
         local: LocalModel,

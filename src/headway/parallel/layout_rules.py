@@ -18,8 +18,8 @@ from headway.parallel.mesh import ring_ranks
 if TYPE_CHECKING:
     from headway.model.adapter.config import AdapterConfig
     from headway.model.config import ModelConfig
-    from headway.objective.base import ObjectiveConfig
     from headway.parallel.config import ParallelConfig
+    from headway.tasks.base import TaskConfig
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LayoutCase:
     parallel: ParallelConfig
     model: ModelConfig
     seq_len: int
-    objective: ObjectiveConfig
+    objective: TaskConfig
     adapter: AdapterConfig | None = None
 
 

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from headway.data.batch import Batch, StepBatch
 from headway.model.base import Model, ModelOut
-from headway.objective.balance import LOAD
-from headway.objective.base import (
-    FirstPass,
-    MetricSums,
-    Objective,
-    SeenRows,
-    StepInfo,
-    first_passes_of,
-)
 from headway.parallel.collectives import DifferentiableCollectives
 from headway.parallel.context import part_of
 from headway.parallel.engine import DeviceTimestamp, EngineSpec, StepResult
 from headway.parallel.mesh import ring_ranks
 from headway.runtime.seed import derive
+from headway.tasks.balance import LOAD
+from headway.tasks.base import (
+    FirstPass,
+    MetricSums,
+    SeenRows,
+    StepInfo,
+    Task,
+    first_passes_of,
+)
 
 FULL_HEADS = "full_heads"
 STREAMING_HEADS = "streaming_heads"
@@ -32,7 +32,7 @@ STREAMING_HEADS = "streaming_heads"
 class Passes:
     """Runs a model and an objective over microbatches."""
 
-    def __init__(self, model: Model, objective: Objective, spec: EngineSpec) -> None:
+    def __init__(self, model: Model, objective: Task, spec: EngineSpec) -> None:
         self.model, self.objective, self.spec, self.ranks = model, objective, spec, spec.ranks
         self.exchange = DifferentiableCollectives(self.ranks.reduce)
         self.ring = ring_ranks(self.ranks.context.size, spec.model.kv_heads, self.ranks.tensor.size)

@@ -22,21 +22,21 @@ from headway.model.aligner_config import AlignerConfig
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
 from headway.model.loading.aligner_file import read_aligner
-from headway.objective.contrastive import LOG_SCALE, recall_ceiling
-from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.optim.groups import OBJECTIVE
 from headway.prepare.detect import local_path
 from headway.prepare.features import SampleSet, prepare_samples, read_samples
 from headway.runtime.process import from_environment
 from headway.store.checksums import Checksums
+from headway.tasks.contrastive import LOG_SCALE, recall_ceiling
+from headway.tasks.contrastive import Config as ContrastiveConfig
 from headway.tokenizer.chat_template import FALLBACK_TEMPLATE
 
 if TYPE_CHECKING:
     import torch
 
     from headway.model.encoders.base import FrozenMediaEncoder
-    from headway.objective.base import ObjectiveConfig
     from headway.store.source import TokenSource
+    from headway.tasks.base import TaskConfig
     from headway.train.config import Recipe
 
 log = logging.getLogger("headway")
@@ -244,7 +244,7 @@ def _check_pairs(samples: SampleSet) -> None:
 
 
 def first_heads(
-    aligner: AlignerConfig, objective: ObjectiveConfig, shapes: Mapping[str, Any]
+    aligner: AlignerConfig, objective: TaskConfig, shapes: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The heads and the trained scale of `model.aligner.weights`, if it is given."""
     import torch

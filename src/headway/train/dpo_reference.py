@@ -39,9 +39,6 @@ from headway.model.base import Model, build_model
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import GATES, param_specs
-from headway.objective.base import ObjectiveConfig, ReferenceSpec, ScoreColumns
-from headway.objective.distill import TAUGHT
-from headway.objective.preference.loss import document_sums
 from headway.parallel.assemble import wrap_blocks
 from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec
@@ -56,6 +53,9 @@ from headway.runtime.storage import (
     write_atomic,
     write_sealed,
 )
+from headway.tasks.base import ReferenceSpec, ScoreColumns, TaskConfig
+from headway.tasks.distill import TAUGHT
+from headway.tasks.preference.loss import document_sums
 from headway.train.batches import PlannedRows
 from headway.train.resolve import Resolved
 from headway.train.start import Start
@@ -74,7 +74,7 @@ class Reference:
     sha256: str
     """Of its weights, or of its stored logits."""
     description: str
-    objective: ObjectiveConfig
+    objective: TaskConfig
     """The recipe's objective, with a teacher's head where it learns from one."""
     cover: Callable[[PlannedRows | None], None] | None = None
     """Cached log-probabilities: score what a changed plan reads and nobody has scored yet."""

@@ -21,10 +21,10 @@ from headway.model.head_masks.file import find_masks, read_masks, read_table
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.layout import DECIDED
 from headway.model.upcycle import upcycled_config, upcycled_weights
-from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.prepare.detect import with_kinds
 from headway.runtime.process import from_environment
 from headway.runtime.s3 import StoreDown
+from headway.tasks.contrastive import Config as ContrastiveConfig
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.alignment import resolve_aligner

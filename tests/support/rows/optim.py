@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from headway.objective.next_token import Config as NextToken
 from headway.optim.base import Guard
 from headway.optim.groups import hypers
 from headway.optim.state_storage import storage_of
 from headway.parallel.assemble import group_parameters, meta_model
 from headway.parallel.engine import EngineSpec
 from headway.parallel.update_rules import UpdateRule
+from headway.tasks.next_token import Config as NextToken
 from headway.train.config import Recipe
 from support.observe import BASE, Row, load, refused
 

@@ -15,8 +15,8 @@ from headway.data.open import open_data
 from headway.data.row_stream import Windows
 from headway.data.selection import Selection
 from headway.errors import DataError
-from headway.objective.preference.source import PAIR, PairReader, PairSource
 from headway.store.reader import StoreWriter, open_store
+from headway.tasks.preference.source import PAIR, PairReader, PairSource
 
 
 def read(config: DataConfig, sources: list[MixtureSource], **options: Any) -> list[Any]:

@@ -18,8 +18,6 @@ from headway.data.selection import Selection
 from headway.data.stored_files import UnknownReaders, documents_read_from, stored_files
 from headway.data.teacher import CachedTeacher
 from headway.errors import DataError
-from headway.objective.kto.source import UnpairedSource
-from headway.objective.preference.source import PairSource
 from headway.runtime.storage import sha256_file
 from headway.store import checksums
 from headway.store.checksums import Checksums
@@ -27,6 +25,8 @@ from headway.store.media_table import MediaTable, MediaTableWriter, open_table
 from headway.store.reader import Store, StoreWriter, open_store
 from headway.store.source import DocumentRange, TokenRange, TokenSource
 from headway.store.teacher_logits import LogitsOrigin, TeacherLogitsWriter, open_logits
+from headway.tasks.kto.source import UnpairedSource
+from headway.tasks.preference.source import PairSource
 
 
 def make_store(folder: Path, lengths: list[int], shard_tokens: int = 20) -> Store:

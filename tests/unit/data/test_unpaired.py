@@ -13,9 +13,9 @@ from headway.data.open import open_data
 from headway.data.selection import Selection, split_side
 from headway.diagnose.data_checks import length_check
 from headway.errors import DataError, HeadwayError
-from headway.objective.kto.source import LABEL, RECORD, UnpairedReader, UnpairedSource, mismatched
-from headway.objective.preference.source import PairReader
 from headway.store.reader import StoreWriter, open_store
+from headway.tasks.kto.source import LABEL, RECORD, UnpairedReader, UnpairedSource, mismatched
+from headway.tasks.preference.source import PairReader
 
 RECORDS = [([1, 2], [3, 4, 5], True), ([6], [7], False), ([8, 9, 10], [11, 12], True)]
 
@@ -93,8 +93,8 @@ def test_a_long_mismatch_loses_the_end_of_its_answer_and_a_long_record_is_left_o
 def test_partners_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_unpaired(tmp_path / "s", random_records(40))
     whole = UnpairedSource(open_store(path), 32)
-    monkeypatch.setattr("headway.objective.kto.source.BLOCK_RECORDS", 3)
-    monkeypatch.setattr("headway.objective.kto.source.CACHED_BLOCKS", 2)
+    monkeypatch.setattr("headway.tasks.kto.source.BLOCK_RECORDS", 3)
+    monkeypatch.setattr("headway.tasks.kto.source.CACHED_BLOCKS", 2)
     parts = UnpairedSource(open_store(path), 32)
     assert parts.lengths(0, 40).tolist() == whole.lengths(0, 40).tolist()
     assert [parts.facts.partner(i) for i in range(40)] == [

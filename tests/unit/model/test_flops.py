@@ -10,11 +10,11 @@ from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops, visible_tokens
 from headway.model.layout import num_parameters, param_specs
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 
 ROWS, SEQ = 2, 32
 SMALL = ModelConfig(

@@ -13,9 +13,9 @@ from headway.export.huggingface import export_model
 from headway.infer.load import find_model, load_model
 from headway.model.families.base import family_of
 from headway.model.transformer import Transformer
-from headway.objective.balance import with_balance
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
+from headway.tasks.balance import with_balance
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {

@@ -23,11 +23,11 @@ from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
 from headway.model.layout import EMBEDDING, HEAD, param_specs
 from headway.model.transformer import Transformer
-from headway.objective.next_token import Config as NextToken
 from headway.optim.groups import trainable
 from headway.parallel.collectives import RankGroup
 from headway.parallel.config import ParallelConfig
 from headway.parallel.recompute import recompute_whole
+from headway.tasks.next_token import Config as NextToken
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(

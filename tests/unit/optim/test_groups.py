@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from headway.objective.base import ParameterRule
 from headway.optim.adamw import Config as AdamW
 from headway.optim.base import GroupRule, Hyper
 from headway.optim.groups import hypers, make_groups, matching, trainable
 from headway.optim.schedule import Schedule
+from headway.tasks.base import ParameterRule
 
 UP, UP_BIAS = "model.layers.0.mlp.experts.up_proj.weight", "model.layers.0.mlp.experts.up_proj.bias"
 NORM, ROUTER_BIAS, LAMBDA = (

@@ -6,8 +6,8 @@ import torch
 from support.batches import make_batch, make_step
 from support.engines import CONFIG, Setup, make_engine
 
-from headway.objective.base import StepInfo
 from headway.parallel.collectives import RankGroup
+from headway.tasks.base import StepInfo
 
 
 def loss(step: int, first_microbatch: int = 0, num_micro: int = 1) -> float:

@@ -18,8 +18,6 @@ from headway.kernels.attention import mask_of
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value, initialize
 from headway.model.transformer import Transformer
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.base import GroupRule
 from headway.optim.groups import hypers
@@ -30,6 +28,8 @@ from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroup
 from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 
 CONFIG = ModelConfig(
     hidden_size=32,

@@ -11,13 +11,13 @@ from support.one_process_executor import run_inside
 
 from headway.data.config import SourceConfig
 from headway.errors import DataError
-from headway.objective.kto.source import BAD, GOOD, UnpairedSource
 from headway.prepare.build import BuildOptions, build_store
 from headway.prepare.detect import detect
 from headway.prepare.validate import ValidateOptions, validate
 from headway.records.unpaired import parse_unpaired
 from headway.runtime.executor.work import Placement
 from headway.store.reader import Store, open_store
+from headway.tasks.kto.source import BAD, GOOD, UnpairedSource
 from headway.text.document import Record
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.load import load_tokenizer

@@ -13,10 +13,10 @@ from headway.data.open import open_data
 from headway.kernels.attention import causal_mask
 from headway.model.init import initialize
 from headway.model.transformer import Transformer
-from headway.objective.preference.loss import REFERENCE
-from headway.objective.preference.source import PAIR, PairReader
 from headway.parallel.engine import EngineSpec
 from headway.store.reader import Store, open_store
+from headway.tasks.preference.loss import REFERENCE
+from headway.tasks.preference.source import PAIR, PairReader
 from headway.train.config import Recipe
 from headway.train.dpo_reference import make_reference
 from headway.train.resolve import resolve

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from headway.data.batch import StepBatch
 from headway.model.base import Model
-from headway.objective.base import Objective, StepInfo
 from headway.optim.base import Guard, Hyper, takes_narrow_gradients
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
 from headway.parallel.base import (
@@ -51,6 +50,7 @@ from headway.parallel.offload_optimizer import LocalTensors
 from headway.parallel.pipeline.gather import held_scalars, merge_scalars, over_stages
 from headway.parallel.pipeline.passes import PipelinePasses
 from headway.parallel.update_rules import WholeParameter, WholeState
+from headway.tasks.base import StepInfo, Task
 
 
 class FlatEngine(BaseEngine):
@@ -59,7 +59,7 @@ class FlatEngine(BaseEngine):
     def __init__(
         self,
         model: Model,
-        objective: Objective,
+        objective: Task,
         groups: Sequence[ParamGroup],
         spec: EngineSpec,
         local: LocalModel,

@@ -16,7 +16,6 @@ from torch import Tensor
 from headway.data.batch import Batch, StepBatch
 from headway.errors import ParallelError
 from headway.model.base import Model, ModelOut
-from headway.objective.base import FirstPass, MetricSums, Objective, StepInfo
 from headway.parallel.engine import EngineSpec, StepResult
 from headway.parallel.passes import Passes, add_metrics, head_shares
 from headway.parallel.pipeline.links import Links
@@ -25,6 +24,7 @@ from headway.parallel.pipeline.runner import ExecutedAction, StageContext, Stage
 from headway.parallel.pipeline.stages import PipelinePart
 from headway.parallel.pipeline.weight_grads import WeightGradQueue
 from headway.runtime.seed import derive
+from headway.tasks.base import FirstPass, MetricSums, StepInfo, Task
 
 PASSES_PER_RANK = 4
 """Microbatches of an evaluation that are in the pipeline together, for every rank of it."""
@@ -35,9 +35,7 @@ MetricLayout = list[tuple[str, tuple[int, ...], str, tuple[int, ...], str]]
 class PipelinePasses(Passes):
     """Runs the stages of one rank."""
 
-    def __init__(
-        self, model: Model, objective: Objective, spec: EngineSpec, part: PipelinePart
-    ) -> None:
+    def __init__(self, model: Model, objective: Task, spec: EngineSpec, part: PipelinePart) -> None:
         super().__init__(model, objective, spec)
         self.part, self.links = part, Links(spec.ranks.pipeline)
         queue = WeightGradQueue() if part.shape.schedule == "zero_bubble" else None

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from headway.objective.base import Collectives, Loss, MetricSums, StepInfo, Term
-from headway.objective.preference import PAIR
+from headway.tasks.base import Collectives, Loss, MetricSums, StepInfo, Term
+from headway.tasks.preference import PAIR
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -54,7 +54,7 @@ class Pairs(NamedTuple):
     """1 where there is a pair."""
 
 
-class PairObjective:
+class PairTask:
     """One term: a loss of every pair. A subclass names it and says what it is."""
 
     name: str
@@ -107,7 +107,7 @@ class PairObjective:
         return sums if at.training else {"loss": (total, count), **sums}
 
 
-class PerTokenObjective(PairObjective):
+class PerTokenTask(PairTask):
     """Gains, and so rewards, are means over the tokens of an answer."""
 
     def normalize(self, pairs: Pairs) -> Pairs:

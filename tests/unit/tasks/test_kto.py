@@ -15,14 +15,14 @@ from support.unpaired import random_records, steps_of, write_unpaired
 
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.infer.load import build_frozen_model
-from headway.objective.base import SeenRows, StepInfo
-from headway.objective.kto import Config
-from headway.objective.kto.loss import MISMATCH_REFERENCE, MISMATCHES, RecordColumns
-from headway.objective.kto.source import LABEL
-from headway.objective.preference.loss import REFERENCE
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import SeenRows, StepInfo
+from headway.tasks.kto import Config
+from headway.tasks.kto.loss import MISMATCH_REFERENCE, MISMATCHES, RecordColumns
+from headway.tasks.kto.source import LABEL
+from headway.tasks.preference.loss import REFERENCE
 from headway.train.dpo_reference import score_with
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl" / "kto.json").read_text())

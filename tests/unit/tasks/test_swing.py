@@ -1,6 +1,6 @@
 """Why gates and multipliers have little momentum: without a model, a constant pull of each head towards full attention in its place.
 
-pytest -s tests/unit/objective/test_swing.py      prints the distance between sparsity and aim for both settings
+pytest -s tests/unit/tasks/test_swing.py      prints the distance between sparsity and aim for both settings
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 
 from headway.model.head_gates import sample
-from headway.objective.head_sparsity import Config
 from headway.optim.schedule import Schedule
+from headway.tasks.head_sparsity import Config
 
 STEPS, HEADS, PULL = 400, (16, 8), 0.02
 Betas = tuple[float, float]

@@ -2,7 +2,7 @@
 
 import torch
 
-from headway.objective.base import Loss, Term
+from headway.tasks.base import Loss, Term
 
 
 def test_a_share_is_each_sum_over_its_total_times_its_coefficient() -> None:

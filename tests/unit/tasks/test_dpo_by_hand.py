@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.batches import make_batch
 
-from headway.objective.base import StepInfo
-from headway.objective.dpo import Config
-from headway.objective.preference.loss import Pairs
+from headway.tasks.base import StepInfo
+from headway.tasks.dpo import Config
+from headway.tasks.preference.loss import Pairs
 
 LN2 = math.log(2)
 

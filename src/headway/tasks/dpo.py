@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import model_validator
 
 from headway.config.section import setting
-from headway.objective.base import ReferenceSpec, StepInfo, TaskNeeds
-from headway.objective.preference import PreferenceConfig
-from headway.objective.preference.loss import PairColumns, PairObjective, Pairs
+from headway.tasks.base import ReferenceSpec, StepInfo, TaskNeeds
+from headway.tasks.preference import PreferenceConfig
+from headway.tasks.preference.loss import PairColumns, Pairs, PairTask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,7 @@ class Config(PreferenceConfig):
         return KTOPair(self) if self.loss_type == "kto_pair" else DPO(self)
 
 
-class DPO(PairObjective):
+class DPO(PairTask):
     """One term: the loss of each pair's margin over the reference, per pair."""
 
     name = "dpo"

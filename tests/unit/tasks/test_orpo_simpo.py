@@ -12,14 +12,14 @@ from support.trl_pairs import LAYOUTS, MODEL, PAIRS, wave
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.infer.load import build_frozen_model
 from headway.model.base import ModelOut
-from headway.objective.base import ObjectiveConfig, StepInfo
-from headway.objective.dpo import Config as DPOConfig
-from headway.objective.orpo import Config as ORPOConfig
-from headway.objective.orpo import _log_rest
-from headway.objective.simpo import Config as SimPOConfig
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import StepInfo, TaskConfig
+from headway.tasks.dpo import Config as DPOConfig
+from headway.tasks.orpo import Config as ORPOConfig
+from headway.tasks.orpo import _log_rest
+from headway.tasks.simpo import Config as SimPOConfig
 
 CONFIGS = {
     "orpo": ORPOConfig(beta=0.3),
@@ -28,7 +28,7 @@ CONFIGS = {
 
 
 def step(
-    config: ObjectiveConfig, micro: list[Batch]
+    config: TaskConfig, micro: list[Batch]
 ) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
     """Loss, metrics and gradients of one step over some microbatches."""
     engine: Any = assemble(EngineSpec(MODEL, config, AdamW(), chunk_tokens=8))

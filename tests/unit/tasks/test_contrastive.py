@@ -9,8 +9,8 @@ from support.aligned import batch_of, columns, naive_loss
 
 from headway.errors import ConfigError
 from headway.model.base import Embeddings, LMHead, ModelOut
-from headway.objective.base import SURVEY, Collectives, Loss, SeenRows, StepInfo
-from headway.objective.contrastive import (
+from headway.tasks.base import SURVEY, Collectives, Loss, SeenRows, StepInfo
+from headway.tasks.contrastive import (
     Config,
     Contrastive,
     places_of,
@@ -166,7 +166,7 @@ def test_a_matrix_in_chunks_is_the_whole_matrix(monkeypatch: pytest.MonkeyPatch)
         torch.rand(11, 3, generator=torch.Generator().manual_seed(5)) > 0.2,
     )
     expected = whole(Config().build(), values, present)
-    monkeypatch.setattr("headway.objective.contrastive.CHUNK_ROWS", 4)
+    monkeypatch.setattr("headway.tasks.contrastive.CHUNK_ROWS", 4)
     torch.testing.assert_close(whole(Config().build(), values, present), expected)
 
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from headway.data.groups import Columns, DocumentReader, GroupSource, marks_of
 from headway.errors import ConfigError, DataError
-from headway.objective.preference import PAIR
 from headway.records.preference import PREFERENCE_MARK
 from headway.store.reader import Store
 from headway.store.source import Flags, Ids, Longs, TokenSource
+from headway.tasks.preference import PAIR
 
 if TYPE_CHECKING:
     from headway.data.config import DataConfig

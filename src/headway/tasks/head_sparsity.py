@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import field_validator, model_validator
 
 from headway.config.section import setting
-from headway.objective.base import (
+from headway.tasks.base import (
     Collectives,
     GateSpec,
     Loss,
-    ObjectiveConfig,
     ParameterRule,
     StepInfo,
+    TaskConfig,
     TaskNeeds,
     Term,
 )
-from headway.objective.next_token import Config as NextTokenConfig
-from headway.objective.next_token import NextToken
+from headway.tasks.next_token import Config as NextTokenConfig
+from headway.tasks.next_token import NextToken
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Measure = Literal["sampled", "expected_z", "expected_l0"]
 
 
-class Config(ObjectiveConfig):
+class Config(TaskConfig):
     """Settings of head sparsity."""
 
     kind: str = setting("head_sparsity", "head_sparsity.", on_resume="fixed")

@@ -12,8 +12,8 @@ import torch
 
 from headway.model.experts_config import ExpertsConfig
 from headway.model.router import Routing, stack_routings, summarize
-from headway.objective.balance import LOAD, Balanced, StepBalanced
-from headway.objective.base import Collectives, Loss, SeenRows, StepInfo, Term
+from headway.tasks.balance import LOAD, Balanced, StepBalanced
+from headway.tasks.base import Collectives, Loss, SeenRows, StepInfo, Term
 
 ALONE: Collectives = None  # type: ignore[assignment] - nothing here communicates
 LN2 = log(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headway.objective.base import ObjectiveConfig, UsualRates
+from headway.tasks.base import TaskConfig, UsualRates
 
 if TYPE_CHECKING:
     from headway.data.config import DataConfig
@@ -18,7 +18,7 @@ PAIR = "pair"
 PREFERENCE_RATES = UsualRates("preference", 1e-8, 5e-5)
 
 
-class PreferenceConfig(ObjectiveConfig):
+class PreferenceConfig(TaskConfig):
     """Settings of a task over pairs: every source holds a chosen and a rejected answer to each prompt."""
 
     @property
@@ -33,6 +33,6 @@ class PreferenceConfig(ObjectiveConfig):
 
     def reader(self, config: DataConfig) -> SourceReader:
         """Both answers of a pair stand in one row."""
-        from headway.objective.preference.source import PairReader
+        from headway.tasks.preference.source import PairReader
 
         return PairReader()

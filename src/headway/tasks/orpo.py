@@ -1,6 +1,6 @@
 """ORPO: supervised tuning on the chosen answer and, in the same loss, higher odds for it than for the rejected one. No reference model.
 
-In: rows of pairs (objective/preference/); out: one term over pairs. With c and r the mean log-probability of a token of the chosen and of the
+In: rows of pairs (tasks/preference/); out: one term over pairs. With c and r the mean log-probability of a token of the chosen and of the
 rejected answer, and s the logistic function:
 
     -c - b log s(odds(c) - odds(r)),     odds(x) = x - log(1 - e^x)       b: beta
@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.config.section import setting
-from headway.objective.base import MetricSums, StepInfo
-from headway.objective.preference import PreferenceConfig
-from headway.objective.preference.loss import Pairs, PerTokenObjective
+from headway.tasks.base import MetricSums, StepInfo
+from headway.tasks.preference import PreferenceConfig
+from headway.tasks.preference.loss import Pairs, PerTokenTask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ class Config(PreferenceConfig):
         return ORPO(self)
 
 
-class ORPO(PerTokenObjective):
+class ORPO(PerTokenTask):
     """Supervised loss and odds ratio of each pair."""
 
     name = "orpo"

@@ -2,7 +2,7 @@
 
 import torch
 
-from headway.objective.preference.loss import share_right
+from headway.tasks.preference.loss import share_right
 
 
 def test_a_tie_is_half_right() -> None:

@@ -11,9 +11,6 @@ from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.head_gates import expected_z, probability_zero, sample
 from headway.model.init import initial_value
 from headway.model.layout import GATES
-from headway.objective.base import StepInfo
-from headway.objective.head_sparsity import Config
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import OBJECTIVE, hypers
 from headway.optim.schedule import Schedule
@@ -21,6 +18,9 @@ from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
 from headway.runtime.seed import derive
+from headway.tasks.base import StepInfo
+from headway.tasks.head_sparsity import Config
+from headway.tasks.next_token import Config as NextToken
 
 SHAPE = ModelConfig(
     hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=4, ffn_size=16, vocab_size=32, max_seq_len=32,

@@ -12,13 +12,13 @@ from support.trl_pairs import GOLDEN, LAYOUTS, MODEL, PAIRS, wave
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.errors import ConfigError
 from headway.infer.load import build_frozen_model
-from headway.objective.base import SURVEY, SeenRows, StepInfo
-from headway.objective.dpo import DPO, Config
-from headway.objective.preference.loss import PairColumns, Pairs, document_sums
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import DifferentiableCollectives, RankGroup
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import SURVEY, SeenRows, StepInfo
+from headway.tasks.dpo import DPO, Config
+from headway.tasks.preference.loss import PairColumns, Pairs, document_sums
 from headway.train.dpo_reference import score_with
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from headway.config.section import setting
-from headway.objective.base import ObjectiveConfig, ReferenceSpec, TaskNeeds, UsualRates
-from headway.objective.preference import PREFERENCE_RATES
+from headway.tasks.base import ReferenceSpec, TaskConfig, TaskNeeds, UsualRates
+from headway.tasks.preference import PREFERENCE_RATES
 
 if TYPE_CHECKING:
     from headway.data.config import DataConfig
     from headway.data.groups import SourceReader
-    from headway.objective.kto.loss import KTO
+    from headway.tasks.kto.loss import KTO
 
 
-class Config(ObjectiveConfig):
+class Config(TaskConfig):
     """Settings of KTO."""
 
     kind: str = setting("kto", "kto.", on_resume="fixed")
@@ -49,20 +49,20 @@ class Config(ObjectiveConfig):
 
     def reader(self, config: DataConfig) -> SourceReader:
         """Records with their mismatches, which are no longer than a row."""
-        from headway.objective.kto.source import UnpairedReader
+        from headway.tasks.kto.source import UnpairedReader
 
         return UnpairedReader(config.seq_len)
 
     @property
     def needs(self) -> TaskNeeds:
         """The frozen model to compare with."""
-        from headway.objective.kto.loss import RecordColumns
+        from headway.tasks.kto.loss import RecordColumns
 
         is_cached = self.reference_logps == "cached"
         return TaskNeeds(frozen=ReferenceSpec(self.reference, is_cached, RecordColumns()))
 
     def build(self) -> KTO:
         """Make the objective."""
-        from headway.objective.kto.loss import KTO
+        from headway.tasks.kto.loss import KTO
 
         return KTO(self)

@@ -9,10 +9,10 @@ import torch
 from support.batches import make_batch
 
 from headway.data.batch import Batch
-from headway.objective.base import Collectives, Loss, StepInfo
-from headway.objective.distill import Config as Distill
-from headway.objective.head_sparsity import Config as HeadSparsity
-from headway.objective.next_token import Config as NextToken
+from headway.tasks.base import Collectives, Loss, StepInfo
+from headway.tasks.distill import Config as Distill
+from headway.tasks.head_sparsity import Config as HeadSparsity
+from headway.tasks.next_token import Config as NextToken
 
 ALONE: Collectives = None  # type: ignore[assignment] - nothing here communicates
 VALUES = torch.tensor([[1.0, 2.0, 100.0], [4.0, 8.0, 16.0], [32.0, 64.0, 100.0]])

@@ -25,13 +25,13 @@ from pydantic import field_validator, model_validator
 from headway.config.section import setting
 from headway.data.samples import CONTENT, SAMPLE
 from headway.errors import ConfigError
-from headway.objective.base import (
+from headway.tasks.base import (
     Collectives,
     Loss,
     MetricSums,
-    ObjectiveConfig,
     ParameterRule,
     StepInfo,
+    TaskConfig,
     TaskNeeds,
     Term,
 )
@@ -53,7 +53,7 @@ CONTENT_PARTS = 3
 PART_BITS = 16
 
 
-class Config(ObjectiveConfig):
+class Config(TaskConfig):
     """Settings of contrastive alignment."""
 
     kind: str = setting("contrastive", "contrastive.", on_resume="fixed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from headway.config.section import setting
-from headway.objective.base import Collectives, Loss, ObjectiveConfig, StepInfo, TaskNeeds, Term
+from headway.tasks.base import Collectives, Loss, StepInfo, TaskConfig, TaskNeeds, Term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headway.model.base import ModelOut
 
 
-class Config(ObjectiveConfig):
+class Config(TaskConfig):
     """Settings of next-token prediction."""
 
     kind: str = setting("next_token", "next_token.", on_resume="fixed")

@@ -24,10 +24,10 @@ import numpy as np
 from headway.data.batch import Batch
 from headway.data.groups import Columns, GroupSource, marks_of
 from headway.errors import ConfigError, DataError
-from headway.objective.preference.source import is_preference
 from headway.records.unpaired import BAD, GOOD, UNPAIRED_MARK
 from headway.store.reader import Store, ranges
 from headway.store.source import Flags, Ids, Longs, TokenSource
+from headway.tasks.preference.source import is_preference
 
 if TYPE_CHECKING:
     from headway.data.config import DataConfig

@@ -1,6 +1,6 @@
 """SimPO: the chosen answer should be likelier per token than the rejected one, by a margin. No reference model.
 
-In: rows of pairs (objective/preference/); out: one term over pairs. With c and r the mean log-probability of a token of the chosen and of the
+In: rows of pairs (tasks/preference/); out: one term over pairs. With c and r the mean log-probability of a token of the chosen and of the
 rejected answer and m = b (c - r) - g:
 
     -(1 - e) log s(m) - e log s(-m)          b: beta, g: gamma, e: label_smoothing, s: the logistic function
@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.config.section import setting
-from headway.objective.base import StepInfo
-from headway.objective.preference import PreferenceConfig
-from headway.objective.preference.loss import Pairs, PerTokenObjective
+from headway.tasks.base import StepInfo
+from headway.tasks.preference import PreferenceConfig
+from headway.tasks.preference.loss import Pairs, PerTokenTask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ class Config(PreferenceConfig):
         return SimPO(self)
 
 
-class SimPO(PerTokenObjective):
+class SimPO(PerTokenTask):
     """The loss of each pair's margin per token."""
 
     name = "simpo"

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from headway.objective.base import Collectives, FirstPass, Loss, MetricSums, StepInfo, Term
-from headway.objective.kto.source import LABEL, RECORD, mismatched
-from headway.objective.preference.loss import REFERENCE, document_sums, share_right
+from headway.tasks.base import Collectives, FirstPass, Loss, MetricSums, StepInfo, Term
+from headway.tasks.kto.source import LABEL, RECORD, mismatched
+from headway.tasks.preference.loss import REFERENCE, document_sums, share_right
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headway.data.batch import Batch
     from headway.model.base import ModelOut
-    from headway.objective.kto import Config
+    from headway.tasks.kto import Config
 
 MISMATCH_REFERENCE = "mismatch.reference"
 """The column of a batch with the reference's log-probability of every mismatch: [rows, documents of a row]."""

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import PrivateAttr, model_validator
 
 from headway.config.section import setting
-from headway.objective.base import (
+from headway.tasks.base import (
     Collectives,
     Loss,
     MetricSums,
-    ObjectiveConfig,
     ReferenceSpec,
     StepInfo,
+    TaskConfig,
     TaskNeeds,
     TeacherCacheSpec,
     Term,
 )
-from headway.objective.next_token import by_source
+from headway.tasks.next_token import by_source
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ TAUGHT = "teacher"
 """The column of a batch with the teacher's hidden states: [rows, seq_len, width of the teacher]."""
 
 
-class Config(ObjectiveConfig):
+class Config(TaskConfig):
     """Settings of distillation."""
 
     kind: str = setting("distill", "distill.", on_resume="fixed")

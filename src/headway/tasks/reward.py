@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from headway.config.section import setting
-from headway.objective.base import Collectives, Loss, MetricSums, StepInfo, TaskNeeds, Term
-from headway.objective.preference import PreferenceConfig
-from headway.objective.preference.loss import document_sums, share_right, sides
+from headway.tasks.base import Collectives, Loss, MetricSums, StepInfo, TaskNeeds, Term
+from headway.tasks.preference import PreferenceConfig
+from headway.tasks.preference.loss import document_sums, share_right, sides
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

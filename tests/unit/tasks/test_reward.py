@@ -17,11 +17,11 @@ from headway.model.families.base import family_of
 from headway.model.init import initial_value
 from headway.model.layout import SCORE, param_specs
 from headway.model.score import ScoreHead
-from headway.objective.base import StepInfo
-from headway.objective.reward import Config
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import StepInfo
+from headway.tasks.reward import Config
 
 SCORING = MODEL.with_(score_head=True)
 CONFIG = Config(margin=0.3, center_rewards_coefficient=0.05)

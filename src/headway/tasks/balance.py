@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from headway.errors import ConfigError
-from headway.objective.base import (
+from headway.tasks.base import (
     Collectives,
     FirstPass,
     Loss,
     MetricSums,
-    Objective,
     StepInfo,
+    Task,
     Term,
     first_passes_of,
 )
@@ -38,7 +38,7 @@ LOAD = "expert_load"
 """The metric with the number of tokens of each expert, [mixtures, E]; engines balance biases with it."""
 
 
-def with_balance(objective: Objective, model: ModelConfig) -> Objective:
+def with_balance(objective: Task, model: ModelConfig) -> Task:
     """An objective and the losses of the model's mixtures; the objective itself where it has none."""
     experts = model.experts
     if experts is None:
@@ -54,7 +54,7 @@ def with_balance(objective: Objective, model: ModelConfig) -> Objective:
 class Balanced:
     """Another objective's terms, and those of the mixtures."""
 
-    def __init__(self, inner: Objective, experts: ExpertsConfig) -> None:
+    def __init__(self, inner: Task, experts: ExpertsConfig) -> None:
         self.inner, self.experts = inner, experts
         self.scope: Literal["row", "step"] = inner.scope
         self.module: nn.Module | None = inner.module
