@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
 
 from headway.errors import ConfigError, DataError
 from headway.media.items import MODALITIES, MediaRef, Modality
@@ -155,13 +154,11 @@ class MediaBuild:
 class Kind(RecordKind):
     """Conversations with media; loss is on the assistant's turns."""
 
-    holds_media: ClassVar[bool] = True
-    targets: ClassVar[tuple[str, ...] | None] = ("headway",)
-    recipe: ClassVar[str | None] = None
-    large_recipe: ClassVar[str | None] = None
-    remedy: ClassVar[str] = (
-        "`headway data validate --kind multimodal` lists all such records; drop_bad: true leaves them out."
-    )
+    holds_media = True
+    targets = ("headway",)
+    recipe = None
+    large_recipe = None
+    remedy = "`headway data validate --kind multimodal` lists all such records; drop_bad: true leaves them out."
 
     def files(self, paths: Sequence[Path | str]) -> list[Path]:
         return source_files(paths)
