@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.aligned import ENCODERS
+from support.media_looks import count_looks
 from support.runs import deterministic
 
 from headway.errors import ConfigError
@@ -81,6 +82,15 @@ def test_a_killed_run_ends_bit_for_bit_like_an_undisturbed_one(folder: Path) -> 
     )
     last = deterministic(one / "metrics.jsonl")[-1]["valid"]["valid"]
     assert {"loss", "text_to_image/recall_at_1", "image-audio/modality_gap"} <= set(last)
+
+
+def test_a_second_start_parses_no_record_and_looks_at_no_media_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(recipe_of(folder, steps=1, run={"name": "first", "dir": str(folder / "runs")}))
+    looked = count_looks(monkeypatch)
+    train(recipe_of(folder, steps=1, run={"name": "second", "dir": str(folder / "runs")}))
+    assert (looked["parsed"], looked["looked at"]) == (0, 0)
 
 
 def test_its_model_is_found_and_is_no_language_model(folder: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.film import film
 from support.fuzzing import run_verb
+from support.media_looks import count_looks
 
 from headway.config.load import load
 from headway.errors import CheckpointError, ConfigError, DataError
@@ -129,6 +130,16 @@ def test_a_stopped_run_resumes_bit_for_bit(made: Path, run: Path) -> None:
         for folder in (run, made / "runs/stopped")
     ]
     assert losses[0] == losses[1]
+
+
+def test_a_second_start_parses_no_record_and_looks_at_no_media_file(
+    made: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = count_looks(monkeypatch)
+    train(recipe_of(made, "second", "steps=1"))
+    assert (looked["parsed"], looked["looked at"]) == (0, 0)
+    train(recipe_of(made, "other", "steps=1", "data.seq_len=95"))
+    assert looked["parsed"] > 0 and looked["looked at"] > 0
 
 
 def test_the_next_command_of_a_finished_run_asks_about_a_picture_and_a_sound(run: Path) -> None:

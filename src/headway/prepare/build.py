@@ -23,7 +23,7 @@ from typing import Any, get_args
 from headway.config.user_code import user_code_file
 from headway.data.config import SourceConfig, default_cache_dir
 from headway.errors import ConfigError, DataError
-from headway.prepare.cache import find_or_build
+from headway.prepare.cache import STORES, find_or_build
 from headway.prepare.encode import (
     SIDES,
     RecordEncoder,
@@ -32,6 +32,7 @@ from headway.prepare.encode import (
     TextEncoder,
     TextReader,
 )
+from headway.prepare.media_notes import MediaNote
 from headway.prepare.tasks import (
     EncodeSettings,
     absolute_kind,
@@ -44,7 +45,9 @@ from headway.prepare.tasks import (
 from headway.prepare.workers import ChunkJob, run_job
 from headway.records.base import (
     UNREAD,
+    CacheKeyParts,
     DocumentSettings,
+    MediaScan,
     RecordKind,
     TooLong,
     check_tokenized,
@@ -52,18 +55,21 @@ from headway.records.base import (
     is_user_kind,
     record_kind,
 )
+from headway.records.encode_media import MediaPositions
 from headway.records.unpaired import BAD, GOOD
 from headway.runtime.executor.work import Placement
 from headway.runtime.json_file import load_json
 from headway.runtime.machine import usable_cores
 from headway.runtime.progress import duration, quantity
 from headway.runtime.storage import sha256_file, write_atomic
+from headway.store.checksums import Checksums
 from headway.store.convert import ConvertOptions, ConvertReport, check_target, convert_built
+from headway.store.local_copy import is_whole
+from headway.store.media_items import write_items
 from headway.store.reader import StoreWriter, dtype_for, is_store, open_store
 from headway.text.clean import CleanReport, CleanRules
 from headway.text.document import TextSplit
 from headway.text.hub import local_or_hub
-from headway.text.read import expand, read_records
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat import TOKENIZER_TEMPLATE, find_template
 from headway.tokenizer.inspect import refuse_unknown, texts_in
@@ -83,6 +89,8 @@ DROPPED = {"dropped": "too long", "without_targets": "without targets", "bad": "
 """What happens to records, by the names of its counts, in words."""
 
 SMALL_BYTES = 8 << 20
+MANY_MEDIA_RECORDS = 4096
+"""From here on worker processes pay for their start: media take longer than their records' bytes tell."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,8 @@ class BuildOptions:
     keys: KeyMap = KeyMap()
     """Chat, preference: which key of a record is what."""
 
+    positions: MediaPositions | None = field(default=None, repr=False)
+    """Media: how items stand in a document. Not in the repr, as `placement`."""
     placement: Placement | None = field(default=None, repr=False)
     """Run the work as tasks, perhaps on many machines; None: in this process and its workers. Not in the repr, which is part of keys."""
 
@@ -138,7 +148,7 @@ class BuildOptions:
             raise ConfigError(
                 f"--shard is {self.shard[0]}/{self.shard[1]} and --on is {self.placement.on}; --on divides the work itself."
             )
-        kind = check_tokenized(self.kind)
+        kind = record_kind(self.kind) if self.positions is not None else check_tokenized(self.kind)
         if kind.targets is not None and self.to not in kind.targets:
             formats = "headway stores only"
             if len(kind.targets) > 1:
@@ -312,17 +322,34 @@ def cached_store(
     tokenizer: Path | str,
     cache_dir: Path | None = None,
     options: BuildOptions = BuildOptions(),
+    check_media: bool = False,
 ) -> Path:
-    """The store of raw files in the cache, built now if it is not there yet."""
+    """The store of raw files in the cache, built now if it is not there yet. `check_media`: look at every media file that records name,
+    even if the store is known."""
     options.check()
     plan = _Plan(inputs, Path(tokenizer), options)
+    cache = cache_dir or default_cache_dir()
+    note = None
+    if plan.kind.holds_media:
+        checksums = Checksums(cache)
+        note = MediaNote.of(plan.files, plan.note_key, cache / STORES, checksums)
+        known = None if note is None or check_media else note.read()
+        if known is not None:
+            store = cache / STORES / known["store"]
+            if is_store(store) and is_whole(store, checksums):
+                return store
 
     def build(folder: Path) -> None:
         counts = plan.write(folder, None)
         if not plan.kind.is_text:
             write_counts(folder, counts)
 
-    return find_or_build(plan.files, plan.cache_key, build, cache_dir or default_cache_dir())
+    # The folder of media that a source may be has no content of its own.
+    files = [file for file in plan.files if file.is_file()]
+    store = find_or_build(files, plan.cache_key, build, cache)
+    if note is not None and plan.scan is not None:
+        note.write({"store": store.name}, plan.scan.folders)
+    return store
 
 
 def describe_cached(store: Path, source: SourceConfig, max_length: int | None) -> str:
@@ -390,11 +417,16 @@ class _Plan:
             given.keys,
             given.chat_template,
             given.drop_bad,
+            given.positions,
         )
 
     @cached_property
     def files(self) -> list[Path]:
-        return expand(list(self.inputs))
+        return self.kind.files(self.inputs)
+
+    @cached_property
+    def scan(self) -> MediaScan | None:
+        return self.kind.scan(self.files)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -412,8 +444,16 @@ class _Plan:
                     (given.text_key, given.text_template, given.split, given.append_eos, given.bos),
                 )
             )
-        key = self.kind.cache_key(self._sources[0], fingerprint, self._template_key, self.settings)
-        return key + self._code_key
+        parts = CacheKeyParts(fingerprint, self._template_key, self.settings, self.files, self.scan)
+        return self.kind.cache_key(self._sources[0], parts) + self._code_key
+
+    @property
+    def note_key(self) -> str:
+        """What decides a store besides the files of records and the media they name."""
+        parts = CacheKeyParts(
+            self.tokenizer.fingerprint, self._template_key, self.settings, self.files, None
+        )
+        return self.kind.cache_key(self._sources[0], parts) + self._code_key
 
     def splits(self, out: Path) -> Sequence[Split | None]:
         """Which records go into which store."""
@@ -435,7 +475,7 @@ class _Plan:
             masked=not text,
             typed=self.kind.is_typed,
             sources=self._sources,
-            resume=True,
+            resume=not self.kind.holds_media,
         ) as writer:
             counts = self._fill(writer, split)
         if not text:
@@ -451,6 +491,8 @@ class _Plan:
                 vars(self.cleaned).update(vars(report))
             return counts
         small = sum(path.stat().st_size for path in self.files) <= SMALL_BYTES
+        if self.scan is not None:
+            small = self.scan.records < MANY_MEDIA_RECORDS
         workers = given.workers or (1 if small else usable_cores())
         threads = given.workers is None and workers == 1
         if text:
@@ -466,9 +508,9 @@ class _Plan:
                 self.settings,
                 threads,
             )
-            read = RecordReader(split)
+            read = RecordReader(self.kind, split)
         key = self._build_key(split)
-        return run_job(
+        counts, items = run_job(
             ChunkJob(
                 self.files,
                 read,
@@ -480,6 +522,9 @@ class _Plan:
             ),
             writer,
         )
+        if given.positions is not None:
+            write_items(writer.folder, given.positions.tokens, items)
+        return counts
 
     def _encode_settings(self) -> EncodeSettings:
         """What the tasks of other machines must know."""
@@ -521,7 +566,10 @@ class _Plan:
         """What the store states as its origin; records put their kind first."""
         named = [str(path) for path in self.inputs]
         mark = self.kind.mark
-        return named if mark is None else [f"{mark} template={self.options.chat_template}", *named]
+        if mark is None:
+            return named
+        marks = self.kind.marks(self.settings)
+        return [f"{mark} template={self.options.chat_template}", *marks, *named]
 
     @property
     def _code_key(self) -> str:
@@ -580,7 +628,7 @@ class _Plan:
         """The texts of the files, uncleaned."""
         if self.kind.is_text:
             return (piece.text for piece, _ in self._text_reader(None)(self.files))
-        return (text for record in read_records(self.files) for text in texts_in(record.data))
+        return (text for record in self.kind.read(self.files) for text in texts_in(record.data))
 
     def _report_left_out(self, counts: Counter[str]) -> None:
         """Log the unread keys and the bad records; refuse a store without documents."""

@@ -31,6 +31,7 @@ from headway.records.base import (
     with_place,
 )
 from headway.runtime.seed import derive
+from headway.store.media_items import MediaItem
 from headway.store.source import Longs
 from headway.text.clean import CleanReport, CleanRules, clean
 from headway.text.document import Record, TextSplit
@@ -151,12 +152,14 @@ class Split:
 class RecordReader:
     """Reads the records of one side of the split, or all of them."""
 
+    kind: RecordKind
     split: Split | None
 
     def __call__(self, files: Sequence[Path]) -> Iterator[tuple[Record, int]]:
-        for record, number in numbered_records(files):
-            if self.split is None or self.split.includes(record, number):
-                yield record, len(str(record.data))
+        for file in files:
+            for number, record in enumerate(self.kind.read([file])):
+                if self.split is None or self.split.includes(record, number):
+                    yield record, self.kind.size_of(record)
 
 
 def numbered_records(files: Sequence[Path]) -> Iterator[tuple[Record, int]]:
@@ -221,7 +224,10 @@ class RecordEncoder:
             targets=int(mask.sum()),
         )
         lengths = np.array([len(document.ids) for document in documents], np.int64)
-        return Encoded(ids.astype(np.uint32), lengths, mask, counts, types=types)
+        media: list[tuple[MediaItem, ...]] = []
+        if self.kind.holds_media:
+            media = [document.items for document in documents]
+        return Encoded(ids.astype(np.uint32), lengths, mask, counts, types=types, items=media)
 
     @contextmanager
     def _bad_records(self, record: Record, counts: Counter[str]) -> Iterator[None]:

@@ -18,12 +18,11 @@ from headway.prepare.build import BuildOptions, cached_store, describe_cached
 from headway.prepare.detect import format_of, local_path, with_kind
 from headway.prepare.own_format import read_own_format
 from headway.records.base import record_kind
+from headway.records.encode_media import MediaPositions
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.load import load_tokenizer
 
 log = logging.getLogger("headway")
-
-MakeStore = Callable[[SourceConfig], SourceStore]
 
 
 def prepare_sources(
@@ -31,19 +30,22 @@ def prepare_sources(
     tokenizer: Path | None,
     *,
     reads: tuple[str, ...] = (),
-    media: MakeStore | None = None,
+    positions: MediaPositions | None = None,
+    check_media: bool = False,
     workers: int | None = None,
     say: Callable[[str], object] = log.debug,
 ) -> SourceStores:
     """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `reads`: the kinds of records that the
     task reads, the preferred one first.
-    `media` makes the stores of sources with pictures and sounds; `workers`: processes that tokenize the others, None: one per core.
+    `positions`: how pictures and sounds stand in documents; `check_media`: look at their files even if the stores are known.
+    `workers`: processes that tokenize, None: one per core.
     `say` receives a line for every source of records: how many there are, their chat template, what was dropped."""
     find = partial(
         prepare_source,
         config=config,
         tokenizer=tokenizer,
-        media=media,
+        positions=positions,
+        check_media=check_media,
         workers=workers,
         reads=reads,
         say=say,
@@ -55,26 +57,27 @@ def prepare_source(
     one: SourceConfig,
     config: DataConfig,
     tokenizer: Path | None,
-    media: MakeStore | None = None,
+    positions: MediaPositions | None = None,
+    check_media: bool = False,
     workers: int | None = None,
     reads: tuple[str, ...] = (),
     say: Callable[[str], object] = log.debug,
 ) -> SourceStore:
     """The store of one source."""
-    if media is not None and one.kind != "auto" and _places_media(one.kind):
-        made = media(one)
-        say(f"{one.path}: {describe_cached(made.path, one, config.seq_len)}")
-        return made
     path = local_path(one.path, config.cache_dir)
     if one.format is not None:
         path = str(read_own_format(path, one.format, config.cache_dir))
-    kind = "raw" if one.format is not None else format_of(path)
+    holds_media = one.kind != "auto" and record_kind(one.kind).holds_media
+    # A folder of pictures has no format of files.
+    kind = "raw" if one.format is not None or holds_media else format_of(path)
     if kind == "raw":
         known = with_kind(
             one, path, None if tokenizer is None else load_tokenizer(tokenizer), reads=reads
         )
-        options = replace(_options(path, known, config, reads), workers=workers)
-        store = _tokenized(path, config, tokenizer, options)
+        options = replace(_options(path, known, config, reads, positions), workers=workers)
+        if tokenizer is None:
+            raise ConfigError(_no_tokenizer(path, holds_media))
+        store = cached_store([path], tokenizer, config.cache_dir, options, check_media)
         if not record_kind(known.kind).is_text:
             say(f"{one.path}: {describe_cached(store, known, options.max_length)}")
         return SourceStore(one, store, name=one.path)
@@ -85,28 +88,23 @@ def prepare_source(
     return SourceStore(one, Path(path))
 
 
-def _tokenized(
-    path: str, config: DataConfig, tokenizer: Path | None, options: BuildOptions
-) -> Path:
-    if tokenizer is None:
-        raise ConfigError(
-            f"data: {path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store."
-        )
-    return cached_store([path], tokenizer, config.cache_dir, options)
-
-
-def _places_media(name: str) -> bool:
-    kind = record_kind(name)
-    return kind.holds_media and kind.has_tokens
+def _no_tokenizer(path: str, holds_media: bool) -> str:
+    if holds_media:
+        return f"data: {path} needs a tokenizer. Set `tokenizer` in the recipe."
+    return f"data: {path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store."
 
 
 def _options(
-    path: str, source: SourceConfig, config: DataConfig, reads: tuple[str, ...]
+    path: str,
+    source: SourceConfig,
+    config: DataConfig,
+    reads: tuple[str, ...],
+    positions: MediaPositions | None,
 ) -> BuildOptions:
     """How a source is tokenized; its kind is known."""
     assert source.kind != "auto", "the kind of raw data is known before it is tokenized"
     kind = record_kind(source.kind)
-    kind.check_positions(path, None)
+    kind.check_positions(path, positions)
     if kind.is_text:
         return BuildOptions(
             source.kind,
@@ -120,4 +118,5 @@ def _options(
         drop_bad=source.drop_bad,
         keys=KeyMap.of(source.keys),
         max_length=kind.max_length(config.seq_len, config.packing, reads),
+        positions=positions if kind.holds_media else None,
     )

@@ -23,6 +23,7 @@ from headway.config.kinds import kind_module
 from headway.errors import ConfigError, DataError, HeadwayError, first_line
 from headway.records import KINDS
 from headway.text.document import Record, TextOf
+from headway.text.read import expand, read_records
 from headway.text.record_keys import KeyMap, is_empty
 
 if TYPE_CHECKING:
@@ -91,6 +92,28 @@ class DetectContext:
         return next(
             (name for name in wanted if name in self.names or not is_empty(data.get(name))), None
         )
+
+
+@dataclass(frozen=True)
+class MediaScan:
+    """The media of some records, looked at but not read."""
+
+    stamps: str
+    """A hash of the names, sizes and times of their files."""
+    records: int
+    folders: tuple[Path, ...]
+    """The folders of these files."""
+
+
+class CacheKeyParts(NamedTuple):
+    """What may decide a cached store besides the content of the files."""
+
+    fingerprint: str
+    """Of the tokenizer."""
+    template_key: str
+    settings: DocumentSettings
+    files: Sequence[Path]
+    scan: MediaScan | None
 
 
 class Fit(NamedTuple):
@@ -217,17 +240,31 @@ class RecordKind:
             return seq_len
         return None
 
-    def cache_key(
-        self, origin: str, fingerprint: str, template_key: str, settings: DocumentSettings
-    ) -> str:
+    def cache_key(self, origin: str, parts: CacheKeyParts) -> str:
         """What decides a cached store besides the files. Existing caches are found by it, so its form never changes."""
-        return repr((origin, fingerprint, template_key, self.encoder(settings), settings.drop_bad))
+        encoder = self.encoder(parts.settings)
+        dropped = parts.settings.drop_bad
+        return repr((origin, parts.fingerprint, parts.template_key, encoder, dropped))
+
+    def files(self, paths: Sequence[Path | str]) -> list[Path]:
+        """The files that hold the records of some files, folders or globs."""
+        return expand(list(paths))
 
     def read(self, files: Sequence[Path]) -> Iterator[Record]:
         """The records of some files."""
-        from headway.text.read import read_records
-
         return read_records(files)
+
+    def size_of(self, record: Record) -> int:
+        """How many bytes a record counts for where records are divided into chunks of work."""
+        return len(str(record.data))
+
+    def marks(self, settings: DocumentSettings) -> list[str]:
+        """What else the manifest of a store says about its documents."""
+        return []
+
+    def scan(self, files: Sequence[Path]) -> MediaScan | None:
+        """Kinds with media: all files that the records name, looked at but not read."""
+        return None
 
     def check_positions(self, path: str, positions: MediaPositions | None) -> None:
         """Refuse records that cannot be tokenized with what the recipe has."""

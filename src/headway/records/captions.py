@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError
 from headway.media.records import MediaRecord, parse_media_record
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 class Kind(RecordKind):
     """Captions."""
 
-    mark: ClassVar[str | None] = None
-    unit: ClassVar[str] = "samples"
-    content: ClassVar[str] = "captions"
-    has_template: ClassVar[bool] = False
-    has_tokens: ClassVar[bool] = False
-    holds_media: ClassVar[bool] = True
-    settings: ClassVar[tuple[str, ...]] = ("drop_bad",)
-    targets: ClassVar[tuple[str, ...] | None] = ()
-    recipe: ClassVar[str | None] = None
-    large_recipe: ClassVar[str | None] = None
+    mark = None
+    unit = "samples"
+    content = "captions"
+    has_template = False
+    has_tokens = False
+    holds_media = True
+    settings = ("drop_bad",)
+    targets = ()
+    recipe = None
+    large_recipe = None
 
     def parse(self, record: Record, fields: RecordFields) -> MediaRecord:
         return parse_media_record(record)

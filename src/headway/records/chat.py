@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from headway.errors import DataError
 from headway.records.base import (
@@ -160,7 +160,7 @@ class ChatEncoder:
 class Kind(RecordKind):
     """Conversations; loss is on the assistant's turns."""
 
-    may_drop_long: ClassVar[bool] = True
+    may_drop_long = True
 
     def detect(self, data: Mapping[str, Any], context: DetectContext) -> Fit | None:
         turns = context.first(data, LISTS)

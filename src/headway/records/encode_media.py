@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -104,6 +104,38 @@ def _prepended(turns: Sequence[Turn], names: Sequence[str]) -> list[Turn]:
     ]
 
 
+def media_pieces(segments: Sequence[Segment], num_items: int, template: str) -> list[list[Segment]]:
+    """The segments between the marks of `num_items` items."""
+    pieces: list[list[Segment]] = [[]]
+    for part, target in segments:
+        text = None
+        if isinstance(part, str):
+            text = part
+        elif isinstance(part, ContinuedText):
+            text = part.text
+        if text is None or target:
+            pieces[-1].append(Segment(part, target))
+            continue
+        if not MARK.search(text):
+            if text:
+                pieces[-1].append(Segment(part, target))
+            continue
+        first, *rest = MARK.sub("\0", text).split("\0")
+        if first:
+            pieces[-1].append(Segment(_like(part, first), target))
+        pieces += [[Segment(_like(part, one), target)] if one else [] for one in rest]
+    if len(pieces) != num_items + 1:
+        raise DataError(
+            f"the chat template {template} writes {len(pieces) - 1} of {num_items} marks of media."
+        )
+    return pieces
+
+
+def _like(part: object, text: str) -> str | ContinuedText:
+    """A text that is written as the part it comes from."""
+    return text if isinstance(part, str) else ContinuedText(text)
+
+
 class MediaDocument(NamedTuple):
     """A conversation as tokens."""
 
@@ -128,89 +160,25 @@ class MediaEncoder:
         known = (tokenizer.token_to_id(f"<{modality}>"), tokenizer.pad_id, tokenizer.eos_id, 0)
         return next(number for number in known if number is not None)
 
-    def documents(
-        self, placed: Sequence[PlacedMedia[str]]
-    ) -> Iterator[MediaDocument | DataError | None]:
-        """One document for each conversation, in order; None: nothing to learn is left of it."""
-        many = [self._pieces(self.template.segments(one.turns), one) for one in placed]
-        for one, pieces in zip(placed, self._encoded(many), strict=True):
-            if isinstance(pieces, DataError):
-                yield pieces
-                continue
-            found = self._fitted(self._joined(pieces, one.items))
-            if found is None:
-                self.counts["dropped"] += 1
-            yield found
+    def document(
+        self, pieces: Sequence[Rendered], items: Sequence[tuple[str, str | None]]
+    ) -> MediaDocument | None:
+        """The document of a conversation, whose texts between items are `pieces`; None: nothing to learn is left of it."""
+        document = self._fitted(self._joined(pieces, items))
+        if document is None:
+            self.counts["dropped"] += 1
+        return document
 
     def prompt(self, placed: PlacedMedia[str], *, continues: bool = False) -> MediaDocument:
         """A conversation up to where the next answer begins; `continues`: up to the end of the words of the last one."""
         segments = prompt_segments(placed.turns, self.template, continues=continues)
-        pieces = self._encoded([self._pieces(segments, placed)])[0]
-        if isinstance(pieces, DataError):
-            raise pieces
-        return self._joined(pieces, placed.items)
-
-    def _pieces(
-        self, segments: Sequence[Segment], placed: PlacedMedia[str]
-    ) -> list[list[Segment]] | DataError:
-        """The segments between marks."""
-        pieces: list[list[Segment]] = [[]]
-        for part, target in segments:
-            text = (
-                part
-                if isinstance(part, str)
-                else part.text
-                if isinstance(part, ContinuedText)
-                else None
-            )
-            if text is None or target:
-                pieces[-1].append(Segment(part, target))
-                continue
-            first, *rest = MARK.sub("\0", text).split("\0") if MARK.search(text) else [text]
-            pieces[-1] += (
-                [
-                    Segment(
-                        part
-                        if not rest
-                        else first
-                        if isinstance(part, str)
-                        else ContinuedText(first),
-                        target,
-                    )
-                ]
-                if first
-                else []
-            )
-            pieces += [
-                [Segment(one if isinstance(part, str) else ContinuedText(one), target)]
-                if one
-                else []
-                for one in rest
-            ]
-        if len(pieces) != len(placed.items) + 1:
-            return DataError(
-                f"the chat template {self.template.name} writes {len(pieces) - 1} of {len(placed.items)} marks of media."
-            )
-        return pieces
-
-    def _encoded(
-        self, many: Sequence[list[list[Segment]] | DataError]
-    ) -> list[list[Rendered] | DataError]:
-        flat = [piece for one in many if not isinstance(one, DataError) for piece in one]
-        rendered = iter(encode_segments(flat, self.template.name, self.tokenizer))
-        found: list[list[Rendered] | DataError] = []
-        for one in many:
-            if isinstance(one, DataError):
-                found.append(one)
-                continue
-            pieces = [next(rendered) for _ in one]
-            bad = next((piece for piece in pieces if isinstance(piece, DataError)), None)
-            found.append(
-                [piece for piece in pieces if not isinstance(piece, DataError)]
-                if bad is None
-                else bad
-            )
-        return found
+        pieces = media_pieces(segments, len(placed.items), self.template.name)
+        rendered: list[Rendered] = []
+        for piece in encode_segments(pieces, self.template.name, self.tokenizer):
+            if isinstance(piece, DataError):
+                raise piece
+            rendered.append(piece)
+        return self._joined(rendered, placed.items)
 
     def _joined(
         self, pieces: Sequence[Rendered], items: Sequence[tuple[str, str | None]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -223,17 +223,17 @@ def with_loss_on_answer(prompt: Sequence[Turn], answer: Sequence[Turn]) -> list[
 class Kind(RecordKind):
     """Pairs of answers; loss is on both."""
 
-    mark: ClassVar[str | None] = PREFERENCE_MARK
-    unit: ClassVar[str] = "pairs"
-    content: ClassVar[str] = "preference pairs"
-    counted: ClassVar[str] = "pairs"
-    left_out: ClassVar[tuple[str, ...]] = ("prompts_truncated", "answers_truncated", "bad")
-    shows_share: ClassVar[bool] = False
-    documents: ClassVar[int] = 2
-    least_length: ClassVar[int] = 4
-    targets: ClassVar[tuple[str, ...] | None] = HEADWAY_ONLY
-    recipe: ClassVar[str | None] = "dpo"
-    large_recipe: ClassVar[str | None] = "dpo"
+    mark = PREFERENCE_MARK
+    unit = "pairs"
+    content = "preference pairs"
+    counted = "pairs"
+    left_out = ("prompts_truncated", "answers_truncated", "bad")
+    shows_share = False
+    documents = 2
+    least_length = 4
+    targets = HEADWAY_ONLY
+    recipe = "dpo"
+    large_recipe = "dpo"
 
     def detect(self, data: Mapping[str, Any], context: DetectContext) -> Fit | None:
         if not all(context.first(data, (name,)) for name in PAIR):

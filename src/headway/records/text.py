@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from headway.errors import DataError
 from headway.records.base import FOR_TEXT, DetectContext, Fit, RecordFields, RecordKind, ShownPart
@@ -22,15 +22,15 @@ class PlainText:
 class Kind(RecordKind):
     """Text; every token is a target."""
 
-    mark: ClassVar[str | None] = None
-    unit: ClassVar[str] = "documents"
-    content: ClassVar[str] = "text"
-    has_template: ClassVar[bool] = False
-    is_text: ClassVar[bool] = True
-    settings: ClassVar[tuple[str, ...]] = (*FOR_TEXT, "format")
-    targets: ClassVar[tuple[str, ...] | None] = None
-    recipe: ClassVar[str | None] = "pretrain"
-    large_recipe: ClassVar[str | None] = "pretrain"
+    mark = None
+    unit = "documents"
+    content = "text"
+    has_template = False
+    is_text = True
+    settings = (*FOR_TEXT, "format")
+    targets = None
+    recipe = "pretrain"
+    large_recipe = "pretrain"
 
     def detect(self, data: Mapping[str, Any], context: DetectContext) -> Fit | None:
         if any(name in context.settings for name in FOR_TEXT):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from headway.errors import DataError
 from headway.records.base import (
@@ -156,23 +156,23 @@ class UnpairedEncoder:
 class Kind(RecordKind):
     """Labelled answers; loss is on the answer."""
 
-    mark: ClassVar[str | None] = UNPAIRED_MARK
-    unit: ClassVar[str] = "labelled answers"
-    content: ClassVar[str] = "labelled answers"
-    counted: ClassVar[str] = "answers"
-    left_out: ClassVar[tuple[str, ...]] = (
+    mark = UNPAIRED_MARK
+    unit = "labelled answers"
+    content = "labelled answers"
+    counted = "answers"
+    left_out = (
         GOOD,
         BAD,
         "prompts_truncated",
         "answers_truncated",
         "bad",
     )
-    shows_share: ClassVar[bool] = False
-    is_typed: ClassVar[bool] = True
-    least_length: ClassVar[int] = 4
-    targets: ClassVar[tuple[str, ...] | None] = HEADWAY_ONLY
-    recipe: ClassVar[str | None] = None
-    large_recipe: ClassVar[str | None] = None
+    shows_share = False
+    is_typed = True
+    least_length = 4
+    targets = HEADWAY_ONLY
+    recipe = None
+    large_recipe = None
 
     def detect(self, data: Mapping[str, Any], context: DetectContext) -> Fit | None:
         # For any other task such a record is a conversation.

@@ -18,6 +18,7 @@ from headway.data.open import OpenData, sets_of, with_valid
 from headway.data.samples import SEQ_LEN, SampleSource
 from headway.errors import ConfigError
 from headway.infer.aligner import frozen_encoder, row_makers
+from headway.media.sources import source_files
 from headway.model.aligner_config import AlignerConfig
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
@@ -176,9 +177,13 @@ def _flat_width(encoder: FrozenMediaEncoder) -> int:
 
 
 def open_samples(
-    recipe: Recipe, aligner: AlignerConfig, device: torch.device | None = None
+    recipe: Recipe,
+    aligner: AlignerConfig,
+    device: torch.device | None = None,
+    check_media: bool = False,
 ) -> OpenData:
-    """The samples of a recipe, their tables made where the cache lacks them."""
+    """The samples of a recipe, their tables made where the cache lacks them. `check_media`: look at every media file even if they are
+    known."""
     config = recipe.data
     objective = recipe.objective
     assert isinstance(objective, ContrastiveConfig), "checked by resolve_aligner"
@@ -193,6 +198,8 @@ def open_samples(
             makers,
             cache_dir,
             skip_bad=one.drop_bad,
+            files=source_files(path),
+            check_media=check_media,
         )
         _check_pairs(found)
         source = source_of(found)

@@ -119,7 +119,7 @@ def test_tables_of_media_and_teachers_logits_are_listed(tmp_path: Path) -> None:
         temperature=1.0, dtype="float16", documents=(0, 8), tokens=(0, 80),
     )  # fmt: skip
     with TeacherLogitsWriter(tmp_path / "logits", origin) as writer:
-        writer._shard_positions = 25  # pyright: ignore[reportPrivateUsage] - shards of a test are small
+        writer._rows._shard_rows = 25  # pyright: ignore[reportPrivateUsage] - shards of a test are small
         writer.add(np.zeros((80, 2), np.int32), np.zeros((80, 3), np.float16))
         writer.finish()
     logits = open_logits(tmp_path / "logits")
