@@ -214,9 +214,7 @@ def kernels(case: dict[str, Any]) -> str:
             config, NextToken(), optim, device, dtype, compile_blocks=on_cuda, parallel=parallel
         )
     )
-    engine.fill(
-        (name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items()
-    )
+    engine.fill((name, initial_value(spec, config, 0)) for name, spec in engine.specs.items())
     rows, length = case["rows"], case["seq_len"]
     tokens = torch.randint(1, config.vocab, (rows, length))
     zeros = torch.zeros(rows, length, dtype=torch.int32)

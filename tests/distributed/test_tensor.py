@@ -268,7 +268,7 @@ def test_no_rank_holds_the_whole_model_to_read_or_write_it(
     parallel: dict[str, Any], tmp_path: Path
 ) -> None:
     specs = param_specs(LARGER)
-    values = {spec.name: initial_value(spec.name, spec.shape, LARGER, 0) for spec in specs}
+    values = {spec.name: initial_value(spec, LARGER, 0) for spec in specs}
     export_huggingface(LARGER, values.items(), tmp_path / "model", tokenizer=None)
     whole = 4 * sum(spec.size for spec in specs)
     for reading, writing in run_ranks(

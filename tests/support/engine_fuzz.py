@@ -123,9 +123,7 @@ class FuzzModels:
     """A tiny model with media inputs and adapters, under several head masks; and a draft model."""
 
     def __init__(self, folder: Path) -> None:
-        self.weights = {
-            spec.name: initial_value(spec.name, spec.shape, MODEL, 4) for spec in param_specs(MODEL)
-        }
+        self.weights = {spec.name: initial_value(spec, MODEL, 4) for spec in param_specs(MODEL)}
         self.tokenizer = byte_tokenizer()
         self.folder = folder
         self.draft = write_model(folder, CONFIG.with_(max_seq_len=CONTEXT, num_layers=1))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headway.data.batch import Batch
 from headway.model.base import Model
+from headway.model.layout import ParamSpec
 from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup
@@ -47,6 +48,8 @@ class LocalModel:
 
     boxes: dict[str, ParamBox]
     sums: dict[int, RankGroup] = field(default_factory=dict)
+    specs: dict[str, ParamSpec] = field(default_factory=dict)
+    """Every parameter of the whole model and of the objective, in order."""
     part: PipelinePart | None = None
     """This rank's stages, where there is a pipeline."""
 
@@ -94,13 +97,13 @@ class BaseEngine(ABC):
             name: local.boxes[name] if name in local.boxes else self._objective_box(home)
             for name, home in self.homes.items()
         }
-        self.shapes = {name: box.shape for name, box in self.boxes.items()}
         if part is not None:
             self.boxes = {
                 name: replace(box, of_earlier_stage=part.is_copy(name))
                 for name, box in self.boxes.items()
             }
-            self.shapes = dict(part.shapes)
+        self.specs = local.specs
+        self.shapes = {name: spec.shape for name, spec in self.specs.items()}
         self.rules = build_rules(spec.optim, groups)
         """The update rule of every group."""
         self.rule_of = {name: self.rules[group.name] for group in groups for name in group.names}
@@ -167,7 +170,7 @@ class BaseEngine(ABC):
             return {
                 name: parameter_at(home).detach().clone()
                 for name, home in self.homes.items()
-                if name.startswith(OBJECTIVE)
+                if "objective" in self.specs[name].groups
             }
 
     @contextmanager

@@ -14,6 +14,7 @@ from headway.data.batch import Batch, StepBatch
 from headway.kernels.fp8 import Scaling
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
+from headway.model.layout import ParamSpec
 from headway.objective.base import MetricSums, ObjectiveConfig, StepInfo
 from headway.optim.base import Hyper, OptimConfig
 from headway.optim.groups import ParamGroup
@@ -118,8 +119,10 @@ class Engine(Protocol):
     """Holds the model, the gradients and the optimizer state of this rank."""
 
     groups: list[ParamGroup]
+    specs: dict[str, ParamSpec]
+    """Every parameter of the whole model and of the objective, in the order of the model."""
     shapes: dict[str, tuple[int, ...]]
-    """Every parameter's whole shape, in the order of the model."""
+    """Their shapes."""
 
     def holds(self, name: str) -> bool:
         """Whether this rank has any part of a parameter; ranks of a pipeline hold those of their stages."""

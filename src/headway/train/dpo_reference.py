@@ -212,10 +212,7 @@ def _find(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
         seed = resolved.recipe.seed
         return _Source(
             model,
-            lambda: (
-                (spec.name, initial_value(spec.name, spec.shape, model, seed))
-                for spec in param_specs(model)
-            ),
+            lambda: ((spec.name, initial_value(spec, model, seed)) for spec in param_specs(model)),
             "with the random weights the run starts from",
         )
     try:

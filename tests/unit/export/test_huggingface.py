@@ -35,7 +35,7 @@ CONFIG = ModelConfig(
 
 def random_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     for spec in param_specs(config):
-        yield spec.name, initial_value(spec.name, spec.shape, config, 4)
+        yield spec.name, initial_value(spec, config, 4)
 
 
 def tokenizer_folder(folder: Path) -> Path:

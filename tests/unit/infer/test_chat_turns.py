@@ -333,9 +333,7 @@ def test_pictures_stay_in_the_conversation_as_in_the_plain_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIG.with_(max_seq_len=256, media=MediaShape((MediaInput("image", 6, 3),), hidden=8))
-    weights = [
-        (spec.name, initial_value(spec.name, spec.shape, config, 4)) for spec in param_specs(config)
-    ]
+    weights = [(spec.name, initial_value(spec, config, 4)) for spec in param_specs(config)]
     model = build_frozen_model(config, weights, torch.device("cpu"), torch.float32)
     loaded = LoadedModel(model, config, byte_tokenizer("<|im_start|>", "<|im_end|>"), tmp_path)
     encode = SomeEncoder()

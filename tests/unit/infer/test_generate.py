@@ -52,7 +52,7 @@ def byte_tokenizer(*, adds_bos: bool = False) -> Tokenizer:
 
 def random_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     for spec in param_specs(config):
-        yield spec.name, initial_value(spec.name, spec.shape, config, 4)
+        yield spec.name, initial_value(spec, config, 4)
 
 
 @pytest.fixture(scope="module")

@@ -208,10 +208,8 @@ def test_a_known_family_is_wrapped_on_request_only(tmp_path: Path) -> None:
 
 def test_random_weights_are_drawn_as_the_class_draws_them_by_name_and_seed() -> None:
     config = read({**SHAPE, "model_type": "nemotron"})  # its norms add 1 to their weights
-    one = {
-        spec.name: initial_value(spec.name, spec.shape, config, 3) for spec in param_specs(config)
-    }
-    again = {name: initial_value(name, one[name].shape, config, 3) for name in reversed(list(one))}
+    one = {spec.name: initial_value(spec, config, 3) for spec in param_specs(config)}
+    again = {spec.name: initial_value(spec, config, 3) for spec in reversed(param_specs(config))}
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert (
         float(one["model.norm.weight"].sum()) == 32.0
@@ -252,9 +250,7 @@ def test_code_of_a_folder_runs_when_a_recipe_trusts_it_and_travels_with_an_expor
     assert "modeling_mine" not in str([name for name in sys.modules if "mine" in name])
     config = find_model(folder, wrapping=Wrapping(trust_remote_code=True)).config
     assert as_stored(config).trust_remote_code is False  # a checkpoint alone runs nothing
-    weights = (
-        (spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config)
-    )
+    weights = ((spec.name, initial_value(spec, config, 0)) for spec in param_specs(config))
     export_huggingface(config, weights, tmp_path / "out", tokenizer=None)
     assert (tmp_path / "out/modeling_mine.py").is_file()
     written = json.loads((tmp_path / "out/config.json").read_text())

@@ -79,9 +79,7 @@ def test_a_picture_in_a_request_is_answered_as_the_same_file_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIG.with_(max_seq_len=256, media=MediaShape((MediaInput("image", 6, 3),), hidden=8))
-    weights = [
-        (spec.name, initial_value(spec.name, spec.shape, config, 4)) for spec in param_specs(config)
-    ]
+    weights = [(spec.name, initial_value(spec, config, 4)) for spec in param_specs(config)]
     tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
     loaded = LoadedModel(
         build_frozen_model(config, weights, torch.device("cpu"), torch.float32),

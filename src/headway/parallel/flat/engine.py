@@ -21,7 +21,7 @@ from headway.data.batch import StepBatch
 from headway.model.base import Model
 from headway.objective.base import Objective, StepInfo
 from headway.optim.base import Guard, Hyper, takes_narrow_gradients
-from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
+from headway.optim.groups import ParamGroup
 from headway.parallel.base import (
     BaseEngine,
     LocalModel,
@@ -153,7 +153,7 @@ class FlatEngine(BaseEngine):
         held = parameter_at(self.homes[name]).dtype
         if not held.is_floating_point:
             return held  # bytes of a quantised matrix
-        return torch.float32 if is_wide(name) else self.spec.dtype
+        return torch.float32 if self.specs[name].is_wide else self.spec.dtype
 
     def _register_all(self) -> None:
         """Put views of the flat buffers where the model has its parameters; values they already have are copied."""
@@ -442,7 +442,9 @@ class FlatEngine(BaseEngine):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters at full precision, bucket by bucket in the order of the model."""
-        return ((name, value) for name, value in self._whole() if not name.startswith(OBJECTIVE))
+        for name, value in self._whole():
+            if "objective" not in self.specs[name].groups:
+                yield name, value
 
     @property
     def masters(self) -> dict[str, Tensor]:
