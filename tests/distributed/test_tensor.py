@@ -31,7 +31,7 @@ from support.ranks import run_ranks, start_processes
 from support.runs import make_stores, write_recipe
 
 from headway.checkpoint.load import open_checkpoint
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import Writers, save_checkpoint
 from headway.config.load import load
 from headway.errors import CommunicationError
 from headway.export.huggingface import export_huggingface
@@ -101,7 +101,7 @@ def continued(
             with open_checkpoint(folder / f"step-{2 * index:08}") as reader:
                 engine.load(reader.read, reader.scalars["engine"])
         losses += train_some(one, engine, range(2 * index, 2 * index + 2))[0]
-        records = (TensorRecord(*tensor) for tensor in engine.tensors())
+        records = engine.tensors()
         writers = Writers(group.rank, group.size, group.gather)
         save_checkpoint(folder, 2 * index + 2, records, {"engine": engine.scalars()}, None, writers)
     return losses

@@ -19,11 +19,10 @@ from headway.objective.base import MetricSums, ObjectiveConfig, StepInfo
 from headway.optim.base import Hyper, OptimConfig
 from headway.optim.groups import ParamGroup
 from headway.optim.scaler import ScalerConfig
+from headway.parallel.box import StateTensor
 from headway.parallel.collectives import RankGroups
 from headway.parallel.config import MemoryConfig, ParallelConfig
 
-Box = tuple[tuple[int, ...], Tensor]
-StateTensor = tuple[str, str, tuple[int, ...], list[Box]]
 ReadTensor = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
 """(name, role, offset, shape) -> tensor: how a checkpoint's content reaches an engine, saved from any layout."""
 
@@ -145,7 +144,7 @@ class Engine(Protocol):
         ...
 
     def tensors(self) -> Iterator[StateTensor]:
-        """Everything to save: (name, role, global shape, [(offset, local view)]); what several ranks hold is given by one of them."""
+        """Everything to save; what several ranks hold is given by one of them."""
         ...
 
     def scalars(self) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from headway.parallel.base import (
     parameter_at,
     square_norm,
 )
+from headway.parallel.box import Box
 from headway.parallel.collectives import RankGroups
 from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StepResult
 from headway.parallel.fsdp_matrices import ShardedMember, owners, update_whole
@@ -144,7 +145,7 @@ class FsdpEngine(BaseEngine):
         return self.rule_of[name].matrices is not None and not self.specs[name].is_wide
 
     def _part(self, name: str, parameter: nn.Parameter, group: str | None) -> LocalParameter:
-        shape, shard = self.boxes[name].local_shape, self.ranks_of(name).shard
+        shape, shard = self.boxes[name].shape, self.ranks_of(name).shard
         local = _local(parameter.detach())
         offset = (0,) * len(shape)
         if isinstance(parameter, DTensor):
@@ -265,7 +266,7 @@ class FsdpEngine(BaseEngine):
         )
         sharded = {
             part.name: ShardedMember(
-                self.boxes[part.name].local_shape,
+                self.boxes[part.name].shape,
                 part.master,
                 self._grads[part.name],
                 part.state,
@@ -304,7 +305,7 @@ class FsdpEngine(BaseEngine):
         for part in self.parts.values():
             local = part.master
             boxes = (
-                [(self.boxes[part.name].shift(part.offset), tuple(local.shape), 0)]
+                [(self.boxes[part.name].part(Box(part.offset, tuple(local.shape))), 0)]
                 if local.numel()
                 else []
             )

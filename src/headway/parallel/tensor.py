@@ -33,10 +33,10 @@ from headway.model.config import ModelConfig
 from headway.model.layout import GATES, ParamSpec
 from headway.model.moe import ExpertLinear
 from headway.parallel.base import LocalModel
+from headway.parallel.box import ParamBox
 from headway.parallel.collectives import RankGroup, RankGroups, split_group
 from headway.parallel.engine import EngineSpec
 from headway.parallel.expert_exchange import ExpertExchange
-from headway.parallel.param_box import ParamBox
 from headway.parallel.tensor_exchange import TensorExchange
 
 
@@ -47,10 +47,7 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     if experts.size > 1:
         model.share_experts(partial(ExpertExchange, group=experts))
     if group.size == 1:
-        boxes = {
-            name: expert_part(one, ParamBox.whole(one.shape), experts)
-            for name, one in specs.items()
-        }
+        boxes = {name: expert_part(ParamBox.whole(one), experts) for name, one in specs.items()}
         if experts.size > 1:
             _shrink(model, boxes)
         return LocalModel(boxes)
@@ -61,7 +58,7 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
         if one.split == "row" and bias in specs:
             # Only the first rank adds it (`_replace_modules`); its gradient is zero on the others.
             specs[bias] = replace(specs[bias], covers="part")
-    boxes = {name: expert_part(one, cut.box(one), experts) for name, one in specs.items()}
+    boxes = {name: expert_part(cut.box(one), experts) for name, one in specs.items()}
     exchange = TensorExchange(group, sequence=spec.parallel.sequence)
     _shrink(model, boxes)
     _replace_modules(model, specs, boxes, exchange)
@@ -86,13 +83,17 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     return LocalModel(boxes, _sum_groups(spec.ranks, copies))
 
 
-def expert_part(spec: ParamSpec, box: ParamBox, group: RankGroup) -> ParamBox:
+def expert_part(box: ParamBox, group: RankGroup) -> ParamBox:
     """Of a box of stacked experts, those of this rank of the expert axis; of any other parameter, the box itself."""
-    if group.size == 1 or "expert" not in spec.groups:
+    if group.size == 1 or "expert" not in box.spec.groups:
         return box
-    each = box.local_shape[0] // group.size
-    offset, local = (group.rank * each, *box.offset[1:]), (each, *box.local_shape[1:])
-    return replace(box, offset=offset, local_shape=local, expert_ranks=group.size)
+    each = box.shape[0] // group.size
+    return replace(
+        box,
+        offset=(group.rank * each, *box.offset[1:]),
+        shape=(each, *box.shape[1:]),
+        expert_ranks=group.size,
+    )
 
 
 @torch.no_grad()
@@ -151,23 +152,15 @@ class Cut:
         """The box of one parameter."""
         dim = spec.split_dim
         if dim is None:
-            return ParamBox(
-                spec.shape,
-                (0,) * len(spec.shape),
-                spec.shape,
-                self.group.size,
-                self.group.rank,
-                spec.covers == "part" or (spec.covers == "tokens" and self.sequence),
-            )
+            is_partial = spec.covers == "part" or (spec.covers == "tokens" and self.sequence)
+            return ParamBox.whole(spec, self.group.size, self.group.rank, is_partial=is_partial)
         copies = self.copies if spec.of_kv_heads else 1
         parts = even_parts(spec.shape[dim], self.group.size // copies)
         part = parts[self.group.rank // copies]
-        offset = tuple(part.start if at == dim else 0 for at in range(len(spec.shape)))
-        local = tuple(len(part) if at == dim else size for at, size in enumerate(spec.shape))
+        offset = tuple(part.start if index == dim else 0 for index in range(len(spec.shape)))
+        local = tuple(len(part) if index == dim else size for index, size in enumerate(spec.shape))
         sizes = tuple(len(one) for one in parts)
-        return ParamBox(
-            spec.shape, offset, local, copies, self.group.rank % copies, copies > 1, dim, sizes
-        )
+        return ParamBox(offset, local, spec, copies, self.group.rank % copies, copies > 1, sizes)
 
 
 def _shrink(model: Model, boxes: dict[str, ParamBox]) -> None:
@@ -176,7 +169,7 @@ def _shrink(model: Model, boxes: dict[str, ParamBox]) -> None:
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            local = boxes[f"{path}.{leaf}" if path else leaf].local_shape
+            local = boxes[f"{path}.{leaf}" if path else leaf].shape
             assert parameter.is_meta
             module._parameters[leaf] = nn.Parameter(
                 torch.empty(local, dtype=parameter.dtype, device="meta"), parameter.requires_grad

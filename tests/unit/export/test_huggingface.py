@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headway.checkpoint.save import TensorRecord, save_checkpoint
+from headway.checkpoint.save import save_checkpoint
 from headway.cli import main
 from headway.errors import CheckpointError, ConfigError
 from headway.export.huggingface import export_huggingface, export_model
@@ -18,6 +18,7 @@ from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.loading.huggingface import read_config, read_weights
+from headway.parallel.box import StateTensor
 from headway.runtime.digests import write_digests
 from headway.tokenizer.load import Tokenizer
 
@@ -248,7 +249,7 @@ def test_checkpoints_and_runs_load_and_export_like_the_folder_they_become(
     tokenizer = tokenizer_folder(tmp_path / "tokenizer")
     for step, shift in ((1, 5.0), (2, 0.0)):
         records = [
-            TensorRecord(n, "master", tuple(v.shape), [((0,) * v.dim(), v + shift)])
+            StateTensor(n, "master", tuple(v.shape), [((0,) * v.dim(), v + shift)])
             for n, v in random_weights(CONFIG)
         ]
         save_checkpoint(
@@ -284,7 +285,7 @@ def test_checkpoints_and_runs_load_and_export_like_the_folder_they_become(
 
 
 def test_a_checkpoint_without_a_model_shape_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 1, [TensorRecord("a", "master", (2,), [((0,), torch.zeros(2))])], {})
+    save_checkpoint(tmp_path, 1, [StateTensor("a", "master", (2,), [((0,), torch.zeros(2))])], {})
     with pytest.raises(CheckpointError, match="does not say what shape the model has"):
         find_model(tmp_path)
 

@@ -335,11 +335,11 @@ def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_o
 
     def split_model(model: Any, _spec: Any) -> base.LocalModel:
         found = {
-            name: base.ParamBox.whole(tuple(parameter.shape))
-            for name, parameter in model.named_parameters()
+            name: base.ParamBox.whole(spec) for name, spec in assembling.model_specs(model).items()
         }
         rows, columns = found[split].shape
-        found[split] = base.ParamBox((2 * rows, columns), (rows, 0), (rows, columns))
+        whole = replace(found[split].spec, shape=(2 * rows, columns))
+        found[split] = base.ParamBox((rows, 0), (rows, columns), whole)
         return base.LocalModel(
             {
                 name: replace(box, copies=2, copy=1) if "norm" in name else box
