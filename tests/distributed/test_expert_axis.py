@@ -28,8 +28,8 @@ from support.runs import (
 
 from headway.checkpoint.load import open_checkpoint
 from headway.checkpoint.save import Writers, save_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.data.batch import StepBatch, StepStats
-from headway.infer.load import find_model
 from headway.model.config import ModelConfig
 from headway.model.experts_config import ExpertsConfig
 from headway.model.layout import ROUTER_BIAS

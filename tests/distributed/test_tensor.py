@@ -32,10 +32,10 @@ from support.runs import make_stores, write_recipe
 
 from headway.checkpoint.load import open_checkpoint
 from headway.checkpoint.save import Writers, save_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
 from headway.errors import CommunicationError
 from headway.export.huggingface import export_huggingface
-from headway.infer.load import find_model
 from headway.kernels.fp8 import LinearSplit, fp8_linear
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value

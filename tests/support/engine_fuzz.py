@@ -24,9 +24,10 @@ from headway.infer.engine.request import (
     PromptMedia,
     Speculation,
 )
-from headway.infer.load import LoadedModel, build_frozen_model
+from headway.infer.load import LoadedModel
 from headway.infer.prefill import chunks
 from headway.infer.sampling import Sampling, choose
+from headway.model.base import build_frozen_model
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initial_value
 from headway.model.layout import param_specs

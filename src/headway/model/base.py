@@ -11,7 +11,7 @@ Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -26,7 +26,7 @@ from headway.kernels.topk_distill_loss import TopLogProbs, linear_top_k, linear_
 from headway.kernels.vocab_loss import VocabShard
 from headway.model.adapter.config import adapted_spec
 from headway.model.families.base import STORED, family_of
-from headway.model.layout import ParamSpec, in_groups, spec_by_name
+from headway.model.layout import GATES, ParamSpec, in_groups, spec_by_name
 
 if TYPE_CHECKING:
     from headway.data.batch import Batch
@@ -401,6 +401,28 @@ def keep_wide(model: Model) -> None:
     for name, parameter in model.named_parameters():
         if name in wide:
             parameter.data = parameter.data.float()
+
+
+def build_frozen_model(
+    config: ModelConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Model:
+    """A model with given weights, in evaluation mode and without gradients.
+
+    Gates say which heads may stream; this model computes all of them in full until masks say otherwise.
+    """
+    config = config.with_(head_gates=None)
+    with torch.device("meta"):
+        model = build_model(config)
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    keep_wide(model)
+    parameters = dict(model.named_parameters())
+    for name, value in weights:
+        if name != GATES:
+            parameters[name].copy_(value)
+    return model
 
 
 MAX_VARIANTS = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from headway.checkpoint.stored_model import find_model
 from headway.errors import ConfigError, DataError
-from headway.infer.load import find_model
 from headway.model.adapter.config import all_specs
 from headway.model.config import ModelConfig
 from headway.model.families.base import WRAPPED

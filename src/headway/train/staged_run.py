@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from headway.checkpoint.config import CHECKPOINTS
+from headway.checkpoint.stored_model import FINAL, STAGES, StoredModel, find_model
 from headway.config.load import dump_yaml, load
 from headway.data.target_check import check_targets
 from headway.errors import ConfigError, HeadwayError
-from headway.infer.load import FINAL, STAGES, StoredModel, find_model
-from headway.infer.stored_adapter import StoredAdapter
 from headway.model.adapter.config import all_specs
+from headway.model.adapter.stored import StoredAdapter
 from headway.model.layout import param_specs
 from headway.optim.groups import make_groups, objective_specs, trainable
 from headway.parallel.collectives import RankGroup

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headway.checkpoint.save import save_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.cli import main
 from headway.errors import CheckpointError, ConfigError
 from headway.export.huggingface import export_huggingface, export_model
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs

@@ -10,11 +10,12 @@ import pytest
 import torch
 from support.byte_model import byte_tokenizer
 
+from headway.checkpoint.stored_model import find_model
 from headway.cli import main
 from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface
 from headway.infer.generate import GenerateOptions, generate
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.kernels.attention import causal_mask
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value

@@ -17,10 +17,11 @@ from headway.errors import ConfigError, DataError
 from headway.infer.chat import ChatAnswer, ChatSession, read_chats
 from headway.infer.chat_engine import EngineResponder
 from headway.infer.generate import GenerateOptions, answer_conversations
-from headway.infer.load import LoadedModel, build_frozen_model, load_model
+from headway.infer.load import LoadedModel, load_model
 from headway.infer.media import MediaQuestion, answer_media
 from headway.infer.sampling import Sampling
 from headway.media.items import MediaRef
+from headway.model.base import build_frozen_model
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.media_shape import MediaInput, MediaShape

@@ -9,9 +9,11 @@ import torch
 from support.family_cases import CASES, build_theirs
 from support.pairs import pair_batch
 
+from headway.checkpoint.stored_model import find_model
 from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface, with_padding
-from headway.infer.load import build_frozen_model, find_model, load_model
+from headway.infer.load import load_model
+from headway.model.base import build_frozen_model
 from headway.model.config import ModelConfig
 from headway.model.families.base import classifier_of, family_names, family_of
 from headway.model.layout import HEAD, SCORE, ParamSpec, in_groups, num_parameters, param_specs

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from support.batches import make_batch
 from support.stock_cases import CASES, SHAPE, build_stock, save_stock
 
+from headway.checkpoint.stored_model import find_model
 from headway.data.batch import Batch
 from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface, export_model
-from headway.infer.load import LoadedModel, find_model, load_model
+from headway.infer.load import LoadedModel, load_model
 from headway.model.families.base import as_stored, family_for
 from headway.model.families.transformers import Wrapping, read
 from headway.model.flops import token_flops

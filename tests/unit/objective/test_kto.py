@@ -15,7 +15,7 @@ from support.unpaired import random_records, steps_of, write_unpaired
 
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.data.unpaired import LABEL
-from headway.infer.load import build_frozen_model
+from headway.model.base import build_frozen_model
 from headway.objective.base import StepInfo
 from headway.objective.kto import MISMATCH_REFERENCE, Config
 from headway.objective.pairs import REFERENCE

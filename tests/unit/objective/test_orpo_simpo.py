@@ -10,8 +10,7 @@ from support.pairs import pair_batch
 from support.trl_pairs import LAYOUTS, MODEL, PAIRS, wave
 
 from headway.data.batch import Batch, StepBatch, StepStats
-from headway.infer.load import build_frozen_model
-from headway.model.base import ModelOut
+from headway.model.base import ModelOut, build_frozen_model
 from headway.objective.base import ObjectiveConfig, StepInfo
 from headway.objective.dpo import Config as DPOConfig
 from headway.objective.orpo import Config as ORPOConfig

@@ -17,9 +17,10 @@ from support.byte_model import CONFIG, byte_tokenizer
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.request import EngineOptions, EngineRequest
 from headway.infer.generate import GenerateOptions
-from headway.infer.load import LoadedModel, build_frozen_model
+from headway.infer.load import LoadedModel
 from headway.infer.media import MediaQuestion, answer_media
 from headway.media.items import ImageSpec, MediaRef
+from headway.model.base import build_frozen_model
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.media_shape import MediaInput, MediaShape
