@@ -265,16 +265,7 @@ class Model(nn.Module, ABC):
     def param_specs(self) -> list[ParamSpec]:
         """Every parameter of the whole model without adapters. A model that says no more than names and modules has whole parameters on
         all ranks, norms that begin with 1 and biases with 0."""
-        specs: list[ParamSpec] = []
-        for name, parameter in self.named_parameters():
-            spec = spec_by_name(name, tuple(parameter.shape))
-            path, _, leaf = name.rpartition(".")
-            if isinstance(self.get_submodule(path), NORMS):
-                spec = replace(spec, groups=spec.groups | in_groups("norm"))
-                if leaf == "weight":
-                    spec = replace(spec, start="norm")
-            specs.append(spec)
-        return specs
+        return module_specs(self)
 
     @property
     @abstractmethod
@@ -384,6 +375,20 @@ def build_model(config: ModelConfig) -> Model:
         if build is not None:
             return build(config)
     return Transformer(config)
+
+
+def module_specs(module: nn.Module) -> list[ParamSpec]:
+    """What names and modules say of the parameters of any module, in its order."""
+    specs: list[ParamSpec] = []
+    for name, parameter in module.named_parameters():
+        spec = spec_by_name(name, tuple(parameter.shape))
+        path, _, leaf = name.rpartition(".")
+        if isinstance(module.get_submodule(path), NORMS):
+            spec = replace(spec, groups=spec.groups | in_groups("norm"))
+            if leaf == "weight":
+                spec = replace(spec, start="norm")
+        specs.append(spec)
+    return specs
 
 
 def model_specs(model: Model) -> dict[str, ParamSpec]:

@@ -30,7 +30,7 @@ def initial_value(spec: ParamSpec, config: ModelConfig, seed: int) -> torch.Tens
     if config.aligner is not None:
         from headway.model.aligner import aligner_value
 
-        return aligner_value(spec.name, spec.shape, config, seed)
+        return aligner_value(spec, config, seed)
     if config.hf_config is not None:
         from headway.model.stock.first_values import stock_value
 

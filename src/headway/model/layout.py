@@ -30,12 +30,13 @@ Coverage = Literal["tokens", "part", "all"]
     part      what its heads, inputs or outputs say: ranks always add up.
     all       everything, on every rank: never added up.
 """
-Start = Literal["normal", "residual", "norm", "zero", "uniform", "gates", "given"]
+Start = Literal["normal", "residual", "table", "norm", "zero", "uniform", "gates", "given"]
 """How a parameter begins (init.py):
 
     normal      normal with the config's spread          residual   the same, smaller with depth: a matrix that adds to the stream
     norm        the factor that changes nothing          zero       0
     uniform     as torch initializes a linear            gates      as the config's head gates say
+    table       of vectors that are looked up and added to a stream, in the towers of an aligner
     given       whoever adds it says: an adapter, the objective
 """
 Group = Literal[

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from headway.model.config import ModelConfig
-from headway.model.layout import EMBEDDING, GATES, ParamSpec
+from headway.model.layout import ParamSpec
 from headway.parallel.config import ParallelConfig
 from headway.parallel.pipeline.program import PipelineShape
 from headway.parallel.pipeline_order import stages_on
@@ -86,10 +86,12 @@ def pipeline_part(
     """The part of a rank; `specs` has all parameters of the whole model in forward order."""
     shape, layers = parallel.pipeline_shape, stage_layers(parallel, model, seq_len)
     everyone = tuple(range(parallel.pipeline))
-    shared = {GATES: everyone}
-    if model.ties_head:
-        shared[EMBEDDING] = (everyone[0], everyone[-1])
-    sharers = {name: ranks for name, ranks in shared.items() if name in specs}
+    sharers: dict[str, Ints] = {}
+    for name, spec in specs.items():
+        if "gates" in spec.groups:
+            sharers[name] = everyone
+        elif spec.tied_to is not None:
+            sharers[name] = (everyone[0], everyone[-1])
     return PipelinePart(shape, rank, layers, specs, sharers)
 
 
