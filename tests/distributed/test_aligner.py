@@ -10,7 +10,7 @@ from support.engines import OPTIM, Setup, make_engine
 from support.ranks import run_ranks
 
 from headway.model.aligner import Aligner
-from headway.model.init import initial_value
+from headway.model.init import initialize
 from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
 from headway.tasks.base import StepInfo
@@ -53,9 +53,7 @@ def trained(cases: list[tuple[dict[str, Any], dict[str, Any], int]], group: Rank
 def plain() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]:
     """The same by plain autograd over whole batches with torch's AdamW."""
     model = Aligner(ALIGNER)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, ALIGNER, 1))
+    initialize(model, 1)
     scale = torch.nn.Parameter(torch.tensor(2.6592600369))
     engine = make_engine(RankGroup(), Setup(micro=1, **SETUP))
     decays = {name for group in engine.groups if group.decays for name in group.names}

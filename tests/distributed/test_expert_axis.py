@@ -27,9 +27,9 @@ from support.runs import (
 )
 
 from headway.checkpoint.load import open_checkpoint
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import Writers, save_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.data.batch import StepBatch, StepStats
-from headway.infer.load import find_model
 from headway.model.config import ModelConfig
 from headway.model.experts_config import ExpertsConfig
 from headway.model.layout import ROUTER_BIAS
@@ -63,7 +63,7 @@ def setup_of(parallel: dict[str, Any], **more: Any) -> Setup:
 
 
 def save(folder: Path, engine: Any, group: RankGroup) -> None:
-    records = (TensorRecord(*tensor) for tensor in engine.tensors())
+    records = engine.tensors()
     save_checkpoint(
         folder,
         CUT,

@@ -14,7 +14,7 @@ from support.engines import Setup, make_engine, share_of_step, train_steps
 from support.ranks import run_ranks
 
 from headway.checkpoint.load import open_checkpoint
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import Writers, save_checkpoint
 from headway.optim.adafactor import Config as Adafactor
 from headway.optim.muon import Config as Muon
 from headway.optim.schedule import Schedule
@@ -60,7 +60,7 @@ def outcome(engine: Any, losses: list[float]) -> Result:
 
 
 def save(folder: Path, engine: Any, group: RankGroup) -> None:
-    records = (TensorRecord(*tensor) for tensor in engine.tensors())
+    records = engine.tensors()
     save_checkpoint(
         folder,
         CUT,

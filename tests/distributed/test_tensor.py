@@ -31,11 +31,11 @@ from support.ranks import run_ranks, start_processes
 from support.runs import make_stores, write_recipe
 
 from headway.checkpoint.load import open_checkpoint
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import Writers, save_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
 from headway.errors import CommunicationError
 from headway.export.huggingface import export_huggingface
-from headway.infer.load import find_model
 from headway.kernels.fp8 import LinearSplit, fp8_linear
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
@@ -101,7 +101,7 @@ def continued(
             with open_checkpoint(folder / f"step-{2 * index:08}") as reader:
                 engine.load(reader.read, reader.scalars["engine"])
         losses += train_some(one, engine, range(2 * index, 2 * index + 2))[0]
-        records = (TensorRecord(*tensor) for tensor in engine.tensors())
+        records = engine.tensors()
         writers = Writers(group.rank, group.size, group.gather)
         save_checkpoint(folder, 2 * index + 2, records, {"engine": engine.scalars()}, None, writers)
     return losses
@@ -268,7 +268,7 @@ def test_no_rank_holds_the_whole_model_to_read_or_write_it(
     parallel: dict[str, Any], tmp_path: Path
 ) -> None:
     specs = param_specs(LARGER)
-    values = {spec.name: initial_value(spec.name, spec.shape, LARGER, 0) for spec in specs}
+    values = {spec.name: initial_value(spec, LARGER, 0) for spec in specs}
     export_huggingface(LARGER, values.items(), tmp_path / "model", tokenizer=None)
     whole = 4 * sum(spec.size for spec in specs)
     for reading, writing in run_ranks(

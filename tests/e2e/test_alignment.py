@@ -11,10 +11,10 @@ from support.aligned import ENCODERS
 from support.media_looks import count_looks
 from support.runs import deterministic
 
+from headway.checkpoint.stored_model import find_model
 from headway.errors import ConfigError
 from headway.infer.aligner import aligned_encoders, find_aligner
 from headway.infer.check_checkpoint import check_checkpoint
-from headway.infer.load import find_model
 from headway.media.items import MediaRef
 from headway.media.synthetic import SyntheticMedia, write_media
 from headway.plan.hardware import GPUS

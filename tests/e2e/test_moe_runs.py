@@ -15,9 +15,11 @@ from support.runs import (
     write_recipe,
 )
 
+from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
 from headway.errors import ConfigError
-from headway.infer.load import build_frozen_model, find_model, load_model
+from headway.infer.load import load_model
+from headway.model.base import build_frozen_model
 from headway.train import train
 from headway.train.config import Recipe
 from headway.train.resolve import resolve

@@ -325,9 +325,7 @@ def test_a_llava_folder_computes_the_same_logits_with_transformers(
         hidden=SMALL["hidden_size"],
     )
     config = ModelConfig(**SMALL, media=shape)
-    weights = [
-        (spec.name, initial_value(spec.name, spec.shape, config, 3)) for spec in param_specs(config)
-    ]
+    weights = [(spec.name, initial_value(spec, config, 3)) for spec in param_specs(config)]
     export_huggingface(config, iter(weights), tmp_path / "ours", tokenizer=made / "tok")
     export_llava(tmp_path / "ours", tmp_path / "llava")
     theirs = LlavaForConditionalGeneration.from_pretrained(

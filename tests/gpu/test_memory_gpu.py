@@ -64,8 +64,7 @@ def engine_with(
     )
     engine = assemble(replace(spec, memory=MemoryConfig(**memory)))
     assert isinstance(engine, FlatEngine)
-    names = list(engine.shapes)
-    engine.fill((name, initial_value(name, engine.shapes[name], config, 1)) for name in names)
+    engine.fill((name, initial_value(spec, config, 1)) for name, spec in engine.specs.items())
     return engine
 
 

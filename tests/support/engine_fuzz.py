@@ -24,9 +24,10 @@ from headway.infer.engine.request import (
     PromptMedia,
     Speculation,
 )
-from headway.infer.load import LoadedModel, build_frozen_model
+from headway.infer.load import LoadedModel
 from headway.infer.prefill import chunks
 from headway.infer.sampling import Sampling, choose
+from headway.model.base import build_frozen_model
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
@@ -123,9 +124,7 @@ class FuzzModels:
     """A tiny model with media inputs and adapters, under several head masks; and a draft model."""
 
     def __init__(self, folder: Path) -> None:
-        self.weights = {
-            spec.name: initial_value(spec.name, spec.shape, MODEL, 4) for spec in param_specs(MODEL)
-        }
+        self.weights = {spec.name: initial_value(spec, MODEL, 4) for spec in param_specs(MODEL)}
         self.tokenizer = byte_tokenizer()
         self.folder = folder
         self.draft = write_model(folder, CONFIG.with_(max_seq_len=CONTEXT, num_layers=1))

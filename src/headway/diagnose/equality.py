@@ -92,9 +92,7 @@ def make_engine(model: ModelConfig, seed: int) -> FlatEngine:
     )
     engine = assemble(spec)
     assert isinstance(engine, FlatEngine)
-    engine.fill(
-        (name, initial_value(name, shape, model, seed)) for name, shape in engine.shapes.items()
-    )
+    engine.fill((name, initial_value(spec, model, seed)) for name, spec in engine.specs.items())
     return engine
 
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from headway.checkpoint.stored_model import StoredModel, find_model_of_family
 from headway.errors import CheckpointError, ConfigError
 from headway.export.huggingface import converted
 from headway.export.kquants import BLOCK, BLOCK_BYTES, quantise
 from headway.export.modelfile import write_modelfile
-from headway.infer.load import StoredModel, check_vocabulary, find_model_of_family
+from headway.infer.load import check_vocabulary
 from headway.model.config import ModelConfig
 from headway.model.families._config_json import NEUTRAL
 from headway.model.families.base import family_of

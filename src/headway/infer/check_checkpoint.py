@@ -20,7 +20,7 @@ from headway.infer.aligner import find_aligner
 from headway.infer.decode import Decoder
 from headway.infer.load import load_model
 from headway.infer.prefill import last_hidden
-from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.config import AdapterConfig, all_specs
 from headway.model.base import build_model
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
@@ -131,11 +131,10 @@ def _check_shapes(reader: Reader, report: CheckpointReport) -> ModelConfig | Non
     form: Any = reader.scalars.get("adapter")
     if isinstance(form, dict):
         adapter = report.found(lambda: validate(AdapterConfig, form["config"]))
-        shapes = (
-            shapes
-            if adapter is None
-            else report.found(lambda: adapter.all_shapes(config)) or shapes
-        )
+        if adapter is not None:
+            specs = report.found(lambda: all_specs(config, adapter))
+            if specs is not None:
+                shapes = {name: spec.shape for name, spec in specs.items()}
     for name, wanted in shapes.items():
         found = report.found(lambda name=name: reader.shape(name))
         if found is not None and tuple(found) != wanted:

@@ -11,8 +11,8 @@ Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -24,8 +24,9 @@ from headway.kernels.cross_entropy import NLL, Shaping, WeightGradBuffer, linear
 from headway.kernels.distill_loss import Distilled, DistillShaping, TeacherHead, linear_distill
 from headway.kernels.topk_distill_loss import TopLogProbs, linear_top_k, linear_topk_distill
 from headway.kernels.vocab_loss import VocabShard
+from headway.model.adapter.config import adapted_spec
 from headway.model.families.base import STORED, family_of
-from headway.model.layout import ROUTER_BIAS, ParamSpec
+from headway.model.layout import GATES, ParamSpec, in_groups, spec_by_name
 
 if TYPE_CHECKING:
     from headway.data.batch import Batch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from headway.model.router import Routing
     from headway.model.score import ScoreHead
 
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 DecodeStep = Callable[[Tensor, Tensor], Tensor]
 """(token [B], position [B]) -> logits, fp32 [B,V]."""
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -261,10 +263,9 @@ class Model(nn.Module, ABC):
         its other inputs are shared by all blocks."""
 
     def param_specs(self) -> list[ParamSpec]:
-        """Every parameter in the order of the model, and how it may be sharded; replicated unless a model says otherwise."""
-        return [
-            ParamSpec(name, tuple(parameter.shape)) for name, parameter in self.named_parameters()
-        ]
+        """Every parameter of the whole model without adapters. A model that says no more than names and modules has whole parameters on
+        all ranks, norms that begin with 1 and biases with 0."""
+        return module_specs(self)
 
     @property
     @abstractmethod
@@ -376,11 +377,57 @@ def build_model(config: ModelConfig) -> Model:
     return Transformer(config)
 
 
-def keep_wide(model: nn.Module) -> None:
+def module_specs(module: nn.Module) -> list[ParamSpec]:
+    """What names and modules say of the parameters of any module, in its order."""
+    specs: list[ParamSpec] = []
+    for name, parameter in module.named_parameters():
+        spec = spec_by_name(name, tuple(parameter.shape))
+        path, _, leaf = name.rpartition(".")
+        if isinstance(module.get_submodule(path), NORMS):
+            spec = replace(spec, groups=spec.groups | in_groups("norm"))
+            if leaf == "weight":
+                spec = replace(spec, start="norm")
+        specs.append(spec)
+    return specs
+
+
+def model_specs(model: Model) -> dict[str, ParamSpec]:
+    """Every parameter that a whole model has, in its order: what it says of its own, and what follows for those of adapters."""
+    known = {spec.name: spec for spec in model.param_specs()}
+    return {
+        name: adapted_spec(name, tuple(parameter.shape), known)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def keep_wide(model: Model) -> None:
     """Give the balancing biases of routers back the fp32 that `model.to(dtype)` took: they move by less than bf16 can tell apart."""
+    wide = {spec.name for spec in model.param_specs() if spec.is_wide}
     for name, parameter in model.named_parameters():
-        if name.endswith(ROUTER_BIAS):
+        if name in wide:
             parameter.data = parameter.data.float()
+
+
+def build_frozen_model(
+    config: ModelConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Model:
+    """A model with given weights, in evaluation mode and without gradients.
+
+    Gates say which heads may stream; this model computes all of them in full until masks say otherwise.
+    """
+    config = config.with_(head_gates=None)
+    with torch.device("meta"):
+        model = build_model(config)
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    keep_wide(model)
+    parameters = dict(model.named_parameters())
+    for name, value in weights:
+        if name != GATES:
+            parameters[name].copy_(value)
+    return model
 
 
 MAX_VARIANTS = 64

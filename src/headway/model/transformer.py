@@ -343,9 +343,8 @@ class Transformer(Model):
         return found
 
     def param_specs(self) -> list[ParamSpec]:
-        """The layout of the config, and the parameters of adapters."""
-        known = {spec.name: spec for spec in param_specs(self.config)}
-        return [known.get(spec.name, spec) for spec in super().param_specs()]
+        """The layout of the config."""
+        return param_specs(self.config)
 
     @property
     def head_parameter(self) -> str | None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headway.errors import ParallelError
-from headway.model.layout import EXPERTS
 from headway.parallel.layouts import Layout, LayoutShape, broken_tensor
 from headway.parallel.mesh import ring_ranks
 
@@ -192,7 +191,7 @@ def _packed(case: LayoutCase) -> Iterator[str]:
     if (
         adapter is not None
         and expert > 1
-        and any(EXPERTS in name for name in adapter.layouts(case.model))
+        and any(layout.experts is not None for layout in adapter.layouts(case.model).values())
     ):
         yield (
             f"parallel.expert is {expert} and adapter.base is {adapter.base}, which quantises the experts of a layer together. "

@@ -17,10 +17,10 @@ from headway.data.config import DataConfig, SourceConfig, default_cache_dir
 from headway.data.open import OpenData, sets_of, with_valid
 from headway.data.samples import SEQ_LEN, SampleSource
 from headway.errors import ConfigError
-from headway.infer.aligner import frozen_encoder, row_makers
 from headway.media.sources import source_files
 from headway.model.aligner_config import AlignerConfig
 from headway.model.config import ModelConfig
+from headway.model.encoders.rows import frozen_encoder, row_makers
 from headway.model.flops import TokenFlops
 from headway.model.loading.aligner_file import read_aligner
 from headway.optim.groups import OBJECTIVE

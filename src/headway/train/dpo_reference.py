@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.checkpoint.stored_model import find_model
 from headway.data.batch import Batch
 from headway.data.config import DataConfig, default_cache_dir
 from headway.data.groups import GroupSource
@@ -30,12 +31,11 @@ from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
 from headway.data.selection import Selection
 from headway.errors import CheckpointError, ConfigError, DataError, ParallelError
-from headway.infer.load import build_frozen_model, find_model
 from headway.kernels.distill_loss import TeacherHead
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.lora import adapt, pack_linears, with_updates
 from headway.model.adapter.packed_base import packed_values
-from headway.model.base import Model, build_model
+from headway.model.base import Model, build_frozen_model, build_model
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import GATES, param_specs
@@ -212,10 +212,7 @@ def _find(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
         seed = resolved.recipe.seed
         return _Source(
             model,
-            lambda: (
-                (spec.name, initial_value(spec.name, spec.shape, model, seed))
-                for spec in param_specs(model)
-            ),
+            lambda: ((spec.name, initial_value(spec, model, seed)) for spec in param_specs(model)),
             "with the random weights the run starts from",
         )
     try:

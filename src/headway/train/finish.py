@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from headway.checkpoint.save import step_folder
+from headway.checkpoint.stored_model import FINAL
 from headway.errors import CheckpointError, ConfigError
 from headway.export.adapter import FOLDER, write_adapter
 from headway.export.huggingface import atomic_folder, export_huggingface
-from headway.infer.load import FINAL
 from headway.model.adapter.config import expert_linears
 from headway.model.layout import GATES
 from headway.model.loading.aligner_file import write_aligner_folder

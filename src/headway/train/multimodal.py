@@ -39,7 +39,6 @@ from headway.train.multimodal_config import (
 )
 
 if TYPE_CHECKING:
-
     import torch
 
     from headway.train.config import Recipe

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headway.checkpoint.stored_model import StoredModel, find_model
 from headway.config.load import load
 from headway.errors import HeadwayError
-from headway.infer.load import StoredModel, find_model
 from headway.model.media_shape import MediaShape
 from headway.records.base import record_kind
 from headway.runtime.optional import is_installed

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from headway.checkpoint.stored_model import StoredModel, find_model
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.infer.load import StoredModel, find_model
-from headway.infer.stored_adapter import StoredAdapter
+from headway.model.adapter.stored import StoredAdapter
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.families.base import WRAPPED, classifier_of, family_of
 from headway.model.head_masks.file import find_masks, read_masks, read_table

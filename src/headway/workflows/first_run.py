@@ -169,7 +169,7 @@ def _fine_tune(
     names: str,
     cache_dir: Path | None,
 ) -> FirstRun:
-    from headway.infer.load import find_model
+    from headway.checkpoint.stored_model import find_model
     from headway.model.layout import param_specs
 
     try:

@@ -225,7 +225,7 @@ def random_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(11)
     for spec in param_specs(config):
         noise = torch.randn(spec.shape, generator=generator) * 0.2
-        yield spec.name, noise + initial_value(spec.name, spec.shape, config, 0)
+        yield spec.name, noise + initial_value(spec, config, 0)
 
 
 @pytest.mark.parametrize("case", THEIRS)
@@ -319,9 +319,7 @@ def test_a_folder_that_transformers_saved_anew_is_refused_with_the_remedy(tmp_pa
     config = ModelConfig(
         hidden_size=32, num_layers=1, num_heads=2, ffn_size=32, vocab_size=64, max_seq_len=32
     )
-    weights = [
-        (spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config)
-    ]
+    weights = [(spec.name, initial_value(spec, config, 0)) for spec in param_specs(config)]
     export_huggingface(config, weights, tmp_path / "out", tokenizer=None)
     load_model(tmp_path / "out")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.batches import make_batch
 
+from headway.checkpoint.stored_model import find_model
 from headway.export.huggingface import export_model
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.model.families.base import family_of
 from headway.model.transformer import Transformer
 from headway.tasks.balance import with_balance

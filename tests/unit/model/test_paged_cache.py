@@ -9,7 +9,7 @@ from headway.model import paged_layer
 from headway.model.base import Model, build_model
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
-from headway.model.init import initial_value
+from headway.model.init import initialize
 from headway.model.kv_cache import KVCache
 from headway.model.paged_cache import CacheShape, PagedCache
 from headway.model.paged_layer import PrefillPiece
@@ -48,8 +48,7 @@ CASES |= {f"{name} masks": (FAMILIES[name], CASES["masks"][1]) for name in ("gem
 
 def build(config: ModelConfig) -> Model:
     model = build_model(config).eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(name, tuple(parameter.shape), config, 4))
+    initialize(model, 4)
     return model
 
 

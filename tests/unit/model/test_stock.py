@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from support.batches import make_batch
 from support.stock_cases import CASES, SHAPE, build_stock, save_stock
 
+from headway.checkpoint.stored_model import find_model
 from headway.data.batch import Batch
 from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface, export_model
-from headway.infer.load import LoadedModel, find_model, load_model
+from headway.infer.load import LoadedModel, load_model
 from headway.model.families.base import as_stored, family_for
 from headway.model.families.transformers import Wrapping, read
 from headway.model.flops import token_flops
@@ -208,10 +209,8 @@ def test_a_known_family_is_wrapped_on_request_only(tmp_path: Path) -> None:
 
 def test_random_weights_are_drawn_as_the_class_draws_them_by_name_and_seed() -> None:
     config = read({**SHAPE, "model_type": "nemotron"})  # its norms add 1 to their weights
-    one = {
-        spec.name: initial_value(spec.name, spec.shape, config, 3) for spec in param_specs(config)
-    }
-    again = {name: initial_value(name, one[name].shape, config, 3) for name in reversed(list(one))}
+    one = {spec.name: initial_value(spec, config, 3) for spec in param_specs(config)}
+    again = {spec.name: initial_value(spec, config, 3) for spec in reversed(param_specs(config))}
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert (
         float(one["model.norm.weight"].sum()) == 32.0
@@ -252,9 +251,7 @@ def test_code_of_a_folder_runs_when_a_recipe_trusts_it_and_travels_with_an_expor
     assert "modeling_mine" not in str([name for name in sys.modules if "mine" in name])
     config = find_model(folder, wrapping=Wrapping(trust_remote_code=True)).config
     assert as_stored(config).trust_remote_code is False  # a checkpoint alone runs nothing
-    weights = (
-        (spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config)
-    )
+    weights = ((spec.name, initial_value(spec, config, 0)) for spec in param_specs(config))
     export_huggingface(config, weights, tmp_path / "out", tokenizer=None)
     assert (tmp_path / "out/modeling_mine.py").is_file()
     written = json.loads((tmp_path / "out/config.json").read_text())

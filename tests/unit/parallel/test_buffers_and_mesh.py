@@ -39,10 +39,10 @@ def test_boxes_are_exactly_the_elements_of_a_range(shape: list[int], data: st.Da
     length = data.draw(st.integers(0, size - first))
     whole = torch.arange(size).view(shape)
     found = []
-    for offset, part, start in boxes_of(tuple(shape), first, length):
-        box = whole[tuple(slice(o, o + n) for o, n in zip(offset, part, strict=True))]
-        assert box.flatten().tolist() == list(range(first + start, first + start + prod(part)))
-        found += box.flatten().tolist()
+    for box, start in boxes_of(tuple(shape), first, length):
+        elements = box.of(whole).flatten().tolist()
+        assert elements == list(range(first + start, first + start + prod(box.shape)))
+        found += elements
     assert found == list(range(first, first + length))
 
 

@@ -11,7 +11,7 @@ from support.trl_pairs import GOLDEN, LAYOUTS, MODEL, PAIRS, wave
 
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.errors import ConfigError
-from headway.infer.load import build_frozen_model
+from headway.model.base import build_frozen_model
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import DifferentiableCollectives, RankGroup

@@ -12,7 +12,7 @@ from headway.model.head_gates import expected_z, probability_zero, sample
 from headway.model.init import initial_value
 from headway.model.layout import GATES
 from headway.optim.adamw import Config as AdamW
-from headway.optim.groups import OBJECTIVE, hypers
+from headway.optim.groups import hypers
 from headway.optim.schedule import Schedule
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
@@ -35,9 +35,9 @@ def engine_of(
     engine = assemble(EngineSpec(shape, config, OPTIM, chunk_tokens=64, seed=3, freeze=freeze))
     assert isinstance(engine, FlatEngine)
     engine.fill(
-        (name, initial_value(name, engine.shapes[name], shape, 1))
-        for name in engine.shapes
-        if not name.startswith(OBJECTIVE)
+        (name, initial_value(spec, shape, 1))
+        for name, spec in engine.specs.items()
+        if spec.start != "given"
     )
     return engine
 

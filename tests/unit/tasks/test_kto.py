@@ -14,7 +14,7 @@ from support.trl_pairs import MODEL, wave
 from support.unpaired import random_records, steps_of, write_unpaired
 
 from headway.data.batch import Batch, StepBatch, StepStats
-from headway.infer.load import build_frozen_model
+from headway.model.base import build_frozen_model
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec

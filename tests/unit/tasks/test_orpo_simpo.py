@@ -10,8 +10,7 @@ from support.pairs import pair_batch
 from support.trl_pairs import LAYOUTS, MODEL, PAIRS, wave
 
 from headway.data.batch import Batch, StepBatch, StepStats
-from headway.infer.load import build_frozen_model
-from headway.model.base import ModelOut
+from headway.model.base import ModelOut, build_frozen_model
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec

@@ -29,9 +29,7 @@ CONFIG = Config(margin=0.3, center_rewards_coefficient=0.05)
 
 def weights() -> dict[str, torch.Tensor]:
     """Larger than at the start of a run, so that scores differ."""
-    return {
-        one.name: 6 * initial_value(one.name, one.shape, SCORING, 1) for one in param_specs(SCORING)
-    }
+    return {one.name: 6 * initial_value(one, SCORING, 1) for one in param_specs(SCORING)}
 
 
 def step(

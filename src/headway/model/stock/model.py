@@ -30,7 +30,7 @@ from headway.model.base import (
     Model,
     ModelOut,
 )
-from headway.model.layout import HEAD
+from headway.model.layout import HEAD, ParamSpec
 from headway.model.stock.attention import LayerPass, passing
 from headway.model.stock.buffers import computed_values
 from headway.model.stock.classes import empty_model
@@ -67,6 +67,10 @@ class StockModel(Model):
             layer.register_forward_hook(_own_memory)
         self.is_random = self.facts.is_random
         self._pass = partial(LayerPass, self.facts.windows, ScoreRule(self.facts.softcap), "auto")
+
+    def param_specs(self) -> list[ParamSpec]:
+        """As one forward through the class has shown them."""
+        return list(self.facts.specs)
 
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
         """Nothing is sampled besides dropout."""

@@ -170,10 +170,11 @@ def write_pairs(questions: Path, out: Path) -> int:
 
 def sparsify(demo: Demo) -> dict[str, Any]:
     """Train head gates over the frozen model, then compare loss and cache of the masked and the full model."""
+    from headway.checkpoint.stored_model import find_model
     from headway.config.load import load
     from headway.eval.long_context import LongPlan, evaluate_long
     from headway.eval.long_report import kv_rows, write_long_report
-    from headway.infer.load import find_model, load_model
+    from headway.infer.load import load_model
     from headway.model.head_masks.choice import MaskSpec
     from headway.train.config import Recipe
     from headway.workflows.sparsify import FOLDER, write_mask_files
