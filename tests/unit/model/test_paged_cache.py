@@ -1,8 +1,9 @@
-"""Pages and rings give the hidden states of a plain cache: packed pieces, then steps, under any masks and windows."""
+"""Pages and rings give the hidden states of a forward under explicit masks: packed pieces, then steps, under any masks and windows."""
 
 import pytest
 import torch
 from support.family_shapes import FAMILY_SHAPES
+from support.head_masks import masked_forward
 
 from headway.kernels.cached_chunk import attend_streaming_reference, store_reference
 from headway.model import paged_layer
@@ -10,7 +11,6 @@ from headway.model.base import Model, build_model
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initial_value
-from headway.model.kv_cache import KVCache
 from headway.model.paged_cache import CacheShape, PagedCache
 from headway.model.paged_layer import PrefillPiece
 
@@ -51,22 +51,6 @@ def build(config: ModelConfig) -> Model:
     for name, parameter in model.named_parameters():
         parameter.copy_(initial_value(name, tuple(parameter.shape), config, 4))
     return model
-
-
-def plain(model: Model, masks: HeadMasks | None, tokens: torch.Tensor, length: int) -> torch.Tensor:
-    cache = KVCache(
-        model.config,
-        1,
-        160,
-        device="cpu",
-        dtype=torch.float32,
-        masks=masks,
-        prompt_lengths=[length],
-    )
-    found = [model.prefill(tokens[None, :length], torch.arange(length)[None], cache)]
-    for at in range(length, length + STEPS):
-        found.append(model.prefill(tokens[None, at : at + 1], torch.tensor([[at]]), cache))
-    return torch.cat(found, 1)[0]
 
 
 def paged(
@@ -122,7 +106,7 @@ def paged(
 
 @pytest.mark.parametrize("path", ["plain", "kernel"])
 @pytest.mark.parametrize("name", CASES)
-def test_hidden_states_are_those_of_a_plain_cache(
+def test_hidden_states_are_those_of_the_masked_forward(
     name: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, masks = CASES[name]
@@ -136,8 +120,6 @@ def test_hidden_states_are_those_of_a_plain_cache(
         torch.randint(0, 320, (length + STEPS,), generator=generator) for length in LENGTHS
     ]
     with torch.inference_mode():
-        for tokens, length, found in zip(
-            sequences, LENGTHS, paged(model, masks, sequences), strict=True
-        ):
-            expected = plain(model, masks, tokens, length)
+        for tokens, found in zip(sequences, paged(model, masks, sequences), strict=True):
+            expected = masked_forward(model, tokens[None], masks)[0]
             assert (found - expected).abs().max() < 2e-5 * max(1.0, expected.abs().max())
