@@ -4,13 +4,14 @@ import torch
 
 from headway.kernels.attention import AttentionMask, causal_mask, visible
 from headway.kernels.sinks import softmax
+from headway.model.base import Model
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.projector import MediaTensors
 from headway.model.transformer import Block, Transformer
 
 
 def masked_forward(
-    model: Transformer,
+    model: Model,
     ids: torch.Tensor,
     masks: HeadMasks | None,
     media: MediaTensors | None = None,
@@ -18,6 +19,7 @@ def masked_forward(
     """Hidden states [B,T,D] of rows that are one document each, every head under its own mask.
 
     Without masks every head sees what its layer's window shows. The judge of caches: it has none."""
+    assert isinstance(model, Transformer)
     rows, length = ids.shape
     at = torch.arange(length)
     if masks is None:
