@@ -30,6 +30,8 @@ NUM_BINS = 15
 MAX_BUCKETS = 48
 CHUNK_TOKENS = 1024
 """Logits are computed for this many tokens at once."""
+READ_TOKENS = 4096
+"""Under masks this many tokens of each row go through the model at once, so that heads that forget never hold more than these."""
 SORTED_BATCHES = 16
 """Windows of about this many batches are sorted by length, so that batches have little padding."""
 
@@ -131,7 +133,7 @@ def _hidden(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Hidden states of left-aligned rows; under masks, streaming heads see what they would see in generation."""
     import torch
 
-    from headway.infer.prefill import chunks
+    from headway.model.paged_rows import PagedRows
 
     rows, length = tokens.shape
     if loaded.masks is None:
@@ -139,8 +141,8 @@ def _hidden(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
             rows, length
         )
         return loaded.model.prefill(tokens, position)
-    cache = loaded.new_cache(rows, length, [length] * rows)
-    return torch.cat(list(chunks(loaded.model, tokens, cache)), dim=1)
+    cached = PagedRows(loaded.model, rows, length, masks=loaded.masks)
+    return torch.cat([cached.read(part) for part in tokens.split(READ_TOKENS, dim=1)], dim=1)
 
 
 def _predictions(loaded: LoadedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
