@@ -42,7 +42,6 @@ class LockStepCache:
         k: torch.Tensor,
         v: torch.Tensor,
         position: torch.Tensor,
-        whole: object = None,
         sinks: torch.Tensor | None = None,
         expand: Expander | None = None,
     ) -> torch.Tensor:

@@ -140,7 +140,7 @@ def _hidden(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
         position = torch.arange(length, dtype=torch.int32, device=tokens.device).expand(
             rows, length
         )
-        return loaded.model.prefill(tokens, position)
+        return loaded.model.hidden_states(tokens, position)
     cached = PagedRows(loaded.model, rows, length, masks=loaded.masks)
     return torch.cat([cached.read(part) for part in tokens.split(READ_TOKENS, dim=1)], dim=1)
 

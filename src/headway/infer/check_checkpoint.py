@@ -174,7 +174,7 @@ def _score(path: str) -> float:
     """The score that a reward model gives to a few ids."""
     loaded = load_model(path, scores=True)
     ids = torch.arange(8)[None] % loaded.config.vocab
-    hidden = loaded.model.prefill(ids, torch.arange(8, dtype=torch.int32)[None])
+    hidden = loaded.model.hidden_states(ids, torch.arange(8, dtype=torch.int32)[None])
     score = float(ScoreHead(hidden, loaded.model.head_weight).of_documents(torch.tensor([[0, 8]])))
     if not math.isfinite(score):
         raise CheckpointError(f"{path}: the score it computes is not finite.")

@@ -14,7 +14,7 @@ An adapter is merged: a loaded model has plain weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from headway.model.base import Model
     from headway.model.families.transformers import Wrapping
     from headway.model.head_masks.masks import HeadMasks
-    from headway.model.kv_cache import KVCache
     from headway.parallel.collectives import RankGroup
     from headway.tokenizer.load import Tokenizer
 
@@ -160,17 +159,6 @@ class LoadedModel:
         return self.with_masks(
             choice.resolve(source), OWN if choice.file is None else str(choice.file)
         )
-
-    def new_cache(
-        self, rows: int, capacity: int, prompt_lengths: Sequence[int] | None = None
-    ) -> KVCache:
-        """An empty KV cache for this model under its masks."""
-        from headway.model.kv_cache import KVCache
-
-        return KVCache(
-            self.config, rows, capacity, device=self.device, dtype=self.model.head_weight.dtype, masks=self.masks,
-            prompt_lengths=prompt_lengths,
-        )  # fmt: skip
 
     def describe_masks(self) -> dict[str, Any] | None:
         """The masks as plain values for a result; None where every head keeps the whole past."""

@@ -11,7 +11,7 @@ Pages may be shared by sequences with the same beginning; rings are copied. `Pag
     PagedDecode   one token in each row of a batch of slots
     PagedPrefill  pieces of several prompts, packed in one row
 
-Both batches have the methods a model calls on a KV cache: `attend`, `is_empty`, `advance`.
+Both batches are what a model sees of the cache (`AttentionCache`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import torch
 from headway.kernels.paged_attention import PagedWorkspace
 from headway.model.base import Expander
 from headway.model.config import ModelConfig
-from headway.model.head_masks.masks import HeadMasks
-from headway.model.kv_layer import group_heads
+from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
 from headway.model.page_pool import PagePool
 from headway.model.paged_layer import LayerPages, PrefillPiece, PrefillPlan, RingHeads
 
@@ -44,23 +43,37 @@ class CacheShape:
     """Positions that can be taken back from rings; at least one page's."""
 
     def groups(self, layer: int) -> tuple[tuple[int, ...], list[RingHeads]]:
-        """The full heads of a layer, and its rings."""
-        full: tuple[int, ...] = ()
-        rings: list[RingHeads] = []
-        for group in group_heads(self.config, layer, self.context, self.masks):
-            if group.sinks == 0 and group.window == self.context:
-                full += group.heads
+        """The full heads of a layer, and its rings; every KV head is in one of them."""
+        full: list[int] = []
+        rings: dict[tuple[int, int, int | None], list[int]] = {}
+        for head in range(self.config.cached_heads):
+            kept = self._kept(layer, head)
+            if kept is None:
+                full.append(head)
             else:
-                rings.append(
-                    RingHeads(
-                        group.heads,
-                        group.sinks,
-                        group.window + max(self.spare, self.page_tokens),
-                        group.window,
-                        group.reach,
-                    )
-                )
-        return full, rings
+                rings.setdefault(kept, []).append(head)
+        spare = max(self.spare, self.page_tokens)
+        return tuple(full), [
+            RingHeads(tuple(heads), sinks, window + spare, window, reach)
+            for (sinks, window, reach), heads in rings.items()
+        ]
+
+    def _kept(self, layer: int, head: int) -> tuple[int, int, int | None] | None:
+        """(sinks, window, reach of the sinks) of a head; None where it sees every position of the longest sequence."""
+        own = self.config.window_of(layer)
+        if own is not None and own >= self.context:
+            own = None
+        whole = None if own is None else (0, own, None)
+        if self.masks is None or self.masks.full[layer][head]:
+            return whole
+        window = DEFAULT_WINDOW if self.masks.window is None else self.masks.window
+        sinks = DEFAULT_SINKS if self.masks.sinks is None else self.masks.sinks
+        if own is not None and own <= window:
+            return whole
+        if sinks + window >= self.context:
+            return whole
+        # A sink is seen no farther than the layer's own window.
+        return sinks, window, own
 
     @property
     def page_bytes(self) -> int:
@@ -164,8 +177,6 @@ class PagedCache:
 class PagedDecode:
     """One token in each row."""
 
-    is_empty = False
-
     def __init__(self, cache: PagedCache, rows: int) -> None:
         self.cache, self.rows = cache, rows
         self.slots = torch.full((rows,), cache.slots, dtype=torch.int64, device=cache.device)
@@ -182,7 +193,6 @@ class PagedDecode:
         k: torch.Tensor,
         v: torch.Tensor,
         position: torch.Tensor,
-        whole: object = None,
         sinks: torch.Tensor | None = None,
         expand: Expander | None = None,
     ) -> torch.Tensor:
@@ -190,14 +200,9 @@ class PagedDecode:
         assert expand is None, "single steps meet what is stored"
         return self.cache.layers[layer].step(q, k, v, position[:, 0], self, sinks)
 
-    def advance(self, tokens: int) -> None:
-        """Lengths are the caller's."""
-
 
 class PagedPrefill:
     """Pieces of prompts, packed in one row."""
-
-    is_empty = False
 
     def __init__(self, cache: PagedCache, plan: PrefillPlan) -> None:
         self.cache, self.plan, self.capacity = cache, plan, cache.shape.context
@@ -209,15 +214,11 @@ class PagedPrefill:
         k: torch.Tensor,
         v: torch.Tensor,
         position: torch.Tensor,
-        whole: object = None,
         sinks: torch.Tensor | None = None,
         expand: Expander | None = None,
     ) -> torch.Tensor:
         """o [1,N,H,hd] of q [1,N,H,hd]; each piece sees what its slot holds and itself; k and v [1,N,KV,hd] are stored."""
         return self.cache.layers[layer].prefill(q[0], k[0], v[0], self.plan, sinks, expand)[None]
-
-    def advance(self, tokens: int) -> None:
-        """Lengths are the caller's."""
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +33,6 @@ from headway.kernels.sinks import add_sinks
 from headway.kernels.streaming_pieces import flash
 from headway.model.base import Expander
 from headway.model.config import ModelConfig
-from headway.model.kv_layer import copies_of_head, put_heads, rule_of_heads, take_heads
 from headway.model.ring_prefill import RingHeads, RingPlan, attend_windows
 
 if TYPE_CHECKING:
@@ -209,14 +208,29 @@ class LayerPages:
                 view[target] = view[source]
 
     def _heads(self, x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
-        """The heads [B,T,heads,hd] of x; query heads follow their KV head."""
-        return take_heads(x, heads, self.kv_heads)
+        """The heads [B,T,heads,hd] of x that belong to some KV heads; query heads follow their KV head.
+
+        Neighbours are copied as one piece: an index would have to go to the device."""
+        if len(heads) == self.kv_heads:
+            return x
+        per_head = x.shape[2] // self.kv_heads
+        pieces = [x[:, :, first * per_head : stop * per_head] for first, stop in _runs(heads)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def _put(self, o: torch.Tensor, result: torch.Tensor, heads: tuple[int, ...]) -> None:
-        put_heads(o, result, heads, self.kv_heads)
+        """Write the result [B,T,heads,hd] of some KV heads to its place in o [B,T,H,hd]."""
+        per_head = o.shape[2] // self.kv_heads
+        begin = 0
+        for first, stop in _runs(heads):
+            count = (stop - first) * per_head
+            o[:, :, first * per_head : stop * per_head] = result[:, :, begin : begin + count]
+            begin += count
 
     def _rule(self, sinks: torch.Tensor | None, heads: tuple[int, ...]) -> ScoreRule:
-        return rule_of_heads(self.rule, sinks, heads, self.kv_heads)
+        """The layer's rule with the sinks [H] of the query heads that belong to some KV heads."""
+        if sinks is None:
+            return self.rule
+        return replace(self.rule, sinks=self._heads(sinks[None, None], heads)[0, 0])
 
     def step(
         self,
@@ -409,11 +423,33 @@ class LayerPages:
                 found = cudnn_part(q[None, span], keys, values, causal=True)
                 o[span] = (found if rule.sinks is None else add_sinks(*found, rule.sinks))[0][0]
                 continue
-            position = torch.arange(piece.start, piece.end, device=q.device)[None]
-            o[span] = attend_chunk(
-                q[None, span], keys, values, start=piece.start, position=position, rule=rule
-            )[0]
+            o[span] = attend_chunk(q[None, span], keys, values, start=piece.start, rule=rule)[0]
         return o
+
+
+MOST_QUERIES = 16
+"""Query heads of one KV head that a program of the decoding kernels takes, where these are wide."""
+WIDE = 256
+
+
+def copies_of_head(queries: int, kv_heads: int, width: int) -> int:
+    """How often the kernels of single steps see a stored head, each time with some of its query heads.
+
+    All query heads of a wide head do not fit one program."""
+    if width <= WIDE:
+        return 1
+    per_head = queries // kv_heads
+    return per_head // max(n for n in range(1, MOST_QUERIES + 1) if per_head % n == 0)
+
+
+@cache
+def _runs(heads: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Neighbouring heads as (first, behind the last)."""
+    starts = [n for n, head in enumerate(heads) if n == 0 or head != heads[n - 1] + 1]
+    return tuple(
+        (heads[n], heads[n] + stop - n)
+        for n, stop in zip(starts, [*starts[1:], len(heads)], strict=True)
+    )
 
 
 def uses_kernels(q: torch.Tensor) -> bool:
