@@ -90,18 +90,18 @@ def open_device(loaded: LoadedModel, context: int, rows: int, eager: bool) -> En
     assert cache.slots == rows, "the rows do not fit the memory of the device"
     pages = cache.shape.pages_per_slot
     for row in range(rows):
-        cache.set_pages([(row, index, cache.pool.allocate()) for index in range(pages)])
+        cache.table.append(row, [cache.pool.allocate() for _ in range(pages)])
+    cache.table.flush()
     return EngineDevice(loaded, cache, options, loaded.config.vocab)
 
 
 def time_prefill(device: EngineDevice, context: int, name: str) -> float:
     """Seconds for one row, which has the pages of the first slot."""
     tokens = torch.randint(0, device.vocab, (context,)).tolist()
-    pages = device.cache.table[0].tolist()
     began = wait(name)
     for begin in range(0, context, CHUNK_TOKENS):
         end = min(begin + CHUNK_TOKENS, context)
-        device.prefill([PrefillPiece(0, begin, end - begin, pages)], [tokens[begin:end]])
+        device.prefill([PrefillPiece(0, begin, end - begin)], [tokens[begin:end]])
     return wait(name) - began
 
 

@@ -1,7 +1,8 @@
-"""Lock-step decoding without an engine: every row takes each step, from keys and values in two plain tensors per layer.
+"""Lock-step decoding without an engine: all rows take each step, over two plain tensors per layer.
 
-It knows no pages, slots or requests, so it shows what the engine's bookkeeping costs. Attention reads the filled stretches of the tensors
-under a mask. On CUDA a step is recorded once for each number of stretches.
+It knows no pages, slots or requests, so it shows what the engine's bookkeeping costs. Attention
+reads the filled stretches of the tensors under a mask. On CUDA a step is recorded once for each
+number of stretches.
 
 Shapes: B rows, KV key and value heads, S positions, hd head width, V vocabulary.
 """

@@ -101,16 +101,17 @@ def test_pages_of_latents_give_the_forward(dtype: torch.dtype) -> None:
         CacheShape(model.config, None, 256, 16, dtype),
         slots=2,
         pages=12,
-        kept_rings=0,
+        snapshots=0,
         device=torch.device("cuda"),
     )
-    pages = list(range(10))[::-1]
+    cache.table.append(0, list(range(10))[::-1])
+    cache.table.flush()
     forward = model.cached_forward()
     with torch.inference_mode():
         whole = model.hidden_states(tokens[None], position[None])[0].float()
         found: list[torch.Tensor] = []
         for start, stop in ((0, 100), (100, 140)):
-            piece = PrefillPiece(0, start, stop - start, pages[: -(-stop // 16)])
+            piece = PrefillPiece(0, start, stop - start)
             found.append(
                 forward(
                     tokens[None, start:stop],
@@ -118,7 +119,6 @@ def test_pages_of_latents_give_the_forward(dtype: torch.dtype) -> None:
                     cache.prefill_batch([piece]),
                 )[0]
             )
-        cache.set_pages([(0, index, page) for index, page in enumerate(pages)])
         batch = cache.decode_batch(2)
         batch.slots[0] = 0
         for at in range(140, 150):

@@ -613,7 +613,7 @@ def run_schedule(
         )
         if problem:
             fault(f"request {index} ({', '.join(features_of(request))}): {problem}")
-    engine.cache.pool.forget_all()
+    engine.cache.forget_all()
     if (
         engine.cache.pool.num_available != engine.cache.pool.num_pages
         or stats.running

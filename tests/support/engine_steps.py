@@ -1,4 +1,4 @@
-"""What the engine launches, with tokens that are given: logits of prompts read in chunks, and of steps behind them."""
+"""What the engine launches, for given tokens: logits of prompts in chunks, and of steps."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def engine_logits(
     masks: HeadMasks | None = None,
     **options: Any,
 ) -> list[torch.Tensor]:
-    """Of each row, fp32 [lengths[row] + steps, V]: of a prompt of its length, then of steps of all rows at once."""
+    """Of each row, fp32 [lengths[row] + steps, V]: of its prompt, then of steps of all rows."""
     loaded = LoadedModel(model, model.config, None, Path(), masks=masks)
     rows = len(tokens)
     settings = EngineOptions(max_running=rows, page_tokens=16, prefix_reuse=False, **options)
@@ -34,10 +34,11 @@ def engine_logits(
     found: list[list[torch.Tensor]] = [[] for _ in range(rows)]
     for row, length in enumerate(lengths):
         pages = [cache.pool.allocate() for _ in range(cache.shape.pages_per_slot)]
-        cache.set_pages([(row, index, page) for index, page in enumerate(pages)])
+        cache.table.append(row, pages)
+        cache.table.flush()
         for begin in range(0, length, chunk):
             end = min(begin + chunk, length)
-            piece = PrefillPiece(row, begin, end - begin, pages[: -(-end // 16)])
+            piece = PrefillPiece(row, begin, end - begin)
             hidden = device.prefill([piece], [tokens[row, begin:end].tolist()])
             found[row].append(device.logits(hidden))
     slots = list(range(rows))

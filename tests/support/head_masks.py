@@ -18,7 +18,7 @@ def masked_forward(
 ) -> torch.Tensor:
     """Hidden states [B,T,D] of rows that are one document each, every head under its own mask.
 
-    Without masks every head sees what its layer's window shows. The judge of caches: it has none."""
+    Without masks every head sees what its layer's window shows. No cache takes part."""
     assert isinstance(model, Transformer)
     rows, length = ids.shape
     at = torch.arange(length)

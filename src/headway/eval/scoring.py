@@ -31,7 +31,7 @@ MAX_BUCKETS = 48
 CHUNK_TOKENS = 1024
 """Logits are computed for this many tokens at once."""
 READ_TOKENS = 4096
-"""Under masks this many tokens of each row go through the model at once, so that heads that forget never hold more than these."""
+"""Of each row, under masks: what goes through the model at once. Heads that forget hold no more."""
 SORTED_BATCHES = 16
 """Windows of about this many batches are sorted by length, so that batches have little padding."""
 

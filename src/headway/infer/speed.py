@@ -1,4 +1,4 @@
-"""How fast a model reads and generates: what the engine launches for a batch of equal requests, timed warm.
+"""How fast a model reads and generates: what the engine launches for equal requests, timed warm.
 
 prompts -> pieces of a round, as the engine packs them -> first tokens | read |
         -> decoding steps of all rows, recorded on CUDA                | written |
@@ -37,7 +37,7 @@ class GenerationSpeed:
 def measure_speed(
     loaded: LoadedModel, length: int, *, chunk_tokens: int, rows: int = 1, steps: int = 16
 ) -> GenerationSpeed:
-    """Read about `length` tokens in each row, `chunk_tokens` at a time, then decode `steps` more."""
+    """Read about `length` tokens in each row, `chunk_tokens` at a time; then decode `steps`."""
     prompt = max(1, length - steps)
     options = EngineOptions(
         max_running=rows,
@@ -95,7 +95,7 @@ def _read(device: EngineDevice, batch: list[EngineSequence], chunk_tokens: int) 
         sequence.computed = 0
     last: dict[EngineSequence, torch.Tensor] = {}
     while reading := [sequence for sequence in batch if sequence.is_reading]:
-        work = plan_pieces(reading, chunk_tokens, device.cache.shape.page_tokens)
+        work = plan_pieces(reading, chunk_tokens)
         pieces = [piece for _, piece in work]
         tokens = [sequence.tokens[piece.start : piece.end] for sequence, piece in work]
         hidden = device.prefill(pieces, tokens)

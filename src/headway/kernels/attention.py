@@ -340,7 +340,7 @@ QUERY_BLOCK = 1024
 
 
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor, *, start: int, rule: ScoreRule = PLAIN) -> Tensor:
-    """o [B,T,H,hd] of q [B,T,H,hd], whose first token is at `start`, and k, v [B,S,KV,hd] of all positions."""
+    """o [B,T,H,hd] of q [B,T,H,hd] at positions from `start` on; k, v [B,S,KV,hd] of all of them."""
     if not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule):
         from headway.kernels.past_attention import attend_past
 

@@ -2,12 +2,13 @@
 
 A sequence that runs has a slot. Position p of a slot is stored, in each layer,
 
-    full heads                 in page table[slot, p // P], at p % P; the same page number in every layer
+    full heads                 in a page of the slot's row in the block table; the same page number in every layer
     streaming, windowed heads  in the slot's ring: S sinks, then the last W positions and some more, so that a few can be taken back
 
-Pages may be shared by sequences with the same beginning; rings are copied. `PagePool` counts them. All memory is allocated at the start.
+Pages may be shared by sequences with the same beginning (`PagePool`); rings are state, of which snapshots are kept (`StateBlocks`). All
+memory is allocated at the start.
 
-    PagedCache    memory, tables, lengths; decode and prefill batches are made from it
+    PagedCache    memory, block table, state, lengths; decode and prefill batches are made from it
     PagedDecode   one token in each row of a batch of slots
     PagedPrefill  pieces of several prompts, packed in one row
 
@@ -23,6 +24,7 @@ import torch
 
 from headway.kernels.paged_attention import PagedWorkspace
 from headway.model.base import Expander
+from headway.model.cache_blocks import BlockTable, StateBlocks, to_device
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
 from headway.model.page_pool import PagePool
@@ -59,7 +61,9 @@ class CacheShape:
         ]
 
     def _kept(self, layer: int, head: int) -> tuple[int, int, int | None] | None:
-        """(sinks, window, reach of the sinks) of a head; None where it sees every position of the longest sequence."""
+        """(sinks, window, reach of the sinks) of a head.
+
+        None where it sees every position of the longest sequence."""
         own = self.config.window_of(layer)
         if own is not None and own >= self.context:
             own = None
@@ -109,26 +113,27 @@ class PagedCache:
         *,
         slots: int,
         pages: int,
-        kept_rings: int,
+        snapshots: int,
         device: torch.device,
-        needs_rings: bool | None = None,
+        needs_state: bool | None = None,
     ) -> None:
-        """`needs_rings`: a prefix is kept with a copy of rings, also where only other ranks' heads have some; None: as the shape says."""
+        """`needs_state`: a prefix is kept with one of the `snapshots`; None: as the shape says.
+
+        A rank whose own heads have no rings needs it where other ranks' heads have some."""
         if shape.masks is not None:
             shape.masks.check(shape.config)
         self.shape, self.slots, self.device = shape, slots, device
-        self.needs_rings = shape.ring_bytes > 0 if needs_rings is None else needs_rings
-        self.pool = PagePool(pages, range(slots, slots + kept_rings), needs_rings=self.needs_rings)
-        rows = slots + kept_rings if self.needs_rings else 0
+        self.needs_state = shape.ring_bytes > 0 if needs_state is None else needs_state
+        self.pool = PagePool(pages)
+        self.table = BlockTable(slots, shape.pages_per_slot, shape.page_tokens, device)
+        blocks = slots + snapshots if self.needs_state else 0
         groups = [shape.groups(layer) for layer in range(shape.config.num_layers)]
         self.layers = [
-            LayerPages(
-                shape.config, full, rings, (pages, shape.page_tokens), rows, device, shape.dtype
-            )
+            LayerPages(shape.config, full, rings, self.table, (pages, blocks), device, shape.dtype)
             for full, rings in groups
         ]
+        self.states = StateBlocks(slots, snapshots, self.layers)
         # One more slot than there are sequences, for rows of a batch that take no part: its length stays -1.
-        self.table = torch.zeros(slots + 1, shape.pages_per_slot, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.lengths[slots] = -1
         self.workspace = PagedWorkspace(device)
@@ -138,12 +143,10 @@ class PagedCache:
         """Bytes of all keys and values it has room for."""
         return sum(layer.num_bytes for layer in self.layers)
 
-    @torch.inference_mode()
-    def set_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
-        """Enter (slot, number of the page in the sequence, page)."""
-        if entries:
-            at = to_device(torch.tensor(entries, dtype=torch.int64).t(), self.device)
-            self.table[at[0], at[1]] = at[2].int()
+    def forget_all(self) -> None:
+        """Give back every page without users and every snapshot."""
+        self.pool.forget_all()
+        self.states.free()
 
     @torch.inference_mode()
     def clear_page(self, page: int) -> None:
@@ -159,19 +162,13 @@ class PagedCache:
         at = to_device(torch.tensor([list(slots), list(lengths)]), self.device)
         self.lengths[at[0]] = at[1]
 
-    @torch.inference_mode()
-    def copy_ring(self, source: int, target: int) -> None:
-        """The rings of one slot or kept copy become those of another."""
-        for layer in self.layers:
-            layer.copy_ring(source, target)
-
     def decode_batch(self, rows: int) -> PagedDecode:
         """A batch of `rows` slots, entered by its caller."""
         return PagedDecode(self, rows)
 
     def prefill_batch(self, pieces: Sequence[PrefillPiece]) -> PagedPrefill:
-        """Pieces of several prompts, whose pages are known."""
-        return PagedPrefill(self, PrefillPlan.of(pieces, self.shape.page_tokens, self.device))
+        """Pieces of several prompts, whose slots have their pages."""
+        return PagedPrefill(self, PrefillPlan.of(pieces, self.device))
 
 
 class PagedDecode:
@@ -219,8 +216,3 @@ class PagedPrefill:
     ) -> torch.Tensor:
         """o [1,N,H,hd] of q [1,N,H,hd]; each piece sees what its slot holds and itself; k and v [1,N,KV,hd] are stored."""
         return self.cache.layers[layer].prefill(q[0], k[0], v[0], self.plan, sinks, expand)[None]
-
-
-def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor on the device, without waiting for it."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,4 +1,4 @@
-"""Rows of one length through a paged cache without an engine: texts that are scored under masks, a checkpoint that is tried.
+"""Rows of one length through a paged cache without an engine: to score texts, to try a checkpoint.
 
     rows = PagedRows(model, 2, 20)
     rows.read(tokens[:, :9])       -> hidden states [2,9,D]
@@ -31,27 +31,25 @@ class PagedRows:
         shape = CacheShape(model.config, masks, capacity, PAGE_TOKENS, weight.dtype)
         per_row = shape.pages_per_slot
         self.cache = PagedCache(
-            shape, slots=rows, pages=rows * per_row, kept_rings=0, device=weight.device
+            shape, slots=rows, pages=rows * per_row, snapshots=0, device=weight.device
         )
         self.length = 0
         """Tokens that each row holds."""
         self._forward = model.cached_forward()
-        self._pages = [range(row * per_row, (row + 1) * per_row) for row in range(rows)]
-        for row, pages in enumerate(self._pages):
-            self.cache.set_pages([(row, index, page) for index, page in enumerate(pages)])
+        for row in range(rows):
+            self.cache.table.append(row, range(row * per_row, (row + 1) * per_row))
+        self.cache.table.flush()
         self._steps = self.cache.decode_batch(rows)
         self._steps.slots.copy_(torch.arange(rows))
 
     @torch.inference_mode()
     def read(self, tokens: torch.Tensor, media: MediaTensors | None = None) -> torch.Tensor:
-        """Hidden states [B,T,D] of tokens [B,T] behind those that the rows hold. `media` of one row alone."""
+        """Hidden states [B,T,D] of tokens [B,T] behind those that the rows hold.
+
+        `media` of one row alone."""
         rows, count = tokens.shape
         assert media is None or rows == 1, "media of several rows would have to be packed"
-        last_page = -(-(self.length + count) // PAGE_TOKENS)
-        pieces = [
-            PrefillPiece(row, self.length, count, pages[:last_page])
-            for row, pages in enumerate(self._pages)
-        ]
+        pieces = [PrefillPiece(row, self.length, count) for row in range(rows)]
         position = torch.arange(self.length, self.length + count, device=tokens.device)
         hidden = self._forward(
             tokens.reshape(1, -1),

@@ -1,6 +1,5 @@
 """Speeds of reports are those of warm runs over the cache that generation uses."""
 
-
 import pytest
 import torch
 from support.byte_model import CONFIG, write_model
@@ -17,7 +16,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def test_medians_of_warm_runs_count(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times of (read, written): a first run that waits for the compiler, then three, of which one is disturbed."""
+    """(read, written) of a first run that waits for the compiler, and of three; one is disturbed."""
     times = [(100.0, 100.0), (2.0, 4.0), (50.0, 60.0), (2.5, 5.0)]
     assert len(times) == 1 + TIMED_RUNS
     clock = [0.0]

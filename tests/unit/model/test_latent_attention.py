@@ -243,7 +243,7 @@ def test_a_token_takes_the_bytes_of_its_latent_and_shared_key() -> None:
     channels = 16 + 4
     shape = CacheShape(config, None, 64, 8, torch.bfloat16)
     assert (shape.page_bytes, shape.ring_bytes) == (2 * 8 * channels * 2, 0)
-    paged = PagedCache(shape, slots=2, pages=5, kept_rings=0, device=torch.device("cpu"))
+    paged = PagedCache(shape, slots=2, pages=5, snapshots=0, device=torch.device("cpu"))
     assert paged.num_bytes == 5 * shape.page_bytes
     v3 = ModelConfig.model_validate({"preset": "deepseek-v3"})
     assert CacheShape(v3, None, 4096, 1, torch.bfloat16).page_bytes == 61 * 576 * 2
@@ -264,10 +264,12 @@ def test_kernels_of_single_steps_see_a_wide_head_several_times(
         CacheShape(config, None, 8, 4, torch.float32),
         slots=2,
         pages=4,
-        kept_rings=0,
+        snapshots=0,
         device=torch.device("cpu"),
     )
-    paged.set_pages([(0, 0, 2), (1, 0, 1)])
+    paged.table.append(0, [2])
+    paged.table.append(1, [1])
+    paged.table.flush()
     batch = paged.decode_batch(2)
     batch.slots.copy_(torch.arange(2))
     generator = torch.Generator().manual_seed(1)

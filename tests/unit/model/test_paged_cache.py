@@ -61,24 +61,21 @@ def paged(
         CacheShape(model.config, masks, 160, PAGE, torch.float32),
         slots=4,
         pages=60,
-        kept_rings=2,
+        snapshots=2,
         device=torch.device("cpu"),
     )
-    tables = [
-        [cache.pool.allocate() for _ in range(-(-len(tokens) // PAGE))] for tokens in sequences
-    ]
+    for row, tokens in enumerate(sequences):
+        cache.table.append(
+            row, [cache.pool.allocate() for _ in range(cache.table.num_pages(len(tokens)))]
+        )
     found: list[list[torch.Tensor]] = [[] for _ in sequences]
     begin = [0, 0, 0]
     while begin != list(LENGTHS):
         pieces = [
-            PrefillPiece(row, begin[row], min(length - begin[row], 11 + 5 * row), tables[row])
+            PrefillPiece(row, begin[row], min(length - begin[row], 11 + 5 * row))
             for row, length in enumerate(LENGTHS)
         ]
-        pieces = [
-            PrefillPiece(one.slot, one.start, one.count, one.pages[: -(-one.end // PAGE)])
-            for one in pieces
-            if one.count
-        ]
+        pieces = [one for one in pieces if one.count]
         tokens = torch.cat([sequences[one.slot][one.start : one.end] for one in pieces])
         position = torch.cat([torch.arange(one.start, one.end) for one in pieces])
         hidden = model.cached_forward()(tokens[None], position[None], cache.prefill_batch(pieces))[
@@ -87,9 +84,7 @@ def paged(
         for one, part in zip(pieces, hidden.split([one.count for one in pieces]), strict=True):
             found[one.slot].append(part)
             begin[one.slot] = one.end
-    cache.set_pages(
-        [(row, index, page) for row, pages in enumerate(tables) for index, page in enumerate(pages)]
-    )
+    cache.table.flush()
     batch = cache.decode_batch(3)
     batch.slots.copy_(torch.arange(3))
     for step in range(STEPS):

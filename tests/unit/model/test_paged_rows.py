@@ -1,4 +1,4 @@
-"""Rows in a paged cache: chunks and steps are the forward under the same masks, and heads that forget store no more than they see."""
+"""Rows in a paged cache: chunks and steps are the masked forward; heads that forget store little."""
 
 import pytest
 import torch
@@ -155,4 +155,4 @@ def test_masks_of_another_model_are_refused() -> None:
         PagedRows(build(), 1, 8, masks=wrong)
     shape = CacheShape(CONFIG, wrong, 8, 8, torch.float32)
     with pytest.raises(ConfigError, match="masks holds 1 layers of 4 KV heads"):
-        PagedCache(shape, slots=1, pages=1, kept_rings=0, device=torch.device("cpu"))
+        PagedCache(shape, slots=1, pages=1, snapshots=0, device=torch.device("cpu"))
