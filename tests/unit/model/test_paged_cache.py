@@ -6,13 +6,14 @@ from support.family_shapes import FAMILY_SHAPES
 from support.head_masks import masked_forward
 
 from headway.kernels.cached_chunk import attend_streaming_reference, store_reference
+from headway.kernels.paged_attention import paged_reference
 from headway.model import paged_layer
 from headway.model.base import Model, build_model
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initial_value
 from headway.model.paged_cache import CacheShape, PagedCache
-from headway.model.paged_layer import PrefillPiece
+from headway.model.paged_layer import LayerPages, PrefillPiece
 
 BASE = ModelConfig(
     hidden_size=32,
@@ -109,6 +110,8 @@ def test_hidden_states_are_those_of_the_masked_forward(
         monkeypatch.setattr(paged_layer, "attend_streaming", attend_streaming_reference)
         monkeypatch.setattr(paged_layer, "store", store_reference)
         monkeypatch.setattr(paged_layer, "uses_kernels", lambda q: True)
+        monkeypatch.setattr(paged_layer, "paged_attention", paged_reference)
+        monkeypatch.setattr(LayerPages, "step", LayerPages._step_cuda)
     model = build(config)
     generator = torch.Generator().manual_seed(3)
     sequences = [
