@@ -348,7 +348,7 @@ def test_a_llava_folder_computes_the_same_logits_with_transformers(
     media = MediaTensors(slot, {"image": features}, {"image": torch.tensor([[True]])})
     with torch.no_grad():
         ours = loaded.model.logits(
-            loaded.model.prefill(
+            loaded.model.hidden_states(
                 ids.clamp(max=SMALL["vocab_size"] - 1),
                 torch.arange(ids.shape[1])[None],
                 None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from headway.infer.engine.part import ModelPart
     from headway.model.base import Model
     from headway.model.head_masks.masks import HeadMasks
-    from headway.model.kv_cache import KVCache
     from headway.parallel.collectives import RankGroup
     from headway.tokenizer.load import Tokenizer
 
@@ -60,17 +59,6 @@ class LoadedModel:
         return self.with_masks(
             choice.resolve(source), OWN if choice.file is None else str(choice.file)
         )
-
-    def new_cache(
-        self, rows: int, capacity: int, prompt_lengths: Sequence[int] | None = None
-    ) -> KVCache:
-        """An empty KV cache for this model under its masks."""
-        from headway.model.kv_cache import KVCache
-
-        return KVCache(
-            self.config, rows, capacity, device=self.device, dtype=self.model.head_weight.dtype, masks=self.masks,
-            prompt_lengths=prompt_lengths,
-        )  # fmt: skip
 
     def describe_masks(self) -> dict[str, Any] | None:
         """The masks as plain values for a result; None where every head keeps the whole past."""

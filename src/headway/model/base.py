@@ -1,7 +1,7 @@
 """What the rest of headway knows of a model. Engines, objectives and inference use `Model`; only this package knows the class behind it.
 
     training     batch -> forward_batch -> ModelOut: hidden states, the LM head bound to them, the head gates of the pass
-    inference    prompt -> prefill into a KV cache -> decoder: one token per row and call -> logits
+    inference    tokens -> cached_forward over a cache: pieces of prompts, or one token per row -> hidden states -> logits
     engines      blocks() are wrapped, gathered, recomputed, offloaded and compiled; param_specs() say how parameters may be sharded;
                  split_layers() puts exchanges where a rank holds a part of every layer
 
@@ -33,15 +33,12 @@ if TYPE_CHECKING:
     from headway.kernels.attention import AttentionMask
     from headway.model.config import ModelConfig
     from headway.model.head_gates import GateDraw
-    from headway.model.kv_cache import KVCache
     from headway.model.moe import ExpertCall
     from headway.model.projector import MediaTensors
     from headway.model.router import Routing
     from headway.model.score import ScoreHead
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-DecodeStep = Callable[[Tensor, Tensor], Tensor]
-"""(token [B], position [B]) -> logits, fp32 [B,V]."""
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 CachedForward = Callable[..., Tensor]
 """(tokens [B,T], position [B,T], AttentionCache, MediaTensors or None) -> hidden [B,T,D] after the final norm."""
@@ -64,7 +61,6 @@ class AttentionCache(Protocol):
         k: Tensor,
         v: Tensor,
         position: Tensor,
-        whole: Any,
         sinks: Tensor | None = None,
         expand: Expander | None = None,
     ) -> Tensor:
@@ -327,34 +323,19 @@ class Model(nn.Module, ABC):
             f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1."
         )
 
-    def prefill(
-        self,
-        tokens: Tensor,
-        position: Tensor,
-        cache: KVCache | None = None,
-        media: MediaTensors | None = None,
+    def hidden_states(
+        self, tokens: Tensor, position: Tensor, media: MediaTensors | None = None
     ) -> Tensor:
-        """Hidden states [B,T,D] of tokens [B,T], each row one document; they continue what the cache holds and are added to it.
+        """Hidden states [B,T,D] of tokens [B,T], each row one document, without a cache.
 
         `media` replaces the embeddings of its positions, for a model with media inputs."""
         raise ConfigError(f"{type(self).__name__} cannot generate text.")
 
-    def compile_prefill(self, compiler: Compiler) -> None:
-        """Make `prefill` faster by compiling what traces as one graph, for any number of tokens; takes seconds at the first call."""
-
-    def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
-        """One decoding step over a filled cache. `compiler` is applied to what traces as one graph; the model itself stays eager."""
-        raise ConfigError(f"{type(self).__name__} cannot generate text.")
-
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
-        """A forward over any cache, for prompts and for decoding; the caller counts lengths. `compiler` as for `decoder`."""
+        """A forward over any cache, for prompts and for decoding; the caller counts lengths.
 
-        def forward(
-            tokens: Tensor, position: Tensor, cache: Any, media: MediaTensors | None = None
-        ) -> Tensor:
-            return self.prefill(tokens, position, cache, media)
-
-        return forward
+        `compiler` is applied to what traces as one graph; the model itself stays eager."""
+        raise ConfigError(f"{type(self).__name__} cannot generate text.")
 
     def fuse_projections(self) -> None:
         """Merge matrix products that read the same input, for inference; results stay the same."""
@@ -435,13 +416,11 @@ MAX_VARIANTS = 64
 a reference model, every stage of a run. Its default limit of 8 would end such a run."""
 
 
-def compile_method(
-    method: Callable[..., Any], options: dict[str, Any] | None = None, *, fullgraph: bool = True
-) -> Callable[..., Any]:
+def compile_method(method: Callable[..., Any], *, fullgraph: bool = True) -> Callable[..., Any]:
     """A method of a block as one graph per shape; anything that would break the graph is an error unless `fullgraph` is false."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
-    return torch.compile(method, fullgraph=fullgraph, dynamic=False, options=options)
+    return torch.compile(method, fullgraph=fullgraph, dynamic=False)
 
 
 def compile_any_length(method: Callable[..., Any], dim: int = 1) -> Callable[..., Any]:

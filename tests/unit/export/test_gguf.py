@@ -95,7 +95,7 @@ def folder(config: ModelConfig, out: Path) -> Path:
 def logits(model: Path) -> torch.Tensor:
     loaded = load_model(model)
     ids = torch.arange(40)[None] * 7 % 300
-    hidden = loaded.model.prefill(ids, torch.arange(40)[None])
+    hidden = loaded.model.hidden_states(ids, torch.arange(40)[None])
     return hidden.float() @ loaded.model.head_weight.float().T
 
 

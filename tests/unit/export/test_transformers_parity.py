@@ -294,7 +294,7 @@ def test_a_shape_transformers_refuses_is_refused_before_it_is_written(tmp_path: 
 
 
 def test_transformers_generates_the_same_tokens(transformers: Any, tmp_path: Path) -> None:
-    from headway.model.kv_cache import KVCache
+    from headway.model.paged_rows import PagedRows
 
     config = OURS["qwen2 windows"]
     export_huggingface(config, random_weights(config), tmp_path / "out", tokenizer=None)
@@ -304,12 +304,12 @@ def test_transformers_generates_the_same_tokens(transformers: Any, tmp_path: Pat
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
     )[0, 8:].tolist()
     model = load_model(tmp_path / "out").model
-    cache = KVCache(config, 1, 20, device="cpu", dtype=torch.float32)
-    hidden = model(ids, torch.arange(8)[None], causal_mask(1, 8), cache)
+    rows = PagedRows(model, 1, 20)
+    hidden = rows.read(ids)[:, -1]
     found: list[int] = []
-    for at in range(8, 20):
-        found.append(int(model.logits(hidden[:, -1]).argmax()))
-        hidden = model(torch.tensor([[found[-1]]]), torch.tensor([[at]]), None, cache)
+    for _ in range(12):
+        found.append(int(model.logits(hidden).argmax()))
+        hidden = rows.step(torch.tensor(found[-1:]))
     assert found == expected
 
 

@@ -23,6 +23,7 @@ from headway.model.families.transformers import Wrapping, read
 from headway.model.flops import token_flops
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
+from headway.model.paged_rows import PagedRows
 from headway.model.stock.model import StockModel
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -86,7 +87,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(pair: tuple[Any, Loade
     tokens = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
     position = torch.arange(12).expand(2, -1)
     gap = (
-        (loaded.model.logits(loaded.model.prefill(tokens, position)) - theirs(tokens).logits)
+        (loaded.model.logits(loaded.model.hidden_states(tokens, position)) - theirs(tokens).logits)
         .abs()
         .max()
     )
@@ -94,14 +95,14 @@ def test_logits_and_greedy_text_are_those_of_transformers(pair: tuple[Any, Loade
     wanted = theirs.generate(
         tokens, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
     )[:, 12:].tolist()
-    cache = loaded.new_cache(2, 24, [12, 12])
-    token = loaded.model.logits(loaded.model.prefill(tokens, position, cache)[:, -1])
-    step, found = loaded.model.decoder(cache), []
+    rows = PagedRows(loaded.model, 2, 24)
+    hidden = rows.read(tokens)[:, -1]
+    found = []
     for _ in range(12):
-        token[:, SHAPE["eos_token_id"]] = -torch.inf  # as min_new_tokens does
-        found.append(token.argmax(-1))
-        token = step(found[-1], cache.next_position())
-        cache.advance(1)
+        logits = loaded.model.logits(hidden)
+        logits[:, SHAPE["eos_token_id"]] = -torch.inf  # as min_new_tokens does
+        found.append(logits.argmax(-1))
+        hidden = rows.step(found[-1])
     assert torch.stack(found, 1).tolist() == wanted
     sys.stdout.write(f"{type(theirs).__name__:24} logits {gap:.1e}, greedy text equal\n")
 
