@@ -13,7 +13,6 @@ Invariant: the user's overrides are applied last, and each choice is one line on
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, prod
@@ -25,8 +24,6 @@ from headway.config.shipped import find_shipped
 from headway.data.config import DataConfig, default_cache_dir
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.prepare.detect import DetectedKind, detect, format_of, local_path
-
-log = logging.getLogger("headway")
 
 LARGE_PARAMETERS = 100_000_000
 """From here on a model is fine-tuned with an adapter."""
