@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.config.options import option
 from headway.errors import CheckpointError, ConfigError, HeadwayError, LaunchError
 from headway.runtime.heartbeat import Beat, is_alive, read_beats
 from headway.runtime.json_file import load_json
@@ -30,8 +31,8 @@ SAVE, STOP = 1, 2
 class StopRequest:
     """A request of `headway stop`, to take effect after step `at_step`; None = now."""
 
-    at_step: int | None = None
-    save_only: bool = False
+    at_step: int | None = option(None, "Stop after this step; default: after the current step.")
+    save_only: bool = option(False, "Save a checkpoint and continue training.", "--save-only")
 
 
 def request_stop(run_dir: Path, request: StopRequest) -> dict[str, object]:
