@@ -5,9 +5,8 @@ from pathlib import Path
 
 import typer
 
-from headway.cli._options import GROUP, JSON, RECIPE, read_recipe, split_recipe
+from headway.cli._options import JSON, RECIPE, read_recipe, split_recipe
 from headway.cli._output import exit_with, print_json
-from headway.train.control import StopRequest, request_stop
 
 RESUME_HELP = "auto: resume from the run folder's newest checkpoint; never: start from scratch; or a checkpoint: a folder, a run or s3://bucket/prefix."
 CODE_HELP = "With --dry-run: import your own modules that the recipe names; without it they are only listed and nothing is built."
@@ -110,20 +109,27 @@ def _print_foreign_code(arguments: list[str], json: bool) -> bool:
 
 def stop(
     run: Path = typer.Argument(..., metavar="RUN", help="Folder of a run that is training."),
-    request: StopRequest = GROUP,
+    at_step: int | None = typer.Option(
+        None, help="Stop after this step; default: after the current step."
+    ),
+    save_only: bool = typer.Option(
+        False, "--save-only", help="Save a checkpoint and continue training."
+    ),
     json: bool = JSON,
 ) -> None:
     """Make a running training save a checkpoint and exit; all its ranks do so after the same step."""
-    asked = request_stop(run, request)
+    from headway.train.control import StopRequest, request_stop
+
+    asked = request_stop(run, StopRequest(at_step, save_only))
     if json:
         print_json(asked)
         return
-    what = "saves and continues" if request.save_only else "saves and exits"
+    what = "saves and continues" if save_only else "saves and exits"
     step = asked["step"]
     assert step is None or isinstance(step, int)
     when = "after the current step"
-    if request.at_step is not None and request.at_step > (step or 0):
-        when = f"after step {request.at_step}"
+    if at_step is not None and at_step > (step or 0):
+        when = f"after step {at_step}"
     typer.echo(f"{run} {what} {when}; it was at step {asked['step']}")
 
 

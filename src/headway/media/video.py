@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FRAME, SOUND = "frame ", "sound"
+CHECKED_FRAMES = 16
+"""Spread over a video that is checked; all frames up to the last of them are decoded."""
 MATROSKA = b"\x1a\x45\xdf\xa3"
 
 
@@ -44,6 +46,12 @@ def decode_frames(
     total = _count_packets(data, ref.name, limits)
     places = [_place(number, count, total) for number in range(count)]
     return _pick(data, ref.name, places, spec, limits)
+
+
+def check_video(ref: MediaRef, limits: MediaLimits = LIMITS) -> None:
+    """Decode the frames and the sound of a video; what cannot be read is an error."""
+    decode_frames(ref, CHECKED_FRAMES, ImageSpec(), limits)
+    _track(ref.read(limits), ref.name, limits)
 
 
 def read_track(

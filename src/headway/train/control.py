@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.config.options import option
 from headway.errors import CheckpointError, ConfigError, HeadwayError, LaunchError
 from headway.runtime.heartbeat import Beat, is_alive, read_beats
 from headway.runtime.json_file import load_json
@@ -31,8 +30,8 @@ SAVE, STOP = 1, 2
 class StopRequest:
     """A request of `headway stop`, to take effect after step `at_step`; None = now."""
 
-    at_step: int | None = option(None, "Stop after this step; default: after the current step.")
-    save_only: bool = option(False, "Save a checkpoint and continue training.", "--save-only")
+    at_step: int | None = None
+    save_only: bool = False
 
 
 def request_stop(run_dir: Path, request: StopRequest) -> dict[str, object]:
