@@ -10,7 +10,6 @@ import typer
 
 from headway.cli._documents import print_document
 from headway.cli._options import (
-    COMPRESSION,
     GROUP,
     INPUTS,
     JSON,
@@ -19,12 +18,14 @@ from headway.cli._options import (
     STORE_KIND,
     TEMPLATE_FLAGS,
     ManyMachines,
-    parse_shard,
+    option_of,
     refuse_flags,
 )
 from headway.cli._output import print_json, print_table
 from headway.cli.data_media import MultimodalChecks, validate_multimodal
+from headway.config.options import parse_shard
 from headway.errors import ConfigError
+from headway.prepare.pack_options import PackOptions
 
 BAR_WIDTH = 40
 TEMPLATES = "chatml, llama3, qwen, alpaca, internlm, internlm_alpaca, zero2all, tokenizer (the tokenizer's own) or a .jinja file"
@@ -347,56 +348,12 @@ def merge(
 def pack(
     source: Path = typer.Argument(..., metavar="SRC", help="A token store of any format."),
     out: Path = typer.Argument(..., metavar="DST", help="The folder of the new store of packs."),
-    pack_length: int = typer.Option(..., help="Tokens of a pack."),
-    mode: str = typer.Option(
-        "concat",
-        help="concat: concatenate and cut; best_fit: whole documents; prulong: as ProLong's tools pack.",
-    ),
-    min_length: int = typer.Option(
-        1,
-        help="concat, best_fit: drop shorter documents; prulong: drop shorter rests of cut documents.",
-    ),
-    overlap: int = typer.Option(
-        0, help="prulong: the rest of a cut document begins this many tokens earlier."
-    ),
-    split_by_lengths: str = typer.Option(
-        "", metavar="N,N", help="prulong: cut documents to these lengths first, e.g. 1024,4096."
-    ),
-    intact: bool = typer.Option(
-        False, "--intact", help="prulong: drop the rest of a cut document."
-    ),
-    keep_last: bool = typer.Option(
-        None,
-        "--keep-last/--drop-last",
-        help="The last, partly filled pack; default: kept, in prulong dropped.",
-    ),
-    to: str = typer.Option("headway", help="Format of the result: headway or mds."),
-    compression: str = COMPRESSION,
-    workers: int = typer.Option(2, min=1, help="Threads that read."),
+    options: PackOptions = GROUP,
     json: bool = JSON,
 ) -> None:
     """Pack documents into packs of one length before training; each pack records the documents inside it."""
-    from headway.prepare.pack import PackOptions
     from headway.prepare.pack import pack as pack_store
 
-    parts = [part.strip() for part in split_by_lengths.split(",") if part.strip()]
-    if not all(part.isdigit() for part in parts):
-        raise ConfigError(
-            f"--split-by-lengths is {split_by_lengths!r}; it must be numbers, e.g. 1024,4096."
-        )
-    lengths = tuple(map(int, parts))
-    options = PackOptions(
-        pack_length,
-        mode,  # pyright: ignore[reportArgumentType] - checked there
-        min_length,
-        overlap,
-        lengths,
-        intact,
-        keep_last,
-        workers,
-        to,  # pyright: ignore[reportArgumentType] - checked there
-        compression,
-    )
     report = pack_store(source, out, options)
     if json:
         print_json({"out": out, **asdict(report), "utilisation": report.utilisation})
@@ -431,7 +388,7 @@ def convert(
         "--type",
         help="To internlm: one data type (folder) for all; default: the source's types, else en.",
     ),
-    compression: str = COMPRESSION,
+    compression: str = option_of(PackOptions, "compression"),
     json: bool = JSON,
 ) -> None:
     """Write a token store in another format."""

@@ -11,7 +11,7 @@ import importlib
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
@@ -25,7 +25,6 @@ from headway.errors import ConfigError
 class KindConfig(Section):
     """The settings of one kind; `kind` names its module."""
 
-    HIDDEN: ClassVar[bool] = False
     kind: str = setting(
         "",
         "A built-in kind, the dotted name of your own module, or a file: ./my_kind.py.",

@@ -118,11 +118,6 @@ class MediaTable:
         keys = self._stored.map(_names(shard)[1], "u1")
         return keys[start : start + KEY_BYTES].tobytes().hex()
 
-    def index_of(self, content_hash: str) -> int | None:
-        """The row made of some content; None if there is none."""
-        row = int(self.indices_of([content_hash])[0])
-        return None if row < 0 else row
-
     def indices_of(self, content_hashes: Sequence[str]) -> Array:
         """The rows made of some contents, int64 [n]; -1 where there is none."""
         order, keys = self._sorted_keys

@@ -13,7 +13,6 @@ Invariant: the user's overrides are applied last, and each choice is one line on
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, prod
@@ -26,8 +25,6 @@ from headway.data.config import DataConfig, default_cache_dir
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.prepare.detect import DetectedKind, detect, format_of, local_path
 from headway.records.base import RecordKind, record_kind
-
-log = logging.getLogger("headway")
 
 LARGE_PARAMETERS = 100_000_000
 """From here on a model is fine-tuned with an adapter."""
