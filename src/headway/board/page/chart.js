@@ -125,7 +125,7 @@
       }
     }
 
-    // All faint lines, then all bold ones, so that no curve hides another's line.
+    // All faint lines, then all bold ones, so that no curve hides another's line; the highlighted one is last.
     lines() {
       const isSmooth = this.view.smoothing > 0;
       const many = this.series.length > 12;
@@ -142,6 +142,7 @@
           bold.push({ curve, color, dash, x: curve.boldX, y: curve.boldY, alpha: curve.dim ? 0.25 : 1, width, isBold: true });
         }
       }
+      bold.sort((a, b) => Number(a.curve.strong) - Number(b.curve.strong));
       // uPlot wants a line even where nothing is known yet.
       return faint.length + bold.length ? [...faint, ...bold] : [NO_CURVE];
     }
@@ -245,7 +246,7 @@
               show: false,
               fill: look.color,
               width: 0,
-              size: 4,
+              size: 5,
               // A curve of few points shows them.
               filter: (u, index) => (look.isBold && line(index).x.length <= 60 ? [...line(index).x.keys()] : null),
             },
