@@ -45,6 +45,8 @@ const hard = ["*", "_", "`", "[", "![", "](", "**a ", "_a_b", "<http://", "> ", 
 const begun = performance.now();
 for (const one of hard) parseBlocks(one.repeat(40000 / one.length));
 seen.milliseconds = performance.now() - begun;
+const words = (one) => parseBlocks(one).flatMap((block) => block.tokens).some((token) => token.content.includes("end"));
+seen.deep = [words("> ".repeat(500) + "end"), words("- ".repeat(500) + "end"), words("> - ".repeat(200) + "a\n\nend")];
 let text = "", random = 7;
 const signs = ["*", "_", "`", "[", "]", "(", ")", "<", ">", "|", "-", "\n", " ", "#", "~", "1.", "a", "你", "\\", "!", "http://x", "```", ":"];
 for (let at = 0; at < 300; at++) { // any text is parsed, none is lost

@@ -177,6 +177,7 @@ def test_markdown_is_read_and_nothing_in_it_becomes_more_than_text(tmp_path: Pat
         (None, "b <think>"),
     ]
     assert "lost" not in seen, seen["lost"]
+    assert seen["deep"] == [True, True, True]
     assert "grown" not in seen, seen["grown"]
     assert seen["milliseconds"] < 8000, "a hostile answer must not freeze the page"
 

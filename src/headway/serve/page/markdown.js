@@ -29,6 +29,11 @@ reader.disable(["lheading", "reference", "code"]);
 reader.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 reader.validateLink = (href) => safeAddress(href) !== null;
 
+// markdown-it leaves out what lies deeper than its limit; before that, any line is a paragraph.
+const MOST_DEEP = 40;
+const paragraph = reader.block.ruler.getRules("").at(-1);
+reader.block.ruler.before("table", "deep", (state, start, end) => state.level >= MOST_DEEP && paragraph(state, start, end));
+
 const TASK = /^\[([ xX])\]\s+/;
 
 // What the page has beyond Markdown: boxes of task lists, smaller headings, classes for the columns of a
