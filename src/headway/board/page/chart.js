@@ -280,13 +280,14 @@
         return Math.abs(value) >= 1e4 ? hw.short(value, 4) : String(value);
       };
       const yTexts = (splits) => {
-        // Enough digits that no two marks read the same.
+        // Enough digits that no two marks read the same, as far as there is room.
         const step = Math.abs(splits[1] - splits[0]) || 1;
         const largest = Math.max(...splits.map(Math.abs));
-        const digits = Math.max(4, Math.ceil(Math.log10(largest / step)) + 1);
+        const digits = Math.min(8, Math.ceil(Math.log10(largest / step)) + 1);
         return splits.map((value) => {
           if (value === null) return null;
-          return Math.abs(value) >= 1e4 && !isBytes ? hw.short(value, digits) : unit(value);
+          if (Math.abs(value) >= 1e4 && !isBytes) return hw.short(value, Math.max(4, digits));
+          return unit(value, Math.max(5, digits));
         });
       };
       const log = { splits: logSplits, filter: withRoom };
@@ -307,7 +308,8 @@
         {
           stroke: ink,
           font: FONT,
-          size: 56,
+          // All charts begin at the same place, unless a text needs more room.
+          size: (u, texts) => Math.max(58, ...(texts ?? []).map((text) => 12 + 6.5 * (text ?? "").length)),
           gap: 6,
           space: 34,
           incrs: isBytes ? BYTES : undefined,

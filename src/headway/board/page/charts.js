@@ -100,7 +100,7 @@
         canvas, card.legend);
       card.node.card = card;
       card.chart = new hw.Chart(canvas, {
-        unit: bySource ? (v) => hw.number(v) : hw.metricUnit(metrics[0]),
+        unit: bySource ? (v, digits) => hw.number(v, digits) : hw.metricUnit(metrics[0]),
         onHover: (at, chart, event) => this.hover(at, card, event),
         onZoom: (from, to) => this.app.store.set({ zoom: [from, to] }),
         onReset: () => this.app.store.set({ zoom: null }),
