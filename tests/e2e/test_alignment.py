@@ -130,7 +130,9 @@ def test_its_model_is_found_and_is_no_language_model(folder: Path) -> None:
         ),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_of_an_aligner_is_one_line(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(recipe_of(tmp_path, **changes))
     assert "\n" not in str(caught.value)
