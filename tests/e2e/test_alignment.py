@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.aligned import ENCODERS
 from support.runs import deterministic
+from support.small_aligner import ENCODERS
 
 from headway.errors import ConfigError
 from headway.infer.aligner import aligned_encoders, find_aligner

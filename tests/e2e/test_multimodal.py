@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.film import film
 from support.fuzzing import run_verb
+from support.small_video import film
 
 from headway.config.load import load
 from headway.errors import CheckpointError, ConfigError, DataError
