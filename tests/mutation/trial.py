@@ -1,4 +1,4 @@
-"""One mutant, one verdict: tests run in a fork of this process, on a copy of the tree in which one line is changed.
+"""One mutant, one verdict: tests run in a fork of this process, on a copy of the tree in which one function is changed.
 
 The parent has torch and whatever else the tests load from outside in memory, but nothing of headway, so that a fork imports the changed
 package within a second. The working tree is never touched; children of the tests find the copy through PYTHONPATH.
