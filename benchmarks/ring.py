@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from support.batches import make_batch
-from support.ring import EmulatedRing, split_rows
+from support.one_process_ring import EmulatedRing, split_rows
 from torch import Tensor
 
 from headway.kernels.attention import AttentionMask, attend, mask_of

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.aligned import ALIGNER, naive_loss, share_of_samples
 from support.engines import OPTIM, Setup, make_engine
 from support.ranks import run_ranks
+from support.small_aligner import ALIGNER, naive_loss, share_of_samples
 
 from headway.model.aligner import Aligner
 from headway.model.init import initialize

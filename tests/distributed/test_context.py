@@ -243,7 +243,7 @@ def test_exchanges_bring_all_tokens_of_the_own_heads_in_order_and_undo_each_othe
     run_ranks(there_and_back, 4)
 
 
-def test_headway_train_leaves_what_one_process_leaves(tmp_path: Path) -> None:
+def test_context_ranks_leave_what_one_process_leaves(tmp_path: Path) -> None:
     """From the recipe on: masked and packed documents, validation, the meter's counts, the exported model."""
     rng = np.random.default_rng(0)
     writer = StoreWriter(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.batches import make_batch
 from support.engines import Setup, make_engine
-from support.live import LiveBytes
+from support.live_bytes import LiveBytes
 from support.ranks import run_ranks
 
 from headway.data.batch import StepBatch, StepStats

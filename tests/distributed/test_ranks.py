@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.engines import Setup, make_engine, share_of_step, train_steps
 from support.ranks import run_ranks
-from support.spare import spare
+from support.spare_parameters import spare
 
 from headway.parallel.collectives import DifferentiableCollectives, RankGroup
 from headway.tasks.base import StepInfo

@@ -122,7 +122,7 @@ def test_a_run_moves_from_layout_to_layout_with_the_same_losses(tmp_path: Path) 
             assert (got - value).norm() <= 1e-5 * max(1.0, float(value.norm())), name
 
 
-def test_headway_train_leaves_what_one_process_leaves(tmp_path: Path) -> None:
+def test_tensor_ranks_leave_what_one_process_leaves(tmp_path: Path) -> None:
     """From the recipe on: packed documents, dropout, validation, the meter's counts, the exported model; then it resumes alone."""
     stores = make_stores(tmp_path)
     layouts = {"one": (1, []), "four": (4, ["parallel.tensor=2"])}

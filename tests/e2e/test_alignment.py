@@ -10,6 +10,7 @@ import pytest
 from support.aligned import ENCODERS
 from support.media_looks import count_looks
 from support.runs import deterministic
+from support.small_aligner import ENCODERS
 
 from headway.checkpoint.stored_model import find_model
 from headway.errors import ConfigError
@@ -140,7 +141,9 @@ def test_its_model_is_found_and_is_no_language_model(folder: Path) -> None:
         ),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_of_an_aligner_is_one_line(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(recipe_of(tmp_path, **changes))
     assert "\n" not in str(caught.value)

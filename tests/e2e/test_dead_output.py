@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.forked import Forked
+from support.forked_command import Forked
 from support.runs import make_stores, tiny_settings
 
 

@@ -143,7 +143,7 @@ def test_the_weights_a_run_starts_from_may_teach_it(folder: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(
+def test_a_teacher_that_cannot_teach_is_refused_in_one_line(
     folder: Path, overrides: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(HeadwayError, match=said) as refused:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from support import guide_world
-from support.forked import Forked
+from support.forked_command import Forked
 from support.runs import headway
 
 ROOT = Path(__file__).parents[2]

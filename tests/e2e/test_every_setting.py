@@ -8,8 +8,8 @@ import shutil
 from typing import Any
 
 import pytest
-from support.fields import setting_paths
 from support.observe import observed, root
+from support.recipe_settings import setting_paths
 from support.rows import all_rows
 from support.rows.aligner import encoded_by
 

@@ -401,7 +401,7 @@ def test_masks_are_shown_as_a_table_and_a_picture(
         (["export", "--model", "$/masks", "--out", "$"], "is a folder"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_a_wrong_argument_of_masks_is_one_line(
     world: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_masks(HeadMasks(((True, False), (False, False)), 8, 1), world / "small.tsv")

@@ -117,7 +117,7 @@ LAYOUTS = {
     "layout",
     [pytest.param(one, marks=() if one == "ddp" else pytest.mark.drill) for one in LAYOUTS],
 )
-def test_two_ranks_leave_what_one_process_leaves(
+def test_kto_on_two_ranks_leaves_what_one_process_leaves(
     folder: Path, plain: list[dict[str, Any]], layout: str
 ) -> None:
     how = "cached" if layout in ("ddp", "tensor") else "live"
@@ -143,7 +143,7 @@ def test_records_packed_into_rows_are_records_on_their_own(folder: Path) -> None
 
 
 @pytest.mark.parametrize("how", ["live", pytest.param("cached", marks=pytest.mark.drill)])
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(how: str, tmp_path: Path) -> None:
+def test_a_resumed_kto_run_is_bit_for_bit_the_uninterrupted_one(how: str, tmp_path: Path) -> None:
     write_unpaired(tmp_path / "answers", random_records(60))
     run(tmp_path, "straight", f"objective.reference_logps={how}")
     loaded = recipe(tmp_path, "again", f"objective.reference_logps={how}")
@@ -180,7 +180,7 @@ def test_an_adapter_is_compared_with_the_model_without_it(folder: Path) -> None:
         (("parallel.context=2",), "needs whole rows"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(
+def test_kto_that_cannot_work_is_refused_in_one_line(
     folder: Path, tmp_path: Path, overrides: tuple[str, ...], said: str
 ) -> None:
     write_unpaired(tmp_path / "long", [([1] * 9, [2], True), ([3] * 9, [4], False)])

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.film import film
 from support.fuzzing import run_verb
 from support.media_looks import count_looks
+from support.small_video import film
 
 from headway.config.load import load
 from headway.errors import CheckpointError, ConfigError, DataError

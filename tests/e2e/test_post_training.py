@@ -152,7 +152,7 @@ REST = [
     ("layout", "loss_type"),
     [*QUICK, *(pytest.param(*one, marks=pytest.mark.drill) for one in REST)],
 )
-def test_two_ranks_leave_what_one_process_leaves(
+def test_dpo_on_two_ranks_leaves_what_one_process_leaves(
     folder: Path, plain: list[dict[str, Any]], layout: str, loss_type: str
 ) -> None:
     kind = f"objective.loss_type={loss_type}"
@@ -350,7 +350,7 @@ def test_a_damaged_cache_of_log_probabilities_is_made_again(
     [("objective.loss_type=kto_pair",), ("objective.reference_logps=cached",)],
     ids=["kto", "cached"],
 )
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
+def test_a_resumed_dpo_run_is_bit_for_bit_the_uninterrupted_one(
     folder: Path, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     make_pair_store(tmp_path / "pairs", pairs=80)
@@ -436,7 +436,7 @@ def text_store(folder: Path) -> Path:
         (("objective.reference=$/nowhere",), "objective.reference"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(
+def test_dpo_that_cannot_work_is_refused_in_one_line(
     folder: Path, tmp_path: Path, overrides: tuple[str, ...], said: str
 ) -> None:
     text_store(tmp_path)

@@ -129,7 +129,7 @@ def test_transformers_scores_a_padded_batch_of_texts_with_final_as_headway_does(
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(folder: Path) -> None:
+def test_a_resumed_reward_run_is_bit_for_bit_the_uninterrupted_one(folder: Path) -> None:
     whole, again = folder / "runs" / "full", folder / "runs" / "again"
     settings = load(Recipe, whole / "recipe.yaml", ["run.name=again"])
     train(settings, resume=str(whole / "checkpoints" / "step-00000002"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.batches import make_batch
-from support.ring import run_ring
+from support.one_process_ring import run_ring
 
 from headway.kernels.attention import attend, mask_of
 

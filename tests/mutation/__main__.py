@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from catalogue import ROOT, CatalogueError, Mutant, read_catalogue
+from catalogue import ROOT, CatalogueError, Mutant, mend, read_catalogue
 from results import Result, Results, summary, table
 from trial import BROKEN, KILLED, SURVIVED, Copy, Trial, preload
 
@@ -25,13 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        mutants = read_catalogue(given.root)
+        mutants = _read(given)
     except CatalogueError as problem:
         sys.stderr.write(f"{problem}\n")
         return 2
-    mutants = [
-        one for one in mutants if not given.only or any(word in one.id for word in given.only)
-    ]
+    for mutant in mutants if given.check else ():
+        changed = dict(mutant.renamed)
+        if mutant.move is not None:
+            changed[mutant.move.old] = mutant.move.new
+        for old, new in changed.items():
+            sys.stdout.write(f"{mutant.id}: `{old}` is now `{new}`\n")
     if given.check or not mutants:
         sys.stdout.write(f"{len(mutants)} mutants fit the source\n")
         return 0 if mutants else 2
@@ -46,6 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if found["good"] else 1
 
 
+def _read(given: argparse.Namespace) -> list[Mutant]:
+    only = given.only or ()
+    if given.mend:
+        try:
+            mutants = read_catalogue(given.root, only=only)
+            moves = [mutant.move for mutant in mutants if mutant.move is not None]
+        except CatalogueError as problem:
+            moves = problem.moves
+        mend(moves)
+        sys.stdout.write(f"{len(moves)} addresses are mended\n")
+    return read_catalogue(given.root, only=only)
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("--jobs", type=int, default=1, help="trials at once")
@@ -57,6 +73,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs found")
     parser.add_argument(
         "--check", action="store_true", help="only see whether every mutant fits the source"
+    )
+    parser.add_argument(
+        "--mend",
+        action="store_true",
+        help="first write new addresses of functions and tests that have moved into the catalogue",
     )
     parser.add_argument("--quick", action="store_true", help="only run the tests that mutants name")
     parser.add_argument("--json", type=Path, help="write counts and verdicts to this file")

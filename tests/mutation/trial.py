@@ -1,4 +1,4 @@
-"""One mutant, one verdict: tests run in a fork of this process, on a copy of the tree in which one line is changed.
+"""One mutant, one verdict: tests run in a fork of this process, on a copy of the tree in which one function is changed.
 
 The parent has torch and whatever else the tests load from outside in memory, but nothing of headway, so that a fork imports the changed
 package within a second. The working tree is never touched; children of the tests find the copy through PYTHONPATH.
@@ -21,7 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from catalogue import PACKAGE, Mutant
+from catalogue import Mutant
+from source import PACKAGE
 
 COPIED = ("src", "tests", "recipes", "docs", "benchmarks", "pyproject.toml", "Makefile")
 PAGES = "*.md"
@@ -62,10 +63,9 @@ class Copy:
     def change(self, mutant: Mutant) -> None:
         """Put the mutant in; the old bytecode goes, since a file of the same second and size would be taken for the same."""
         path = mutant.source(self.folder)
-        text = mutant.mutated(self.folder)
         self.restored = (path, path.read_text(encoding="utf-8"))
         _drop_bytecode(path)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(mutant.text, encoding="utf-8")
 
     def restore(self) -> None:
         """Take the mutant out."""

@@ -13,11 +13,11 @@ from headway.config.load import load
 from headway.config.yaml_reader import parse_yaml
 from headway.train import dry_run
 from headway.train.config import Recipe
-from support.fields import setting_paths
 from support.fuzz_files import file_targets
 from support.fuzz_media import media_target
 from support.fuzz_serve import serve_target
 from support.fuzzing import HOSTILE_TEXTS, Target, hostile_text, mutate_bytes, run_verb
+from support.recipe_settings import setting_paths
 from support.runs import make_stores, tiny_settings
 
 SHALLOW = ("run.supervise", "device", "kernels.compile")

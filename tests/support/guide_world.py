@@ -17,9 +17,9 @@ from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from support.byte_model import byte_tokenizer
-from support.film import film
 from support.internlm_folder import write_optimizer, write_weights
 from support.runs import headway
+from support.small_video import film
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = ROOT / "tests" / "support" / "imported"

@@ -12,7 +12,7 @@ import torch
 from headway.checkpoint.load import open_checkpoint
 from headway.store.reader import StoreWriter
 from headway.track.metrics_file import read_metrics
-from support.forked import Forked
+from support.forked_command import Forked
 
 
 def make_stores(folder: Path, *, documents: int = 60, vocab: int = 64) -> list[Path]:

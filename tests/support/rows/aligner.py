@@ -4,8 +4,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from support.aligned import ENCODERS
 from support.observe import Row, root
+from support.small_aligner import ENCODERS
 
 FROZEN = {
     "efficientnet_lite0": "image",
@@ -67,8 +67,8 @@ def aligner_numbers(overrides: tuple[str, ...]) -> Any:
     from headway.parallel.collectives import RankGroup
     from headway.tasks.base import StepInfo
     from headway.train.alignment import first_heads
-    from support.aligned import share_of_samples
     from support.engines import OPTIM, Setup, make_engine
+    from support.small_aligner import share_of_samples
 
     resolved = _resolved(overrides)
     engine = make_engine(

@@ -4,7 +4,6 @@ from typing import Any
 
 from headway.config.load import load
 from headway.train.config import Recipe
-from support.alerts import alert, alert_lines
 from support.observe import Row, numbers, observed, refused
 
 
@@ -12,8 +11,17 @@ def recipe(overrides: tuple[str, ...]) -> Any:
     return load(Recipe, None, list(overrides))
 
 
-def told(overrides: tuple[str, ...]) -> Any:
-    return alert_lines(observed(overrides).log)
+def alert(settings: str = "") -> list[str]:
+    """The tracks of a recipe: one alert, by a command that does nothing unless the settings name another."""
+    plain = "" if "command:" in settings else "command: ['true'], "
+    form = "" if "form:" in settings else "form: command, "
+    return [f"{{kind: alert, {form}{plain}{settings}}}"]
+
+
+def alert_lines(overrides: tuple[str, ...]) -> Any:
+    """What the log says of alerts, without the time."""
+    lines = observed(overrides).log.splitlines()
+    return [line.split(" alert", 1)[1] for line in lines if " alert" in line]
 
 
 def tracker(name: str) -> Any:
@@ -42,14 +50,14 @@ ROWS: dict[str, Row] = {
     "heal.skip_before": ((*SPIKES, "heal.on_spike=rollback", "checkpoint.every=1", "heal.limit=30"), 0, 1, numbers),
     "heal.limit": ((*SPIKES, "heal.on_spike=skip"), 30, 0, refused),
     "run.grace_seconds": ((), 120.0, 1.0, lambda o: recipe(o).run.grace_seconds),
-    "track[alert].kind": ((), [], alert(), told),
+    "track[alert].kind": ((), [], alert(), alert_lines),
     "track[alert].form": ((), alert(), alert("form: webhook, url_env: NO_SUCH"), refused),
     "track[alert].url_env": ((), alert("form: slack, url_env: NO_SUCH"), alert("form: slack, url_env: NOR_THIS"), refused),
-    "track[alert].command": ((), alert(), alert("command: ['false']"), told),
-    "track[alert].events": ((), alert("events: [start]"), alert("events: [finish]"), told),
+    "track[alert].command": ((), alert(), alert("command: ['false']"), alert_lines),
+    "track[alert].events": ((), alert("events: [start]"), alert("events: [finish]"), alert_lines),
     "track[alert].every_seconds": ((), alert("every_seconds: 9"), alert("every_seconds: 0"), tracker("every_seconds")),
     "track[alert].timeout_seconds": (
-        (), alert("command: [sleep, '0.5'], timeout_seconds: 0.1"), alert("command: [sleep, '0.5'], timeout_seconds: 30"), told,
+        (), alert("command: [sleep, '0.5'], timeout_seconds: 0.1"), alert("command: [sleep, '0.5'], timeout_seconds: 30"), alert_lines,
     ),
     "track[heartbeat].kind": ((), [], [POST + "NO_SUCH}"], refused),
     "track[heartbeat].url_env": ((), [POST + "NO_SUCH}"], [POST + "NOR_THIS}"], refused),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 from ruamel.yaml import YAML
-from support.fields import setting_paths
+from support.recipe_settings import setting_paths
 
 from headway.cli import build_app
 from headway.config.shipped import recipe_names

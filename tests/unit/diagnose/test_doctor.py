@@ -172,9 +172,14 @@ def test_a_port_in_use_fails() -> None:
         (["--nproc", "0"], "--nproc is 0"),
         (["--port", "99999"], "65535"),
         (["--master", "here"], "--master"),
+        (["recipe", "--world", "8"], "--world is 8 without --gpu"),
+        (["recipe", "laptop/sft", "--gpu", "h1000"], "Did you mean h100"),
+        (["data", "laptop/stf"], "no such file"),
+        (["data", "missing.jsonl"], "missing.jsonl"),
+        (["data", "laptop/sft", "--document", "-1"], "counted from 0"),
     ],
 )
-def test_wrong_options_are_one_line_and_code_2(
+def test_wrong_options_of_doctor_are_one_line_and_code_2(
     line: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", *line]) == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.byte_model import CONFIG, byte_tokenizer, write_model
-from support.tasks import write_tasks
+from support.harness_tasks import write_tasks
 
 from headway.cli import main
 from headway.runtime.optional import install_command

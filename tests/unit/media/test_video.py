@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.film import film
+from support.small_video import film
 
 from headway.errors import DataError
 from headway.media.items import (

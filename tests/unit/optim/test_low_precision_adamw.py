@@ -141,7 +141,7 @@ def test_bytes_of_each_form() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
-def test_maximize_ascends(kind: str) -> None:
+def test_maximize_ascends_with_state_of_low_precision(kind: str) -> None:
     rule = LowPrecisionAdamW(StateStorage(DTYPES[kind]))
     ends = []
     for sign, maximize in ((1.0, True), (-1.0, False)):

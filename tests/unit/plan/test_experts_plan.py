@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.batches import make_batch
 from support.engines import Setup, make_engine
-from support.live import LiveBytes
+from support.live_bytes import LiveBytes
 
 from headway.errors import ParallelError
 from headway.kernels.attention import causal_mask, mask_of

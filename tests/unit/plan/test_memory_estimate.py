@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.batches import make_batch
 from support.engines import Setup, make_engine
-from support.live import LiveBytes
+from support.live_bytes import LiveBytes
 
 from headway.kernels.attention import causal_mask, mask_of
 from headway.model.config import ModelConfig

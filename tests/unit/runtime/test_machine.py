@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.runtime import machine
 from headway.runtime.machine import (
     GpuLoad,
     _group_limits,
@@ -122,3 +123,12 @@ def test_a_gpu_is_described_and_its_load_is_asked_by_uuid() -> None:
     else:
         assert load.utilisation is not None and 0 <= load.utilisation <= 1
         assert load.power_watts is not None and load.power_watts > 10
+
+
+def test_a_process_may_use_what_its_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_group_limits", lambda *_: [(1 << 20, 3 << 18), (1 << 22, 0)])
+    assert ram_bytes() == (1 << 20, 1 << 18)
+    monkeypatch.setattr(
+        machine, "_group_limits", lambda *_: [(1 << 20, 1 << 21)]
+    )  # more in use than allowed: nothing is left
+    assert ram_bytes() == (1 << 20, 0)

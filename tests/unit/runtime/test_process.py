@@ -139,3 +139,21 @@ def test_the_device_of_a_task_with_one_gpu_is_number_0(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"gpu {index}")
     compute = choose_compute("auto", "auto", local_rank=3)
     assert (compute.device.index, compute.name, chosen) == (0, "gpu 0", [0])
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "rank", "node", "nodes"),
+    [(10, 4, 9, 2, 3), (8, 4, 3, 0, 2), (9, 4, 8, 2, 3), (3, 4, 2, 0, 1)],
+)
+def test_a_last_node_with_fewer_ranks_is_counted(
+    world: int, local: int, rank: int, node: int, nodes: int
+) -> None:
+    given = {
+        "OMPI_COMM_WORLD_RANK": rank,
+        "OMPI_COMM_WORLD_SIZE": world,
+        "OMPI_COMM_WORLD_LOCAL_RANK": rank % local,
+    }
+    environment = {
+        name: str(value) for name, value in (given | {"OMPI_COMM_WORLD_LOCAL_SIZE": local}).items()
+    }
+    assert from_environment(environment) == Process(rank, rank % local, world, node, nodes)

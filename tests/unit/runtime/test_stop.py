@@ -159,3 +159,18 @@ def test_a_program_learns_of_the_signal_by_a_typed_exception(
     assert isinstance(caught.value, KeyboardInterrupt) == (name == "SIGINT")
     raise_for_signal(None, "", {})
     raise_for_signal("headway stop", "", {})
+
+
+def test_there_is_a_hurry_once_half_of_the_grace_period_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop = StopSignal(grace_seconds=10.0)
+    assert not stop.in_hurry(), "nobody has asked"
+    stop.requested_at = 100.0
+    seen = []
+    for now in (100.0, 104.9, 105.1, 109.0, 120.0):
+        monkeypatch.setattr("headway.runtime.stop.time.monotonic", lambda now=now: now)
+        seen.append(stop.in_hurry())
+    assert seen == [False, False, True, True, True]
+    stop.grace_seconds = None
+    assert not stop.in_hurry()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.flips import KINDS, flip_all
+from support.bit_flips import KINDS, flip_all
 
 from headway.store import checksums
 

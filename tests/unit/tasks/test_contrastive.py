@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.aligned import batch_of, columns, naive_loss
+from support.small_aligner import batch_of, columns, naive_loss
 
 from headway.errors import ConfigError
 from headway.model.base import Embeddings, LMHead, ModelOut

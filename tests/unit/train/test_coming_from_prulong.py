@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.fields import setting_paths
+from support.recipe_settings import setting_paths
 
 from headway.train.config import Recipe
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from support.fields import setting_paths
+from support.recipe_settings import setting_paths
 
 from headway.train.config import Recipe
 from headway.train.settings_page import settings_page

@@ -281,21 +281,3 @@ def test_memory_is_judged_for_the_gpu_that_is_named(
     assert main([*line, "--gpu", "4090", *huge]) == 1
     checks = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
     assert checks["memory"]["state"] == "fail" and "does not fit" in checks["memory"]["detail"]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (["recipe", "--world", "8"], "--world is 8 without --gpu"),
-        (["recipe", "laptop/sft", "--gpu", "h1000"], "Did you mean h100"),
-        (["data", "laptop/stf"], "no such file"),
-        (["data", "missing.jsonl"], "missing.jsonl"),
-        (["data", "laptop/sft", "--document", "-1"], "counted from 0"),
-    ],
-)
-def test_wrong_options_are_one_line_and_code_2(
-    line: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", *line]) == 2
-    error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error

@@ -389,7 +389,7 @@ def test_no_expression_breaks_the_python_reader(expression: str) -> None:
         ("a: 1\n", "megatron", "--from"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_a_file_that_cannot_be_imported_is_refused_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str, system: str, wrong: str
 ) -> None:
     path = tmp_path / "theirs.yaml"

@@ -1,4 +1,6 @@
-"""What a loss scale and dropout must not change: the gradients that arrive, and what a validation says."""
+"""Gradients do not depend on the loss scale, dropout follows from seed, step and microbatch alone, and a validation drops nothing."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,17 +56,31 @@ def test_a_validation_drops_nothing() -> None:
     assert all(torch.equal(first, total) for total, _ in sums)
 
 
-def test_frozen_parameters_come_back_from_a_checkpoint_too() -> None:
-    engine = make_engine(RankGroup(), Setup(config=PLAIN, freeze=("layers.0", "embeddings")))
-    engine.fill(
-        [(name, value + 1.0) for name, value in engine.masters.items()]
-    )  # weights that no seed gives
-    wanted = {name: value.clone() for name, value in engine.masters.items()}
-    saved = {(name, role): boxes[0][1].clone() for name, role, _, boxes in engine.tensors()}
-    assert {role for name, role in saved if "layers.0" in name} == {"param"}
-    other = make_engine(RankGroup(), Setup(config=PLAIN, freeze=("layers.0", "embeddings")))
-    other.load(lambda name, role, offset, shape: saved[name, role], engine.scalars())
-    assert all(torch.equal(other.masters[name], value) for name, value in wanted.items())
-    assert all(
-        torch.equal(parameter, wanted[name]) for name, parameter in other.model.named_parameters()
+def dropout_loss(step: int, first_microbatch: int = 0, num_micro: int = 1) -> float:
+    """The loss of the same rows and weights; only where they stand in the run differs."""
+    engine = make_engine(RankGroup(), Setup(config=CONFIG.with_(dropout=0.5), freeze=()))
+    row = make_batch([[16]], seq_len=16, vocab=64)
+    rows = replace(
+        row,
+        **{
+            name: torch.cat([getattr(row, name)] * num_micro)
+            for name in ("tokens", "targets", "loss_weight")
+        },
     )
+    same = ("position", "document", "source", "bounds")
+    rows = replace(rows, **{name: torch.cat([getattr(row, name)] * num_micro) for name in same})
+    batch = replace(make_step(rows, num_micro), first_microbatch=first_microbatch)
+    return float(engine.forward_backward(batch, StepInfo(step, 10)).loss)
+
+
+def test_every_step_and_every_microbatch_drops_other_places_and_a_rerun_the_same() -> None:
+    found = {(step, micro): dropout_loss(step, micro) for step in (0, 1) for micro in (0, 1)}
+    assert len(set(found.values())) == 4, found
+    assert dropout_loss(1, 1) == found[1, 1]
+
+
+def test_microbatches_of_one_step_drop_other_places_counted_over_all_ranks() -> None:
+    first, second = dropout_loss(0, 0), dropout_loss(0, 1)
+    # two equal microbatches share one mean: half of each one's own loss, the second drawn as number 1
+    assert abs(dropout_loss(0, 0, num_micro=2) - (first + second) / 2) < 1e-6
+    assert abs(dropout_loss(0, 1, num_micro=2) - (second + dropout_loss(0, 2)) / 2) < 1e-6

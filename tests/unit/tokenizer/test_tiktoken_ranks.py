@@ -1,17 +1,6 @@
-"""Counts that reach the disk in several portions, and halves of tiktoken's tokens, by hand."""
-
-from collections import Counter
+"""Halves of tiktoken's tokens, by hand."""
 
 from headway.tokenizer.tiktoken_ranks import _halves
-from headway.tokenizer.word_counts import WordTable
-
-
-def test_portions_of_a_word_that_went_to_the_disk_are_added_up() -> None:
-    with WordTable(max_bytes=1) as table:  # every portion goes to the disk
-        for portion in ({"the": 5, "a\nb": 2}, {"the": 7, "河水": 1}, {"the": 1, "a\nb": 40}):
-            table.add_counts(Counter(portion))
-            assert table.spilled and not table.counts
-        assert sum(table.parts(), Counter()) == {"the": 13, "a\nb": 42, "河水": 1}
 
 
 def test_the_halves_of_a_token_are_made_by_the_lowest_ranks_first() -> None:

@@ -65,6 +65,7 @@ KEYS = LISTED.split()
 def test_every_key_of_the_guide_has_a_headway_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # weights that are not there are reported as missing
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llm_ckpts" / "49").mkdir(parents=True)
     config = tmp_path / "7B_sft.py"

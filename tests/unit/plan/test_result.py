@@ -286,7 +286,7 @@ def test_the_verb_prints_json_tables_and_a_picture(
         ),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_a_layout_that_cannot_be_planned_is_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
     code, _, err = run_cli(capsys, *arguments)

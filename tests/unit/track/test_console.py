@@ -1,6 +1,12 @@
-"""What a step line says beside the usual numbers."""
+"""What the console says of a step, and which events are warnings."""
 
-from headway.track.console import step_line
+import logging
+from typing import get_args
+
+import pytest
+
+from headway.track.base import Event
+from headway.track.console import Console, step_line
 
 
 def test_a_step_line_says_when_training_waits_for_data() -> None:
@@ -25,3 +31,16 @@ def test_a_line_with_every_number_still_fits_100_columns() -> None:
         and "WAITS FOR DATA 20%" in line
         and "eta" in line
     )
+
+
+def test_only_trouble_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "headway"):
+        for name in get_args(Event):
+            Console().event(name, "what happened", 7)
+    warned = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
+    assert warned == {
+        f"{name.replace('_', ' ')} at step 7: what happened"
+        for name in get_args(Event)
+        if name not in ("start", "finish")
+    }
+    assert len(caplog.records) == len(get_args(Event))

@@ -1,6 +1,6 @@
 """gpt-oss as it is published: mxfp4 blocks of experts in several files, the first form of its config.json, its chat template.
 
-tests/unit/model/test_family_parity.py compares the family with transformers.
+tests/unit/model/families/test_transformers_parity.py compares the family with transformers.
 """
 
 import json

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.engines import CONFIG, Setup, make_engine, share_of_step, train_steps
-from support.live import LiveBytes
+from support.live_bytes import LiveBytes
 
 from headway.kernels.attention import mask_of
 from headway.model.config import ModelConfig

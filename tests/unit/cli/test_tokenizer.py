@@ -125,7 +125,7 @@ def test_a_tokenizer_that_loses_text_fails_the_inspection(
         (["--vocab-size", "300", "--split", "word"], "--split is 'word'"),
     ],
 )
-def test_mistakes_end_in_one_line(
+def test_a_tokenizer_that_cannot_be_trained_is_refused_in_one_line(
     corpus: str,
     tmp_path: Path,
     arguments: list[str],
