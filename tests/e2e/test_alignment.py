@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.aligned import ENCODERS
 from support.media_looks import count_looks
 from support.runs import deterministic
 from support.small_aligner import ENCODERS
