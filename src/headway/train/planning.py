@@ -21,6 +21,7 @@ from headway.plan.rates import AttentionKernel, Software
 from headway.plan.reference import ReferenceModel
 from headway.train.config import Recipe
 from headway.train.resolve import resolve
+from headway.train.run_form import run_form
 
 MAX_MICRO_ROWS = 4096
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -37,7 +38,7 @@ class PlanTarget:
 
 def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
     """The recipe on this many ranks; a layout that breaks a rule is a ParallelError with the nearest one that works."""
-    if recipe.model.aligner is not None:
+    if not run_form(recipe.model).is_estimated:
         raise ConfigError(
             "model.aligner is given; plan knows language models only. `headway train RECIPE --dry-run` takes one step of it."
         )

@@ -29,6 +29,7 @@ from headway.tokenizer.load import Tokenizer
 from headway.train.batches import open_run_data
 from headway.train.config import Recipe
 from headway.train.resolve import Resolved, resolve
+from headway.train.run_form import run_form
 from headway.train.staged_run import check_stages
 from headway.train.stages import expand
 
@@ -83,7 +84,7 @@ def check_data(recipe: Recipe, options: SampleOptions = SampleOptions()) -> list
 def check_resolved(stage: str | None, resolved: Resolved, options: SampleOptions) -> DataCheckup:
     """Check the data of one resolved recipe."""
     recipe, data = resolved.recipe, open_resolved(resolved)
-    if resolved.model.aligner is not None:
+    if not run_form(resolved.model).has_targets:
         return DataCheckup(
             stage,
             (
