@@ -101,8 +101,8 @@ class MediaScan:
     stamps: str
     """A hash of the names, sizes and times of their files."""
     records: int
-    folders: tuple[Path, ...]
-    """The folders of these files."""
+    folders: Mapping[str, int | None]
+    """The folders of these files, and when each was changed last."""
 
 
 class CacheKeyParts(NamedTuple):
