@@ -205,6 +205,8 @@ class RecordKind:
         "`headway data validate` lists all such records; --drop-bad (in a recipe drop_bad: true) leaves them out."
     )
     """What to do about a bad record."""
+    length_setting: ClassVar[str] = "--max-length (in a recipe: data.seq_len)"
+    """What makes documents longer."""
 
     def detect(self, data: Mapping[str, Any], context: DetectContext) -> Fit | None:
         """How well the keys of a record fit; None: not at all. A user's kind is named, never detected."""
