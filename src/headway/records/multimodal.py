@@ -158,6 +158,7 @@ class Kind(RecordKind):
     targets = ("headway",)
     recipe = None
     large_recipe = None
+    length_setting = "data.seq_len"
     remedy = "`headway data validate --kind multimodal` lists all such records; drop_bad: true leaves them out."
 
     def files(self, paths: Sequence[Path | str]) -> list[Path]:
