@@ -9,8 +9,9 @@ from headway.errors import ConfigError, DataError
 from headway.model.adapter.config import all_specs
 from headway.model.config import ModelConfig
 from headway.model.families.base import WRAPPED
+from headway.model.layout import Specs
 from headway.optim.adamw import Config as AdamWConfig
-from headway.optim.groups import Specs, make_groups, trainable
+from headway.optim.groups import make_groups, trainable
 from headway.parallel.config import ParallelConfig
 from headway.parallel.layout_rules import LayoutCase, broken_rules
 from headway.parallel.layouts import Layout
