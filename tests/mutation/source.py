@@ -137,8 +137,8 @@ class Source:
             near = ", ".join(self.near(address, is_assigned=is_assigned))
             raise MisfitError(f"there is no {name!r}; names like it: {near or 'none'}")
         if len(candidates) > 1:
-            addresses = ", ".join(definition.address for definition in candidates)
-            raise MisfitError(f"{name!r} may be any of {addresses}")
+            addresses = ", ".join(definition.address for definition in candidates[:NEAR_NAMES])
+            raise MisfitError(f"{name!r} may be any of {len(candidates)}, e.g. {addresses}")
         return candidates[0]
 
     def near(self, address: str, *, is_assigned: bool) -> list[str]:
