@@ -21,7 +21,7 @@ ARG TORCH_INDEX=https://pypi.org/simple
 RUN pip install "torch>=2.11,<2.14" --index-url ${TORCH_INDEX}
 
 ARG EXTRAS=all,ray,wandb,mlflow
-COPY pyproject.toml README.md LICENSE /src/
+COPY pyproject.toml README.md LICENSE NOTICE /src/
 COPY src /src/src
 RUN cd /src && pip install ".[${EXTRAS}]" && rm -rf /src && headway --version
 

@@ -6,7 +6,7 @@ JOBS ?= 2
 # One version of each package. `make constraints` resolves them afresh; CONSTRAINTS=/dev/null takes the newest that pyproject.toml admits.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: help setup constraints demo test slow test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve bench clean
+.PHONY: help setup constraints vendor demo test slow test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve bench clean
 
 help:
 	@echo "make demo      set up .venv (without developers' tools) and run the whole pipeline in small (CPU, offline, minutes)"
@@ -20,6 +20,7 @@ help:
 	@echo "make mutants   small mistakes put into the source one at a time: does a test notice each?"
 	@echo "make docs      the documentation site in site/; make docs-serve serves it on 127.0.0.1:8000"
 	@echo "make constraints    resolve the packages afresh and write their versions to constraints.txt"
+	@echo "make vendor    fetch the JavaScript libraries of the web pages from npm (versions: src/headway/vendor/libraries.json)"
 	@echo "make bench     CPU step benchmark against transformers"
 
 PIP := $(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed --constraint $(CONSTRAINTS)
@@ -40,6 +41,9 @@ setup: $(VENV)/.ready-dev
 
 constraints:
 	$(PYTHON) .ci/constraints
+
+vendor:
+	$(PYTHON) .ci/vendor
 
 demo: $(VENV)/.ready
 	$(BIN)/headway demo

@@ -18,12 +18,12 @@ import torch
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 
 SHAPES = {
     "laptop, 8 x 512": (ModelConfig(preset="laptop", vocab_size=4096), 8, 512),
@@ -49,9 +49,7 @@ def headway_step(
     """One update through headway's engine."""
     optim = AdamW(lr=1e-4)
     engine = assemble(EngineSpec(config, NextToken(), optim, compile_blocks=compile_blocks))
-    engine.fill(
-        (name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items()
-    )
+    engine.fill((name, initial_value(spec, config, 0)) for name, spec in engine.specs.items())
     numbers = hypers(optim, engine.groups, 10, 100)
     position = torch.arange(seq_len, dtype=torch.int32).expand(rows, seq_len)
     zeros = torch.zeros(rows, seq_len, dtype=torch.int32)

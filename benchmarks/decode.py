@@ -1,8 +1,9 @@
 """Prefill and decode speed and the size of the cache, dense and with head masks, on one device.
 
-Random weights and random masks: neither changes what is computed, only what it means. Decoding starts from a cache filled with random
-numbers up to the context (prefilling 8 rows of 128K would take longer than all the rest); prefill is timed on one row, in chunks. A step
-is one token in each row: the recorded graph, the greedy choice and feeding it back.
+Random weights and random masks: neither changes what is computed, only what it means. What runs is the engine's device code over its paged
+cache, without its scheduler. Decoding starts from a cache filled with random numbers up to the context (prefilling 8 rows of 128K would
+take longer than all the rest); prefill is timed on one row, in chunks. A step is one token in each row: the recorded graph, the greedy
+choice and feeding it back.
 
     python benchmarks/decode.py --out decode.json          # 1b shape, 32K and 128K, batch 8, sparsities 0, 0.5, 0.7; and 2K, batch 1
 """
@@ -18,13 +19,16 @@ from typing import Any
 
 import torch
 
-from headway.infer.decode import Decoder
-from headway.infer.prefill import CHUNK_TOKENS, chunks
-from headway.model.base import compile_any_length
+from headway.infer.engine.device import EngineDevice
+from headway.infer.engine.memory import build_cache
+from headway.infer.engine.request import EngineOptions
+from headway.infer.load import LoadedModel
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks, num_full_heads, random_masks
-from headway.model.kv_cache import KVCache
+from headway.model.paged_layer import PrefillPiece
 from headway.model.transformer import Transformer
+
+CHUNK_TOKENS, TRIES = 4096, 3
 
 SHAPES = {
     "1b": {"preset": "llama-1b", "vocab_size": 128256, "max_seq_len": 140000},
@@ -49,6 +53,12 @@ def build(shape: str, device: str) -> Transformer:
     return model
 
 
+def loaded_model(shape: str, device: str) -> LoadedModel:
+    """A model with random weights, made in memory."""
+    model = build(shape, device)
+    return LoadedModel(model, model.config, None, Path())
+
+
 def masks_at(config: ModelConfig, sparsity: float, window: int, sinks: int) -> HeadMasks | None:
     """Masks with as many streaming heads as a sparsity says, at random places."""
     if sparsity == 0:
@@ -68,79 +78,76 @@ def wait(device: str) -> float:
     return time.perf_counter()
 
 
-def time_prefill(model: Transformer, context: int, masks: HeadMasks | None, device: str) -> float:
-    """Seconds for one row."""
-    dtype = model.head_weight.dtype
-    tokens = torch.randint(0, model.config.vocab, (1, context), device=device)
-    cache = KVCache(
-        model.config, 1, context, device=device, dtype=dtype, masks=masks, prompt_lengths=[context]
+def open_device(loaded: LoadedModel, context: int, rows: int, eager: bool) -> EngineDevice:
+    """What the engine runs on the device, over a cache in which every row has its pages."""
+    options = EngineOptions(
+        max_running=rows,
+        max_context=context,
+        prefix_reuse=False,
+        compile_blocks=False if eager else "auto",
     )
-    began = wait(device)
-    for _ in chunks(model, tokens, cache, CHUNK_TOKENS):
-        pass
-    return wait(device) - began
+    cache = build_cache(loaded, options, context)
+    assert cache.slots == rows, "the rows do not fit the memory of the device"
+    pages = cache.shape.pages_per_slot
+    for row in range(rows):
+        cache.table.append(row, [cache.pool.allocate() for _ in range(pages)])
+    cache.table.flush()
+    return EngineDevice(loaded, cache, options, loaded.config.vocab)
+
+
+def time_prefill(device: EngineDevice, context: int, name: str) -> float:
+    """Seconds for one row, which has the pages of the first slot."""
+    tokens = torch.randint(0, device.vocab, (context,)).tolist()
+    began = wait(name)
+    for begin in range(0, context, CHUNK_TOKENS):
+        end = min(begin + CHUNK_TOKENS, context)
+        device.prefill([PrefillPiece(0, begin, end - begin)], [tokens[begin:end]])
+    return wait(name) - began
 
 
 def time_decode(
-    model: Transformer,
-    context: int,
-    rows: int,
-    masks: HeadMasks | None,
-    device: str,
-    options: argparse.Namespace,
-) -> Any:
-    """Seconds of a step, and the cache it ran on."""
-    steps, tries = options.steps, 3
-    slots, dtype = context + tries * steps + 8, model.head_weight.dtype
-    cache = KVCache(
-        model.config,
-        rows,
-        slots,
-        device=device,
-        dtype=dtype,
-        masks=masks,
-        prompt_lengths=[context] * rows,
-    )
-    for layer in cache.layers:
+    device: EngineDevice, context: int, rows: int, name: str, options: argparse.Namespace
+) -> float:
+    """Seconds of a step, the best of several stretches of steps."""
+    for layer in device.cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
-    cache.advance(context)
-    compiled = device == "cuda" and not options.eager
-    decoder = Decoder(
-        model, cache, steps=steps, compile_blocks=compiled, search_kernels=options.search_kernels
-    )
-    token = torch.zeros(rows, dtype=torch.int64, device=device)
+    slots = list(range(rows))
+    device.cache.set_length(slots, [context] * rows)
+    length = context
     for _ in range(4):
-        token = decoder.step(token).argmax(-1)
+        length += 1
+        device.decode(slots, length)
     best = math.inf
-    for _ in range(tries):
-        began = wait(device)
-        for _ in range(steps):
-            token = decoder.step(token).argmax(-1)
-        best = min(best, (wait(device) - began) / steps)
-    return best, cache.num_bytes
+    for _ in range(TRIES):
+        began = wait(name)
+        for _ in range(options.steps):
+            length += 1
+            device.decode(slots, length)
+        best = min(best, (wait(name) - began) / options.steps)
+    return best
 
 
 def measure(
-    model: Transformer,
+    loaded: LoadedModel,
     context: int,
     rows: int,
     sparsity: float,
-    device: str,
+    name: str,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """One line of the table."""
-    masks = masks_at(model.config, sparsity, options.window, options.sinks)
+    masked = loaded.with_masks(masks_at(loaded.config, sparsity, options.window, options.sinks))
     began = time.perf_counter()
     with torch.inference_mode():
-        seconds, num_bytes = time_decode(model, context, rows, masks, device, options)
-        # The first prefill under new masks loads kernels; the best counts.
-        prefill = (
-            min(time_prefill(model, context, masks, device) for _ in range(3))
-            if options.prefill
-            else None
-        )
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+        device = open_device(masked, context + TRIES * options.steps + 8, rows, options.eager)
+        seconds = time_decode(device, context, rows, name, options)
+        num_bytes = device.cache.num_bytes
+        prefill = None
+        if options.prefill:
+            # The first prefill under new masks loads kernels; the best counts.
+            prefill = min(time_prefill(device, context, name) for _ in range(TRIES))
+    weights = sum(parameter.nbytes for parameter in loaded.model.parameters())
     return {
         "context": context,
         "rows": rows,
@@ -170,29 +177,18 @@ def main() -> None:
         "--steps", type=int, default=48, help="steps of one timing; the best of three counts"
     )
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks")
-    parser.add_argument(
-        "--search-kernels", action="store_true", help="let the compiler search for the best kernels"
-    )
     parser.add_argument("--no-prefill", dest="prefill", action="store_false")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(options.shape, device)
-    if device == "cuda" and not options.eager:
-        model.fuse_projections()
-        model.compile_prefill(compile_any_length)
-    if options.prefill:
-        with torch.inference_mode():
-            time_prefill(
-                model, min(2 * CHUNK_TOKENS, 2048 if device == "cpu" else 1 << 20), None, device
-            )  # warm-up
+    loaded = loaded_model(options.shape, device)
     results: list[dict[str, Any]] = []
     for case in options.cases.split(","):
         context, rows = map(int, case.split("x"))
         # Where all positions fit a streaming head, masks change nothing.
         wanted = [float(sparsity) for sparsity in options.sparsities.split(",")]
         for sparsity in wanted if context > 2 * (options.window + options.sinks) else wanted[:1]:
-            results.append(measure(model, context, rows, sparsity, device, options))
+            results.append(measure(loaded, context, rows, sparsity, device, options))
             base = next(one for one in results if (one["context"], one["rows"]) == (context, rows))
             results[-1] |= {
                 "cache_ratio": round(base["cache_bytes"] / results[-1]["cache_bytes"], 2),

@@ -26,21 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode import SHAPES, build, masks_at, wait
+from decode import SHAPES, loaded_model, masks_at, wait
+from lock_step import LockStepDecoder
 
-from headway.infer.decode import Decoder
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.request import EngineOptions, EngineRequest
 from headway.infer.load import LoadedModel
 from headway.infer.sampling import Sampling
 
 WINDOW, SINKS = 1024, 128
-
-
-def loaded_model(shape: str, device: str) -> LoadedModel:
-    """A model with random weights, made in memory."""
-    model = build(shape, device)
-    return LoadedModel(model, model.config, None, Path())
 
 
 def prompts(count: int, tokens: int, vocab: int, seed: int = 0) -> list[tuple[int, ...]]:
@@ -143,25 +137,22 @@ def measure(
 def lock_step(
     loaded: LoadedModel, options: argparse.Namespace, rows: int, prompt: int, new: int
 ) -> None:
-    """The rate of `Decoder` over the same lengths: every row at once, greedy."""
-    cache = loaded.new_cache(rows, prompt + new + 8, [prompt] * rows)
+    """The rate of decoding without an engine over the same lengths: every row at once, greedy."""
     began = wait(options.device)
-    with torch.inference_mode():
-        cache.advance(prompt)
-        decoder = Decoder(
-            loaded.model,
-            cache,
-            steps=new,
-            compile_blocks=options.compile == "auto" and options.device == "cuda",
-        )
-        token = torch.zeros(rows, dtype=torch.int64, device=options.device)
-        for _ in range(4):
-            token = decoder.step(token).argmax(-1)
-        cold = wait(options.device) - began
-        began = wait(options.device)
-        for _ in range(new):
-            token = decoder.step(token).argmax(-1)
-        seconds = wait(options.device) - began
+    decoder = LockStepDecoder(
+        loaded.model,
+        rows,
+        prompt,
+        prompt + new + 8,
+        compile_blocks=options.compile == "auto" and options.device == "cuda",
+    )
+    for _ in range(4):
+        decoder.step()
+    cold = wait(options.device) - began
+    began = wait(options.device)
+    for _ in range(new):
+        decoder.step()
+    seconds = wait(options.device) - began
     say(
         "answers",
         {

@@ -196,13 +196,13 @@ def kernels(case: dict[str, Any]) -> str:
     from headway.data.batch import Batch, StepBatch, StepStats
     from headway.model.config import ModelConfig
     from headway.model.init import initial_value
-    from headway.objective.base import StepInfo
-    from headway.objective.next_token import Config as NextToken
     from headway.optim.adamw import Config as AdamW
     from headway.optim.groups import hypers
     from headway.parallel.assemble import assemble
     from headway.parallel.config import ParallelConfig
     from headway.parallel.engine import EngineSpec
+    from headway.tasks.base import StepInfo
+    from headway.tasks.next_token import Config as NextToken
 
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
@@ -214,9 +214,7 @@ def kernels(case: dict[str, Any]) -> str:
             config, NextToken(), optim, device, dtype, compile_blocks=on_cuda, parallel=parallel
         )
     )
-    engine.fill(
-        (name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items()
-    )
+    engine.fill((name, initial_value(spec, config, 0)) for name, spec in engine.specs.items())
     rows, length = case["rows"], case["seq_len"]
     tokens = torch.randint(1, config.vocab, (rows, length))
     zeros = torch.zeros(rows, length, dtype=torch.int32)

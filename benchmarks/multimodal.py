@@ -157,14 +157,14 @@ def run_headway(case: Case, rows: int, device: str) -> dict[str, Any]:
     from headway.model.config import ModelConfig
     from headway.model.init import initial_value
     from headway.model.media_shape import MediaInput, MediaShape
-    from headway.objective.base import StepInfo
-    from headway.objective.next_token import Config as NextToken
     from headway.optim.adamw import Config as AdamW
     from headway.optim.base import GroupRule
-    from headway.optim.groups import ADAPTER, hypers
+    from headway.optim.groups import hypers
     from headway.parallel.assemble import assemble
     from headway.parallel.engine import EngineSpec
     from headway.store.reader import open_store
+    from headway.tasks.base import StepInfo
+    from headway.tasks.next_token import Config as NextToken
 
     steps = case.warm_up + case.steps
     count = int(1.3 * steps * rows * case.row_tokens / ((case.shortest + case.longest) / 2)) + 64
@@ -203,8 +203,11 @@ def run_headway(case: Case, rows: int, device: str) -> dict[str, Any]:
             seq_len=case.row_tokens, chunk_tokens=4096 if on_gpu else 512,
         )  # fmt: skip
         engine = assemble(spec)
-        names = [name for name in engine.shapes if ADAPTER not in name]
-        values = ((name, initial_value(name, engine.shapes[name], config, 1)) for name in names)
+        values = (
+            (name, initial_value(one, config, 1))
+            for name, one in engine.specs.items()
+            if one.start != "given"
+        )
         engine.fill(with_updates(values, adapter, adapter.modules(config), 1, {}))
         seen: list[tuple[float, int]] = []
         with Loader(

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.config import AdapterConfig, all_specs
 from headway.model.config import ModelConfig
-from headway.model.layout import param_specs
 from headway.parallel.config import MemoryConfig
 from headway.parallel.layouts import Layout
 from headway.plan.hardware import GPUS
@@ -160,10 +159,10 @@ def own() -> Iterator[Anchor]:
         memory=least,
         state_dtype="8bit",
     )
-    adapter = AdapterConfig(rank=16).shapes(LLAMA_8B)
+    adapter = AdapterConfig(rank=16)
     lora: dict[str, Any] = {
-        "shapes": {spec.name: spec.shape for spec in param_specs(LLAMA_8B)} | adapter,
-        "training": frozenset(adapter),
+        "specs": all_specs(LLAMA_8B, adapter),
+        "training": frozenset(adapter.shapes(LLAMA_8B)),
     }
     yield one_gpu("8b LoRA, 4 x 4K", LLAMA_8B, 4, 4096, 15_472, 85.7, **lora)
     yield one_gpu(
@@ -189,10 +188,10 @@ def own_peaks() -> Iterator[Anchor]:
         vocab_size=50304,
         max_seq_len=8192,
     )
-    adapter = AdapterConfig(rank=16).shapes(LLAMA_8B)
+    adapter = AdapterConfig(rank=16)
     lora: dict[str, Any] = {
-        "shapes": {spec.name: spec.shape for spec in param_specs(LLAMA_8B)} | adapter,
-        "training": frozenset(adapter),
+        "specs": all_specs(LLAMA_8B, adapter),
+        "training": frozenset(adapter.shapes(LLAMA_8B)),
     }
     cases: tuple[tuple[str, ModelConfig, int, int, int, float, dict[str, Any]], ...] = (
         ("1b, 4 x 8K", LLAMA_1B, 4, 8192, 1, 55.96, {}),

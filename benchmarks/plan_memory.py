@@ -27,12 +27,13 @@ from headway.config.load import load
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.data.config import ResolvedBatch
 from headway.model.init import initial_value
-from headway.objective.base import StepInfo
+from headway.model.layout import ParamSpec
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroups
 from headway.plan.memory import estimate
 from headway.runtime.device import choose_compute
+from headway.tasks.base import StepInfo
 from headway.train.build import engine_spec
 from headway.train.config import Recipe
 from headway.train.memory import describe_job
@@ -154,7 +155,7 @@ def measure(name: str, device: str, steps: int) -> dict[str, Any]:
     engine = assemble(engine_spec(recipe, recipe.model, compute, RankGroups()))
     # Not the real initial values: they take longer than the steps. Small noise keeps the arithmetic as it is.
     engine.fill(
-        (one, _noise(one, shape, recipe, on_cuda=on_cuda)) for one, shape in engine.shapes.items()
+        (name, _noise(spec, recipe, on_cuda=on_cuda)) for name, spec in engine.specs.items()
     )
     peaks = Peaks(on_cuda)
     peaks.mark("build")
@@ -190,15 +191,12 @@ def measure(name: str, device: str, steps: int) -> dict[str, Any]:
     return found
 
 
-def _noise(name: str, shape: tuple[int, ...], recipe: Recipe, *, on_cuda: bool) -> torch.Tensor:
+def _noise(spec: ParamSpec, recipe: Recipe, *, on_cuda: bool) -> torch.Tensor:
+    shape = spec.shape
     if not on_cuda:
-        return (
-            initial_value(name, shape, recipe.model, 0)
-            if name.startswith(("model.", "lm_head"))
-            else torch.zeros(shape)
-        )
+        return torch.zeros(shape) if spec.start == "given" else initial_value(spec, recipe.model, 0)
     if len(shape) < 2:
-        return torch.ones(shape) if "norm" in name else torch.zeros(shape)
+        return torch.ones(shape) if "norm" in spec.groups else torch.zeros(shape)
     return torch.empty(shape, device="cuda").normal_(0.0, 0.02)
 
 

@@ -92,12 +92,12 @@ def run_ours(case: str, shape: str, device: str) -> dict[str, Any]:
     from headway.model.adapter.lora import with_updates
     from headway.model.adapter.packed_base import packed_values
     from headway.model.layout import param_specs
-    from headway.objective.base import StepInfo
     from headway.optim.groups import hypers
     from headway.parallel.assemble import assemble
     from headway.parallel.collectives import RankGroups
     from headway.plan.memory import estimate
     from headway.runtime.device import choose_compute
+    from headway.tasks.base import StepInfo
     from headway.train.build import engine_spec
     from headway.train.config import Recipe
     from headway.train.memory import describe_job

@@ -99,10 +99,7 @@ def build_models(folder: Path) -> tuple[Path, Path]:
         media=MediaShape((MediaInput("image", 16, 2, encoder=described),), hidden=16, missing=False)
     )
     for name, shape in (("texts", config), ("pictures", pictures)):
-        weights = (
-            (spec.name, initial_value(spec.name, spec.shape, shape, 4))
-            for spec in param_specs(shape)
-        )
+        weights = ((spec.name, initial_value(spec, shape, 4)) for spec in param_specs(shape))
         export_huggingface(shape, weights, folder / name, tokenizer=folder / "tokenizer")
     return folder / "texts", folder / "pictures"
 

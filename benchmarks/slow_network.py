@@ -103,21 +103,19 @@ def headway_step(group: Any, settings: dict[str, Any], total_steps: int) -> Call
     from headway.data.batch import StepBatch, StepStats
     from headway.model.config import ModelConfig
     from headway.model.init import initial_value
-    from headway.objective.base import StepInfo
-    from headway.objective.next_token import Config as NextToken
     from headway.optim.groups import hypers
     from headway.parallel.assemble import assemble
     from headway.parallel.collectives import form_groups
     from headway.parallel.config import ParallelConfig
     from headway.parallel.engine import EngineSpec
+    from headway.tasks.base import StepInfo
+    from headway.tasks.next_token import Config as NextToken
 
     config, optim = ModelConfig(**SHAPE), make_optim()
     parallel = validate(ParallelConfig, settings)
     ranks = form_groups(parallel.mesh(group.rank, group.size), group)
     engine = assemble(EngineSpec(config, NextToken(), optim, parallel=parallel, ranks=ranks))
-    engine.fill(
-        (name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items()
-    )
+    engine.fill((name, initial_value(spec, config, 0)) for name, spec in engine.specs.items())
     targets = float(group.size * ROWS * SEQ_LEN)
 
     def step(index: int) -> float:
@@ -152,14 +150,12 @@ def torch_step(group: Any, hook: dict[str, Any] | None, total_steps: int) -> Cal
 
     from headway.kernels.attention import mask_of
     from headway.model.config import ModelConfig
-    from headway.model.init import initial_value
+    from headway.model.init import initialize
     from headway.model.transformer import Transformer
 
     config, optim = ModelConfig(**SHAPE), make_optim()
     model = Transformer(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, tuple(parameter.shape), config, 0))
+    initialize(model, 0)
     # Over gloo torch's PowerSGD hook works with one bucket alone: with more, ranks run its callbacks in different orders and abort.
     wrapped = DistributedDataParallel(
         model, bucket_cap_mb=1000 if hook else BUCKET_BYTES / 2**20, gradient_as_bucket_view=True

@@ -22,14 +22,14 @@ import torch
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.layout import GATES
-from headway.objective.base import StepInfo
-from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
 from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
+from headway.tasks.base import StepInfo
+from headway.tasks.head_sparsity import Config as HeadSparsity
 
 CASES: dict[str, dict[str, Any]] = {
     "1b": {

@@ -10,11 +10,11 @@ from support.ranks import run_ranks
 from support.small_aligner import ALIGNER, naive_loss, share_of_samples
 
 from headway.model.aligner import Aligner
-from headway.model.init import initial_value
-from headway.objective.base import StepInfo
-from headway.objective.contrastive import Config as Contrastive
+from headway.model.init import initialize
 from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
+from headway.tasks.base import StepInfo
+from headway.tasks.contrastive import Config as Contrastive
 
 STEPS = 3
 SETUP: dict[str, Any] = {"config": ALIGNER, "freeze": (), "objective": Contrastive()}
@@ -53,9 +53,7 @@ def trained(cases: list[tuple[dict[str, Any], dict[str, Any], int]], group: Rank
 def plain() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]:
     """The same by plain autograd over whole batches with torch's AdamW."""
     model = Aligner(ALIGNER)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, ALIGNER, 1))
+    initialize(model, 1)
     scale = torch.nn.Parameter(torch.tensor(2.6592600369))
     engine = make_engine(RankGroup(), Setup(micro=1, **SETUP))
     decays = {name for group in engine.groups if group.decays for name in group.names}

@@ -18,15 +18,15 @@ from support.ranks import run_ranks, start_processes
 from support.runs import make_stores, write_recipe
 
 from headway.checkpoint.load import open_checkpoint
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import Writers, save_checkpoint
 from headway.config.load import load
 from headway.model.config import HeadGatesConfig
 from headway.model.layout import GATES
-from headway.objective.base import StepInfo
-from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.parallel.collectives import RankGroup
 from headway.parallel.context import to_heads, to_tokens
 from headway.store.reader import StoreWriter
+from headway.tasks.base import StepInfo
+from headway.tasks.head_sparsity import Config as HeadSparsity
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
@@ -192,7 +192,7 @@ def test_a_rank_whose_heads_are_all_decided_keeps_the_others_company(
 def first_half(folder: Path, one: Setup, group: RankGroup) -> list[float]:
     engine = make_engine(group, one)
     seen = train_steps(engine, rows_of(one, group), one.micro, 0, 2)
-    records = (TensorRecord(*tensor) for tensor in engine.tensors())
+    records = engine.tensors()
     save_checkpoint(
         folder,
         2,

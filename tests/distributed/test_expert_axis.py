@@ -27,18 +27,18 @@ from support.runs import (
 )
 
 from headway.checkpoint.load import open_checkpoint
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import Writers, save_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.data.batch import StepBatch, StepStats
-from headway.infer.load import find_model
 from headway.model.config import ModelConfig
 from headway.model.experts_config import ExpertsConfig
 from headway.model.layout import ROUTER_BIAS
-from headway.objective.balance import LOAD
-from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
 from headway.optim.muon import Config as Muon
 from headway.optim.schedule import Schedule
 from headway.parallel.collectives import RankGroup
+from headway.tasks.balance import LOAD
+from headway.tasks.base import StepInfo
 
 CUT, END, MICRO = 3, 6, 4
 MIXTURE = PLAIN.with_(
@@ -63,7 +63,7 @@ def setup_of(parallel: dict[str, Any], **more: Any) -> Setup:
 
 
 def save(folder: Path, engine: Any, group: RankGroup) -> None:
-    records = (TensorRecord(*tensor) for tensor in engine.tensors())
+    records = engine.tensors()
     save_checkpoint(
         folder,
         CUT,

@@ -12,9 +12,9 @@ from support.ranks import run_ranks
 
 from headway.model.config import HeadGatesConfig
 from headway.model.layout import GATES
-from headway.objective.base import StepInfo
-from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.parallel.collectives import RankGroup
+from headway.tasks.base import StepInfo
+from headway.tasks.head_sparsity import Config as HeadSparsity
 
 STEPS = 6
 GATED = CONFIG.with_(
@@ -126,7 +126,7 @@ def test_frozen_weights_have_neither_gradient_nor_state_and_lie_in_the_compute_d
 
 
 def test_gates_are_fp32_beside_16_bit_weights_whether_they_train_or_not() -> None:
-    from headway.objective.next_token import Config as NextToken
+    from headway.tasks.next_token import Config as NextToken
 
     for freeze, objective in (((), OBJECTIVE), (("gates",), NextToken())):
         engine = make_engine(RankGroup(), setup("ddp", freeze, torch.bfloat16, objective))

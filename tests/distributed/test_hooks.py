@@ -8,8 +8,8 @@ import torch
 from support.engines import Setup, make_engine, share_of_step, train_steps
 from support.ranks import run_ranks
 
-from headway.objective.base import StepInfo
 from headway.parallel.collectives import RankGroup
+from headway.tasks.base import StepInfo
 
 PLAIN: dict[str, Any] = {"zero1": {"size": 1}}
 POWERSGD = {"kind": "powersgd", "rank": 2, "min_compression_rate": 0.0, "start_step": 1}

@@ -14,14 +14,14 @@ from support.engines import Setup, make_engine, share_of_step, train_steps
 from support.ranks import run_ranks
 
 from headway.checkpoint.load import open_checkpoint
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
-from headway.objective.base import StepInfo
+from headway.checkpoint.save import Writers, save_checkpoint
 from headway.optim.adafactor import Config as Adafactor
 from headway.optim.muon import Config as Muon
 from headway.optim.schedule import Schedule
 from headway.optim.schedule_free import Config as ScheduleFree
 from headway.optim.schedule_free import WarmupSchedule
 from headway.parallel.collectives import RankGroup
+from headway.tasks.base import StepInfo
 
 CUT, END = 3, 6
 OFF = {"reduce": False, "gather": False, "step": False}
@@ -60,7 +60,7 @@ def outcome(engine: Any, losses: list[float]) -> Result:
 
 
 def save(folder: Path, engine: Any, group: RankGroup) -> None:
-    records = (TensorRecord(*tensor) for tensor in engine.tensors())
+    records = engine.tensors()
     save_checkpoint(
         folder,
         CUT,

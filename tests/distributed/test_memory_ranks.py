@@ -7,11 +7,11 @@ import torch
 from support.engines import CONFIG, OPTIM, Setup, make_engine, share_of_step, train_steps
 from support.ranks import run_ranks, start_processes
 
-from headway.objective.next_token import Config as NextToken
 from headway.parallel import memory_probe
 from headway.parallel.collectives import RankGroup
 from headway.parallel.config import ParallelConfig
 from headway.parallel.engine import EngineSpec
+from headway.tasks.next_token import Config as NextToken
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from support.engines import CONFIG, OPTIM, Setup, make_engine, share_of_step, tr
 from support.my_lab.mlp_model import MLPModel
 from support.ranks import run_ranks
 
-from headway.model.init import initial_value
+from headway.model.init import initialize
 from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
 
@@ -31,9 +31,7 @@ def trained(
 def plain() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Losses, gradient norms and weights of plain autograd over whole batches."""
     model = MLPModel(MLP)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, MLP, 1))
+    initialize(model, 1)
     trained_groups = make_engine(RankGroup(), Setup(config=MLP, freeze=())).groups
     decay = max(hyper.weight_decay for hyper in hypers(OPTIM, trained_groups, 0, 20).values())
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -82,5 +80,37 @@ def test_another_model_trains_like_plain_autograd(case: str) -> None:
             assert norm == pytest.approx(right_norm, rel=1e-4)
             assert skipped == 0
         assert got.keys() == weights.keys()
+        for name in weights:
+            torch.testing.assert_close(got[name], weights[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+SPLIT = CONFIG.model_copy(update={"family": "support.my_lab.split_model"})
+
+
+def split_steps(
+    setup: Setup, group: RankGroup
+) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
+    """Every rank has all rows and a part of every layer; norms start at other values on purpose, so that a wrong sum shows."""
+    engine = make_engine(group, setup)
+    generator = torch.Generator().manual_seed(7)
+    engine.fill(
+        (name, torch.randn(shape, generator=generator) * 0.3)
+        for name, shape in engine.shapes.items()
+    )
+    seen = train_steps(engine, RankGroup(), setup.micro, 0, STEPS)
+    return seen, {name: value.clone() for name, value in engine.weights()}
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole tokens", "own tokens"])
+def test_gradients_are_summed_as_the_spec_says_whatever_a_parameter_is_called(
+    sequence: bool,
+) -> None:
+    alone = Setup(micro=2, config=SPLIT, freeze=())
+    expected, weights = split_steps(alone, RankGroup())
+    setup = Setup({"tensor": 2, "sequence": sequence}, micro=2, config=SPLIT, freeze=())
+    for seen, got in run_ranks(functools.partial(split_steps, setup), 2):
+        for (loss, norm, _), (right_loss, right_norm, _) in zip(seen, expected, strict=True):
+            assert loss == pytest.approx(right_loss, rel=1e-5)
+            assert norm == pytest.approx(right_norm, rel=1e-4)
         for name in weights:
             torch.testing.assert_close(got[name], weights[name], rtol=1e-4, atol=1e-5, msg=name)

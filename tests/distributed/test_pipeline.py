@@ -27,13 +27,13 @@ from support.ranks import run_ranks, start_processes
 from support.runs import make_stores, write_recipe
 
 from headway.checkpoint.load import open_checkpoint
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import Writers, save_checkpoint
 from headway.config.load import load
 from headway.errors import CommunicationError, ParallelError
-from headway.objective.next_token import Config as NextToken
 from headway.parallel.collectives import RankGroup
 from headway.parallel.config import ParallelConfig
 from headway.parallel.pipeline_order import pipeline_actions
+from headway.tasks.next_token import Config as NextToken
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
@@ -97,7 +97,7 @@ def two_steps(folder: Path, index: int, parallel: dict[str, Any], group: RankGro
         with open_checkpoint(folder / f"step-{2 * index:08}") as reader:
             engine.load(reader.read, reader.scalars["engine"])  # pyright: ignore[reportArgumentType]
     losses, _ = train_some(one, engine, range(2 * index, 2 * index + 2))
-    records = (TensorRecord(*tensor) for tensor in engine.tensors())
+    records = engine.tensors()
     scalars = {"engine": engine.scalars()}
     save_checkpoint(
         folder, 2 * index + 2, records, scalars, None, Writers(group.rank, group.size, group.gather)

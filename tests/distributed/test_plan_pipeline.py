@@ -14,7 +14,6 @@ from support.ranks import run_ranks
 
 from headway.data.batch import StepBatch, StepStats
 from headway.model.config import ModelConfig
-from headway.objective.base import StepInfo
 from headway.parallel.collectives import RankGroup
 from headway.parallel.layouts import Layout
 from headway.parallel.pipeline import runner
@@ -24,6 +23,7 @@ from headway.plan.job import PlanJob
 from headway.plan.memory import estimate, moments
 from headway.plan.rates import Software
 from headway.plan.timeline import follow, in_flight
+from headway.tasks.base import StepInfo
 
 DEEP = ModelConfig(
     hidden_size=128,

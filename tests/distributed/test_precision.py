@@ -7,10 +7,10 @@ import torch
 from support.engines import OPTIM, Setup, make_engine, share_of_step, train_steps
 from support.ranks import run_ranks
 
-from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.collectives import RankGroup
+from headway.tasks.base import StepInfo
 
 SCALE = ScalerConfig(initial=1024.0, growth_interval=3, hysteresis=2)
 STRATEGIES = {"ddp": {"zero1": {"size": 1}}, "zero1": {}, "fsdp": {"strategy": "fsdp"}}

@@ -11,8 +11,8 @@ from support.engines import Setup, make_engine, share_of_step, train_steps
 from support.ranks import run_ranks
 from support.spare_parameters import spare
 
-from headway.objective.base import StepInfo
 from headway.parallel.collectives import DifferentiableCollectives, RankGroup
+from headway.tasks.base import StepInfo
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"zero1": {"size": 1}},

@@ -10,7 +10,7 @@ from support.engines import Setup, make_engine, train_steps
 from support.ranks import run_ranks
 
 from headway.checkpoint.load import open_checkpoint
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import Writers, save_checkpoint
 from headway.parallel.collectives import RankGroup
 
 ONE: dict[str, Any] = {}
@@ -25,7 +25,7 @@ MICRO, CUT, END = 4, 4, 8
 def first_half(folder: Path, setup: Setup, group: RankGroup) -> list[float]:
     engine = make_engine(group, setup)
     seen = train_steps(engine, group, MICRO, 0, CUT)
-    records = (TensorRecord(*tensor) for tensor in engine.tensors())
+    records = engine.tensors()
     save_checkpoint(
         folder,
         CUT,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.layout_trials import LORA, PLAIN, LayoutTrial, compare, trial
 
-from headway.objective.reward import Config
+from headway.tasks.reward import Config
 
 OBJECTIVE = Config(margin=0.2, center_rewards_coefficient=0.05)
 SCORING = PLAIN.with_(score_head=True)

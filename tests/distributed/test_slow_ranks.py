@@ -13,7 +13,7 @@ from support.runs import make_stores, tiny_settings
 from headway.config.load import load
 from headway.data.loader import Loader
 from headway.diagnose.slow_ranks import SlowRule
-from headway.objective.next_token import NextToken
+from headway.tasks.next_token import NextToken
 from headway.train import train
 from headway.train.config import Recipe
 

@@ -31,17 +31,15 @@ from support.ranks import run_ranks, start_processes
 from support.runs import make_stores, write_recipe
 
 from headway.checkpoint.load import open_checkpoint
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import Writers, save_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
 from headway.errors import CommunicationError
 from headway.export.huggingface import export_huggingface
-from headway.infer.load import find_model
 from headway.kernels.fp8 import LinearSplit, fp8_linear
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
@@ -49,6 +47,8 @@ from headway.parallel.collectives import RankGroup, form_groups
 from headway.parallel.config import ParallelConfig
 from headway.parallel.engine import EngineSpec
 from headway.parallel.tensor_exchange import TensorExchange
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
@@ -101,7 +101,7 @@ def continued(
             with open_checkpoint(folder / f"step-{2 * index:08}") as reader:
                 engine.load(reader.read, reader.scalars["engine"])
         losses += train_some(one, engine, range(2 * index, 2 * index + 2))[0]
-        records = (TensorRecord(*tensor) for tensor in engine.tensors())
+        records = engine.tensors()
         writers = Writers(group.rank, group.size, group.gather)
         save_checkpoint(folder, 2 * index + 2, records, {"engine": engine.scalars()}, None, writers)
     return losses
@@ -268,7 +268,7 @@ def test_no_rank_holds_the_whole_model_to_read_or_write_it(
     parallel: dict[str, Any], tmp_path: Path
 ) -> None:
     specs = param_specs(LARGER)
-    values = {spec.name: initial_value(spec.name, spec.shape, LARGER, 0) for spec in specs}
+    values = {spec.name: initial_value(spec, LARGER, 0) for spec in specs}
     export_huggingface(LARGER, values.items(), tmp_path / "model", tokenizer=None)
     whole = 4 * sum(spec.size for spec in specs)
     for reading, writing in run_ranks(

@@ -10,11 +10,12 @@ from safetensors.torch import load_file
 from support.runs import assert_same_run, headway, make_stores
 
 from headway.checkpoint.load import open_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
 from headway.errors import ConfigError
 from headway.export.adapter import export_adapter
 from headway.export.huggingface import export_model
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.kernels.attention import causal_mask
 from headway.train import train
 from headway.train.config import Recipe

@@ -159,8 +159,7 @@ def torch_only(
     ]
     config = ModelConfig.model_validate({**SHAPE, "init_std": 0.2, "tie_embeddings": False})
     weights = {
-        spec.name: initial_value(spec.name, spec.shape, config, 11).requires_grad_()
-        for spec in param_specs(config)
+        spec.name: initial_value(spec, config, 11).requires_grad_() for spec in param_specs(config)
     }
     matrices = [value for value in weights.values() if value.dim() == 2]
     rest = [value for value in weights.values() if value.dim() < 2]
@@ -282,9 +281,7 @@ def test_a_validation_reads_the_first_rows_and_no_more(
         start_processes(lambda: train(recipe), world)
     (record,) = read_metrics(recipe.run.folder / "metrics.jsonl")
     config = ModelConfig.model_validate({**SHAPE, "init_std": 0.2, "tie_embeddings": False})
-    weights = {
-        spec.name: initial_value(spec.name, spec.shape, config, 11) for spec in param_specs(config)
-    }
+    weights = {spec.name: initial_value(spec, config, 11) for spec in param_specs(config)}
     found = [nll(weights, document) for document in held[:3]]
     assert record["valid"]["held"]["tokens"] == sum(count for _, count in found)
     assert record["valid"]["held"]["loss"] == pytest.approx(

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.media_looks import count_looks
 from support.runs import deterministic
 from support.small_aligner import ENCODERS
 
+from headway.checkpoint.stored_model import find_model
 from headway.errors import ConfigError
 from headway.infer.aligner import aligned_encoders, find_aligner
 from headway.infer.check_checkpoint import check_checkpoint
-from headway.infer.load import find_model
 from headway.media.items import MediaRef
 from headway.media.synthetic import SyntheticMedia, write_media
 from headway.plan.hardware import GPUS
@@ -81,6 +82,15 @@ def test_a_killed_run_ends_bit_for_bit_like_an_undisturbed_one(folder: Path) -> 
     )
     last = deterministic(one / "metrics.jsonl")[-1]["valid"]["valid"]
     assert {"loss", "text_to_image/recall_at_1", "image-audio/modality_gap"} <= set(last)
+
+
+def test_a_second_start_parses_no_record_and_looks_at_no_media_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(recipe_of(folder, steps=1, run={"name": "first", "dir": str(folder / "runs")}))
+    looked = count_looks(monkeypatch)
+    train(recipe_of(folder, steps=1, run={"name": "second", "dir": str(folder / "runs")}))
+    assert (looked["parsed"], looked["looked at"]) == (0, 0)
 
 
 def test_its_model_is_found_and_is_no_language_model(folder: Path) -> None:

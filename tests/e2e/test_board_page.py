@@ -1,5 +1,6 @@
 """The board's page in a real Chromium: what it shows, what survives a refresh, what it never asks for."""
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,17 @@ from headway.board.open import open_sources
 from headway.board.report import write_html_report
 
 pytestmark = [pytest.mark.drill, pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")]
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 BOX = """(() => {
-    const box = document.querySelector('[data-metric=loss] .cross').getBoundingClientRect();
+    const box = document.querySelector('[data-metric=loss] .u-over').getBoundingClientRect();
     return [box.left, box.top, box.width, box.height];
 })()"""
-DRAWING = """(() => {
+DRAWING = """(async () => {
     const begun = performance.now(), card = hw.app.charts.cards.get('loss');
-    for (let i = 0; i < 10; i++) hw.app.charts.draw(card);
+    for (let i = 0; i < 10; i++) {
+        hw.app.charts.draw(card);
+        await null;  // uPlot draws when the script that changed it has ended
+    }
     return (performance.now() - begun) / 10;
 })()"""
 SHOWN = """JSON.stringify([
@@ -40,7 +45,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
 def hover(page: Page, share: float) -> list[dict[str, Any]]:
     """Move over the chart of the loss; returns the rows of the tip."""
     box = page.evaluate(BOX)
-    page.move(box[0] + 54 + (box[2] - 66) * share, box[1] + box[3] / 2)
+    page.move(box[0] + (box[2] - 1) * share, box[1] + box[3] / 2)
     page.wait_for("document.querySelector('.tip.on') !== null")
     script = "JSON.stringify([...document.querySelectorAll('.tiprow')].map((row) => ({...row.dataset, text: row.textContent})))"
     return json.loads(page.evaluate(script))
@@ -145,6 +150,56 @@ def test_a_report_opens_from_the_disk_without_a_server(tmp_path: Path, page: Pag
     page.wait_for("document.querySelector('.panel').textContent.includes('optim.lr')")
     assert page.problems == []
     assert [address for address in page.requests if address != out.as_uri()] == []
+
+
+EVIL = """# Scores <img src=x onerror="window.hacked = 1">
+
+| task | score | note |
+|:--|--:|---|
+| mmlu | 0.51 | <script>window.hacked = 2</script> |
+| arc | 0.4 | a \\| b |
+
+![plot](plot.png) ![other](http://evil.example/steal.png) [click](javascript:window.hacked=3)
+
+    <b onclick=window.hacked=4>text of a model</b>
+"""
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_reports_are_drawn_and_what_they_say_stays_text(
+    tmp_path: Path, page: Page, is_file: bool
+) -> None:
+    run = make_run(tmp_path / "runs" / "one", 20)
+    (run / "eval").mkdir()
+    (run / "eval" / "report.md").write_text(EVIL)
+    (run / "eval" / "plot.png").write_bytes(base64.b64decode(PIXEL))
+    out = tmp_path / "report.html"
+    write_html_report(open_sources([str(run)]), out)
+    with serving(tmp_path / "runs") as (client, _):
+        page.open(out.as_uri() if is_file else f"http://127.0.0.1:{client.port}/")
+        page.wait_for("typeof hw !== 'undefined' && " + DRAWN)
+        page.evaluate("document.querySelector('[data-tab=evaluations]').click()")
+        page.wait_for("document.querySelector('.markdown img')?.naturalWidth === 1")
+        assert page.evaluate("document.querySelectorAll('.panel img').length") == 1
+        assert page.evaluate("document.querySelector('.markdown pre').textContent") == (
+            "<b onclick=window.hacked=4>text of a model</b>\n"
+        )
+        cells = "[...document.querySelectorAll('.markdown td')].map((one) => [one.textContent, one.className])"
+        assert json.loads(page.evaluate(f"JSON.stringify({cells})")) == [
+            ["mmlu", ""],
+            ["0.51", "num"],
+            ["<script>window.hacked = 2</script>", ""],
+            ["arc", ""],
+            ["0.4", "num"],
+            ["a | b", ""],
+        ]
+        assert page.evaluate("document.querySelectorAll('.panel :is(a, b, script)').length") == 0
+        assert "[click](javascript:window.hacked=3)" in page.evaluate(
+            "document.querySelector('.markdown').textContent"
+        )
+        assert page.evaluate("window.hacked === undefined")
+        assert page.problems == []
+        assert not [address for address in page.requests if "evil" in address]
 
 
 def test_a_hundred_thousand_points_of_many_runs_are_drawn_quickly(

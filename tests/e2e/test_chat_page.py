@@ -58,7 +58,7 @@ def test_a_conversation_is_sent_streamed_edited_answered_again_and_kept(
     )
     page.wait_for(IDLE)
     double.seconds_per_piece = 0.0
-    assert texts(page, ".markdown") == ["Streams piece by piece. " * 4]
+    assert texts(page, ".markdown") == [" ".join(["Streams piece by piece."] * 4)]
     assert (
         "24 tokens ·" in texts(page, ".stats")[0]
         and "tokens/s" in texts(page, ".stats")[0]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.byte_model import byte_tokenizer
 
+from headway.checkpoint.stored_model import find_model
 from headway.cli import main
-from headway.infer.load import find_model
 
 SHAPE = {
     "vocab_size": 258,

@@ -10,8 +10,8 @@ from support.ranks import start_processes
 from support.runs import assert_same_run, deterministic, make_stores, tiny_settings
 
 from headway.checkpoint.load import open_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
-from headway.infer.load import find_model
 from headway.train import train
 from headway.train.config import Recipe
 

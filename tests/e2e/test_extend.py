@@ -167,3 +167,76 @@ def test_files_in_the_working_directory_work_with_two_ranks(lab: Path) -> None:
     assert (
         done.returncode == 0 and len((lab / "two" / "metrics.jsonl").read_text().splitlines()) == 6
     )
+
+
+def write_graded(path: Path) -> None:
+    """Answers to sums; every other one has grade 0."""
+    records = [
+        {"prompt": f"{number} + 1?", "response": str(number + 1), "grade": number % 2}
+        for number in range(24)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+GRADED = {
+    "objective.kind": "my_lab.graded",
+    "data.train": [{"path": "graded.jsonl", "kind": "my_lab.graded"}],
+    "data.valid": {"fraction": 0.25},
+    "tokenizer": "tokenizer",
+}
+
+
+def test_a_task_of_the_package_is_checked_planned_and_trained(
+    lab: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    byte_tokenizer("<|im_start|>", "<|im_end|>").save(lab / "tokenizer")
+    write_graded(lab / "graded.jsonl")
+    recipe = hw.Recipe.load(TINY, {**GRADED, "run.dir": lab, "data.cache_dir": lab / "cache"})
+    recipe = recipe.with_({"data.seq_len": 64, "model.max_seq_len": 64})
+    (lab / "recipe.yaml").write_text(json.dumps(recipe.model_dump(mode="json", by_alias=True)))
+
+    assert main(["data", "validate", "graded.jsonl", "--kind", "my_lab.graded"]) == 0
+    assert "24 good, 0 bad" in capsys.readouterr().out
+    assert main(["doctor", "data", "recipe.yaml", "--json"]) == 0
+    checked = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checked["length of graded.jsonl"]["state"] == "ok"
+    assert "0 of 18 answers are longer" in checked["length of graded.jsonl"]["detail"]
+    assert main(["plan", "recipe.yaml", "--gpu", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+    trained = hw.train(recipe)
+    last = trained.history()[-1]
+    assert 0 < last["grade"] < 1
+    assert last["loss"] < last["nll"], "answers of grade 0 carry no loss"
+    with pytest.raises(hw.ConfigError, match=r"holds records of kind my_lab.graded"):
+        hw.train(recipe.with_({"run.name": "plain"}, objective={"kind": "next_token"}))
+
+
+def test_answers_without_a_grade_are_no_targets_of_the_task(lab: Path) -> None:
+    """Trained on answers of which half have grade 0, the weights are those of training on the other half with their grades."""
+    byte_tokenizer("<|im_start|>", "<|im_end|>").save(lab / "tokenizer")
+    write_graded(lab / "graded.jsonl")
+    recipe = hw.Recipe.load(TINY, {**GRADED, "run.dir": lab, "data.cache_dir": lab / "cache"})
+    recipe = recipe.with_({"data.seq_len": 64, "model.max_seq_len": 64, "data.valid": None})
+    once = hw.train(recipe.with_({"batch": {"rows": 4, "micro_rows": 4}}))
+    split = hw.train(recipe.with_({"batch": {"rows": 4, "micro_rows": 1}, "run.name": "split"}))
+    assert [one["loss"] for one in split.history()] == pytest.approx(
+        [one["loss"] for one in once.history()], rel=1e-5
+    )
+
+
+def test_plug_ins_that_import_other_modules_of_headway_are_told_once(
+    lab: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (lab / "old.py").write_text(
+        "from headway.config.section import setting\n"
+        "from headway.objective.base import Loss, ObjectiveConfig, Term\n"
+        "from headway.plugin import Batch\n\n\n"
+        "class Config(ObjectiveConfig):\n"
+        '    kind: str = setting("./old.py", "This file.")\n'
+    )
+    for _ in range(2):
+        hw.Recipe.load(TINY, {"objective.kind": "./old.py"})
+    warnings = [message for message in caplog.messages if "headway.plugin" in message]
+    assert len(warnings) == 1
+    assert "./old.py imports headway.config.section, headway.objective.base." in warnings[0]

@@ -12,10 +12,11 @@ import torch
 from support.runs import assert_same_run, make_stores
 
 from headway.checkpoint.load import open_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.cli import main
 from headway.config.load import load
 from headway.errors import ConfigError
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.model.head_gates import settled_masks
 from headway.model.head_masks.choice import MaskChoice
 from headway.model.head_masks.file import read_masks, write_masks

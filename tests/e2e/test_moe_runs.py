@@ -15,9 +15,11 @@ from support.runs import (
     write_recipe,
 )
 
+from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
 from headway.errors import ConfigError
-from headway.infer.load import build_frozen_model, find_model, load_model
+from headway.infer.load import load_model
+from headway.model.base import build_frozen_model
 from headway.train import train
 from headway.train.config import Recipe
 from headway.train.resolve import resolve
@@ -53,9 +55,9 @@ def test_an_upcycled_model_starts_with_the_logits_of_the_dense_one(
     mixture = build_frozen_model(found.config, found.weights(), torch.device("cpu"), torch.float32)
     plain = load_model(folder).model
     tokens, position = torch.arange(1, 25).view(2, 12), torch.arange(12).expand(2, 12)
-    right = plain.logits(plain.prefill(tokens, position))
+    right = plain.logits(plain.hidden_states(tokens, position))
     torch.testing.assert_close(
-        mixture.logits(mixture.prefill(tokens, position)), right, atol=1e-5, rtol=1e-5
+        mixture.logits(mixture.hidden_states(tokens, position)), right, atol=1e-5, rtol=1e-5
     )
     train(given)
     final = find_model(_run(recipe, "up") / "final")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.fuzzing import run_verb
+from support.media_looks import count_looks
 from support.small_video import film
 
 from headway.config.load import load
@@ -33,7 +34,7 @@ from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.loading.aligner_file import AlignerHeads, write_aligner
 from headway.model.media_shape import MediaInput, MediaShape
-from headway.prepare.encode_media import MediaPositions
+from headway.records.encode_media import MediaPositions
 from headway.runtime.digests import DIGESTS
 from headway.store.media_items import MediaItem
 from headway.store.media_table import MediaTableWriter
@@ -129,6 +130,16 @@ def test_a_stopped_run_resumes_bit_for_bit(made: Path, run: Path) -> None:
         for folder in (run, made / "runs/stopped")
     ]
     assert losses[0] == losses[1]
+
+
+def test_a_second_start_parses_no_record_and_looks_at_no_media_file(
+    made: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = count_looks(monkeypatch)
+    train(recipe_of(made, "second", "steps=1"))
+    assert (looked["parsed"], looked["looked at"]) == (0, 0)
+    train(recipe_of(made, "other", "steps=1", "data.seq_len=95"))
+    assert looked["parsed"] > 0 and looked["looked at"] > 0
 
 
 def test_the_next_command_of_a_finished_run_asks_about_a_picture_and_a_sound(run: Path) -> None:
@@ -314,9 +325,7 @@ def test_a_llava_folder_computes_the_same_logits_with_transformers(
         hidden=SMALL["hidden_size"],
     )
     config = ModelConfig(**SMALL, media=shape)
-    weights = [
-        (spec.name, initial_value(spec.name, spec.shape, config, 3)) for spec in param_specs(config)
-    ]
+    weights = [(spec.name, initial_value(spec, config, 3)) for spec in param_specs(config)]
     export_huggingface(config, iter(weights), tmp_path / "ours", tokenizer=made / "tok")
     export_llava(tmp_path / "ours", tmp_path / "llava")
     theirs = LlavaForConditionalGeneration.from_pretrained(
@@ -339,7 +348,7 @@ def test_a_llava_folder_computes_the_same_logits_with_transformers(
     media = MediaTensors(slot, {"image": features}, {"image": torch.tensor([[True]])})
     with torch.no_grad():
         ours = loaded.model.logits(
-            loaded.model.prefill(
+            loaded.model.hidden_states(
                 ids.clamp(max=SMALL["vocab_size"] - 1),
                 torch.arange(ids.shape[1])[None],
                 None,

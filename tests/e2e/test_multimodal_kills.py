@@ -59,9 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "vocab_size": 384,
     }
     config = ModelConfig(family="qwen2", qkv_bias=True, **sizes)
-    weights = (
-        (spec.name, initial_value(spec.name, spec.shape, config, 3)) for spec in param_specs(config)
-    )
+    weights = ((spec.name, initial_value(spec, config, 3)) for spec in param_specs(config))
     export_huggingface(config, weights, folder / "model", tokenizer=folder / "tok")
     for phase in PHASES:
         train(recipe_of(folder, phase, "whole"))

@@ -11,10 +11,11 @@ import pytest
 import torch
 from support.byte_model import byte_tokenizer
 
+from headway.checkpoint.stored_model import find_model
 from headway.cli import main
 from headway.config.load import load, read_yaml
 from headway.config.shipped import FOLDER
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.kernels.attention import causal_mask
 from headway.model.layout import GATES
 from headway.train import train

@@ -19,11 +19,12 @@ from support.runs import assert_same_run, deterministic
 
 from headway.config.load import load
 from headway.data.batch import Batch
-from headway.data.pairs import PAIR
 from headway.errors import HeadwayError
 from headway.model.base import Model
 from headway.runtime.storage import read_sealed
 from headway.store.reader import StoreWriter
+from headway.tasks.base import ScoreColumns
+from headway.tasks.preference.source import PAIR
 from headway.tokenizer.load import load_tokenizer
 from headway.track.metrics_file import read_metrics
 from headway.train import dry_run, train
@@ -254,8 +255,10 @@ def test_a_dry_run_scores_one_step(
 ) -> None:
     read: list[int] = []
 
-    def counting(model: Model, chunk_tokens: int) -> Callable[[Batch], Batch]:
-        score = score_with(model, chunk_tokens)
+    def counting(
+        model: Model, chunk_tokens: int, columns: ScoreColumns
+    ) -> Callable[[Batch], Batch]:
+        score = score_with(model, chunk_tokens, columns)
 
         def prepare(batch: Batch) -> Batch:
             read.append(int((batch.extra[PAIR] >= 0).sum()))

@@ -201,9 +201,9 @@ def test_callbacks_see_the_run_and_a_broken_one_is_an_event(recipe: hw.Recipe) -
 LOSS = """
 from typing import Any, Literal
 from headway.config.section import setting
-from headway.objective.base import Loss, ObjectiveConfig, Term
+from headway.tasks.base import Loss, TaskConfig, Term
 
-class Config(ObjectiveConfig):
+class Config(TaskConfig):
     kind: str = setting("./my_loss.py", "This file.")
     power: float = setting(1.0, "Exponent.")
 

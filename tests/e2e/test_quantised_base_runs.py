@@ -13,12 +13,13 @@ from support.pairs import make_pair_store
 from support.runs import assert_same_run, make_stores
 
 from headway.checkpoint.load import open_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
 from headway.errors import ConfigError, HeadwayError
 from headway.export.adapter import export_adapter
 from headway.export.huggingface import export_huggingface
 from headway.infer.check_checkpoint import check_checkpoint
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.kernels.attention import causal_mask
 from headway.kernels.packed_layout import PackedLayout, form_of
 from headway.kernels.packed_weight import pack, unpack

@@ -56,9 +56,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = ModelConfig(
         hidden_size=32, num_layers=2, num_heads=2, ffn_size=48, vocab_size=512, max_seq_len=512
     )
-    weights = (
-        (spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config)
-    )
+    weights = ((spec.name, initial_value(spec, config, 0)) for spec in param_specs(config))
     export_huggingface(config, weights, folder / "base", tokenizer=folder / "tokenizer")
     chat = [
         {"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))}

@@ -11,13 +11,14 @@ from support.byte_model import byte_tokenizer
 from support.runs import assert_same_run, deterministic, headway
 
 import headway as hw
+from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
 from headway.errors import HeadwayError
 from headway.eval.reward import evaluate_reward
 from headway.eval.reward_data import RewardSource
 from headway.export.gguf_writer import export_gguf
 from headway.infer.check_checkpoint import check_checkpoint
-from headway.infer.load import LoadedModel, find_model, load_model
+from headway.infer.load import LoadedModel, load_model
 from headway.model.layout import HEAD, SCORE
 from headway.store.reader import StoreWriter
 from headway.track.metrics_file import read_metrics

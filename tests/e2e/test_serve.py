@@ -23,7 +23,6 @@ from support.serving import RunningServer, serving
 
 from headway.infer.generate import GenerateOptions, answer, generate
 from headway.infer.load import LoadedModel, load_model
-from headway.infer.prefill import chunks
 from headway.tokenizer.chat_template import BUILT_IN
 
 PROMPTS = [
@@ -219,7 +218,7 @@ def test_log_probabilities_are_those_of_the_model(client: Any, loaded: LoadedMod
         *generate(loaded, ["Once"], GenerateOptions(max_new_tokens=3))[0].token_ids,
     ]
     with torch.inference_mode():
-        hidden = next(chunks(loaded.model, torch.tensor([ids]), loaded.new_cache(1, len(ids))))
+        hidden = loaded.model.hidden_states(torch.tensor([ids]), torch.arange(len(ids))[None])
         scores = (
             loaded.model.logits(hidden)[0, :-1]
             .float()[:, : loaded.tokenizer.vocab_size]

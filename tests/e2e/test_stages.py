@@ -21,9 +21,9 @@ from support.runs import (
 )
 
 from headway.checkpoint.load import open_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.config.load import load, read_yaml
 from headway.errors import ConfigError, HeadwayError
-from headway.infer.load import find_model
 from headway.runtime.heartbeat import read_beats
 from headway.train import dry_run, train
 from headway.train.compare import compare_recipes

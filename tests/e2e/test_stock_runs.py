@@ -61,7 +61,7 @@ def losses(run: Path) -> list[float]:
 @torch.no_grad()
 def logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
     ours = load_model(path).model
-    return ours.logits(ours.prefill(tokens, torch.arange(tokens.shape[1])[None]))
+    return ours.logits(ours.hidden_states(tokens, torch.arange(tokens.shape[1])[None]))
 
 
 def test_a_run_resumes_bit_for_bit_and_leaves_a_folder_of_transformers(folder: Path) -> None:

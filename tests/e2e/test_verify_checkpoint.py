@@ -9,9 +9,10 @@ import torch
 from support.runs import headway, make_stores, write_recipe
 
 from headway.checkpoint.load import newest_good, open_checkpoint
-from headway.checkpoint.save import TensorRecord, save_checkpoint
+from headway.checkpoint.save import save_checkpoint
 from headway.config.load import load
 from headway.infer.check_checkpoint import check_checkpoint
+from headway.parallel.box import StateTensor
 from headway.train import train
 from headway.train.config import Recipe
 
@@ -59,7 +60,7 @@ def changed(run: Path, folder: Path, name: str, value: torch.Tensor | None) -> P
             tensor = reader.read(one, role) if one != name or role != "master" else value
             if tensor is not None:
                 records.append(
-                    TensorRecord(one, role, tuple(tensor.shape), [((0,) * tensor.dim(), tensor)])
+                    StateTensor(one, role, tuple(tensor.shape), [((0,) * tensor.dim(), tensor)])
                 )
     return save_checkpoint(folder, 10, records, reader.scalars)
 

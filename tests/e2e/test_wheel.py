@@ -17,7 +17,7 @@ from headway.config.shipped import recipe_names
 from headway.runtime.optional import EXTRAS
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("src", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("src", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 BUILD = "import setuptools.build_meta as build; print(build.build_sdist('dist')); print(build.build_wheel('dist'))"
 QUESTIONS = [
     {"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))} for n in range(2, 40)
@@ -77,6 +77,11 @@ def test_the_wheel_holds_what_a_user_needs(built: dict[str, Path]) -> None:
     ]
     licence = wheel.read(info.replace("METADATA", "licenses/LICENSE")).decode()
     assert "Apache License" in licence and "END OF TERMS AND CONDITIONS" in licence
+    notice = wheel.read(info.replace("METADATA", "licenses/NOTICE")).decode()
+    libraries = json.loads(wheel.read("headway/vendor/libraries.json"))
+    for library in libraries:
+        assert library["package"] in notice
+        assert {f"headway/vendor/{name}" for name in library["files"]} <= names
 
 
 def test_the_source_distribution_holds_the_same(built: dict[str, Path]) -> None:
@@ -84,6 +89,7 @@ def test_the_source_distribution_holds_the_same(built: dict[str, Path]) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {
         "LICENSE",
+        "NOTICE",
         "README.md",
         "pyproject.toml",
         "src/headway/py.typed",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.engine_steps import engine_logits
 
 from headway.data.batch import Batch
 from headway.errors import ConfigError
@@ -17,7 +18,6 @@ from headway.kernels.attention import (
 )
 from headway.model.config import ModelConfig
 from headway.model.init import initialize
-from headway.model.kv_cache import KVCache
 from headway.model.transformer import Block, Transformer
 
 pytestmark = [
@@ -202,11 +202,8 @@ def test_decoding_from_the_cache_equals_the_whole_forward() -> None:
     ids = torch.randint(0, 512, (2, 40), generator=torch.Generator().manual_seed(2)).cuda()
     position = torch.arange(40, device="cuda").expand(2, -1)
     expected = model.logits(model(ids, position, causal_mask(2, 40, "cuda")))
-    cache = KVCache(CONFIG, 2, 40, device="cuda", dtype=torch.float32)
-    parts = [model(ids[:, :30], position[:, :30], causal_mask(2, 30, "cuda"), cache)]
-    for at in range(30, 40):
-        parts.append(model(ids[:, at : at + 1], position[:, at : at + 1], None, cache))
-    assert (model.logits(torch.cat(parts, 1)) - expected).abs().max() < 1e-4
+    found = torch.stack(engine_logits(model, ids, [30, 30], 10, chunk=30))
+    assert (found - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "reference"])

@@ -1,20 +1,15 @@
-"""On CUDA: the decode kernel equals the plain reference, prefill in chunks and recorded steps equal the forward under the same masks."""
+"""On CUDA: the kernels of chunks equal their references, and chunks and recorded steps give the logits of the CPU."""
 
 import pytest
 import torch
-from support.cache_rows import largest_gap, make_sequences, serve
 from support.chunk_case import SEQUENCES, SHAPES, gap
-from support.decode_case import REGIONS, case, gaps
+from support.engine_steps import engine_logits
 
-from headway.infer.decode import Decoder
-from headway.infer.prefill import chunks
 from headway.kernels.attention import attend_chunk, causal_mask
-from headway.kernels.decode_attention import decode_attention
 from headway.kernels.past_attention import attend_past, flash, has_cudnn, two_parts
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initialize
-from headway.model.kv_cache import KVCache
 from headway.model.transformer import Transformer
 
 pytestmark = [
@@ -36,18 +31,6 @@ MASKS = HeadMasks(((True, False, False, True), (False,) * 4, (True,) * 4), 96, 1
 T, PROMPT = 700, 640
 
 
-@pytest.mark.parametrize("name", REGIONS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_the_kernel_equals_the_reference(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    for head_size, groups in ((64, 4), (128, 1), (24, 3)):
-        gap, same = gaps(name, head_size, groups, "cuda", dtype)
-        assert gap < tolerance and same, (head_size, groups, gap)
-        gap, same = gaps(name, head_size, groups, "cuda", dtype, softcap=0.5)
-        assert gap < tolerance and same, ("softcap", head_size, groups, gap)
-    gap, same = gaps(name, 64, 4, "cuda", dtype, shared=True)
-    assert gap < tolerance and same, ("one position for all rows", gap)
-
-
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 def test_streaming_heads_read_and_keep_a_chunk_as_the_references_do(
@@ -64,8 +47,7 @@ def test_every_way_behind_a_past_agrees_with_the_dense_one() -> None:
         torch.randn(2, n, heads, 64, generator=generator).to("cuda", torch.bfloat16)
         for n, heads in ((300, 8), (1100, 2), (1100, 2))
     )
-    position = torch.arange(800, 1100, device="cuda").expand(2, -1)
-    right = attend_chunk(q.float(), k.float(), v.float(), start=800, position=position)
+    right = attend_chunk(q.float(), k.float(), v.float(), start=800)
     assert has_cudnn(torch.bfloat16, 64)
     for found in (two_parts(q, k, v)[0], flash(q, k, v), attend_past(q, k, v)):
         assert (found.float() - right).abs().max() < 2e-2
@@ -80,20 +62,11 @@ def build(dtype: torch.dtype) -> Transformer:
 def decoded(
     dtype: torch.dtype, device: str, masks: HeadMasks | None, chunk: int, **how: bool
 ) -> torch.Tensor:
-    """Hidden-state logits of a prompt in chunks, then step by step."""
+    """Logits of a prompt in chunks, then step by step."""
     model = build(dtype).to(device)
     ids = torch.randint(0, 512, (2, T), generator=torch.Generator().manual_seed(2)).to(device)
-    cache = KVCache(
-        CONFIG, 2, T, device=device, dtype=dtype, masks=masks, prompt_lengths=[PROMPT, PROMPT]
-    )
-    with torch.inference_mode():
-        found = [
-            model.logits(hidden).float() for hidden in chunks(model, ids[:, :PROMPT], cache, chunk)
-        ]
-        decoder = Decoder(model, cache, steps=60, **how)
-        for at in range(PROMPT, T):
-            found.append(decoder.step(ids[:, at]).clone()[:, None])
-    return torch.cat(found, 1).cpu()
+    found = engine_logits(model, ids, [PROMPT, PROMPT], T - PROMPT, chunk=chunk, masks=masks, **how)
+    return torch.stack(found).cpu()
 
 
 @pytest.mark.parametrize("masks", [None, MASKS])
@@ -117,92 +90,15 @@ def test_rows_of_different_length_decode_as_they_do_alone() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     ids = torch.randint(0, 512, (3, T), generator=torch.Generator().manual_seed(2)).cuda()
     lengths = [300, 20, 131]
-    cache = KVCache(
-        CONFIG, 3, T, device="cuda", dtype=torch.float32, masks=MASKS, prompt_lengths=lengths
-    )
-    with torch.inference_mode():
-        for _ in chunks(model, ids[:, :300], cache, 64):
-            pass
-        decoder, at = Decoder(model, cache, steps=40), torch.tensor(lengths, device="cuda")
-        for _ in range(40):
-            found = decoder.step(ids.gather(1, at[:, None])[:, 0]).clone()
-            at = at + 1
-        for row in range(3):
-            alone = KVCache(
-                CONFIG,
-                1,
-                T,
-                device="cuda",
-                dtype=torch.float32,
-                masks=MASKS,
-                prompt_lengths=[lengths[row] + 40],
-            )
-            hidden = torch.cat(
-                list(chunks(model, ids[row : row + 1, : lengths[row] + 40], alone, T)), 1
-            )
-            assert (model.logits(hidden[0, -1]).float() - found[row]).abs().max() < 1e-3
+    together = engine_logits(model, ids, lengths, 40, chunk=64, masks=MASKS)
+    for row, length in enumerate(lengths):
+        (alone,) = engine_logits(model, ids[row : row + 1], [length + 40], 0, chunk=T, masks=MASKS)
+        assert (alone - together[row]).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize(
-    "how", [{"record": False}, {"record": True}, {"record": True, "compile_blocks": True}]
-)
-@pytest.mark.parametrize("masks", [None, MASKS])
-def test_sequences_that_come_and_go_are_those_computed_alone(
-    masks: HeadMasks | None, how: dict[str, bool]
-) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    model = build(torch.float32)
-    shapes = [
-        (170, 14, 0),
-        (5, 140, 0),
-        (1, 30, 1),
-        (400, 60, 2),
-        (2, 25, 3),
-        (230, 9, 8),
-        (3, 1, 9),
-        (111, 20, 9),
-    ]
-    sequences = make_sequences(shapes, 512, "cuda")
-    cache = KVCache(CONFIG, 3, 460, device="cuda", dtype=torch.float32, masks=masks)
-
-    def alone(ids: torch.Tensor) -> torch.Tensor:
-        own = KVCache(
-            CONFIG,
-            1,
-            460,
-            device="cuda",
-            dtype=torch.float32,
-            masks=masks,
-            prompt_lengths=[len(ids)],
-        )
-        return model.logits(torch.cat(list(chunks(model, ids[None], own, 460)), 1)[0]).float()
-
-    with torch.inference_mode():
-        assert len(serve(model, cache, sequences, chunk=64, poison=True, **how)) == 8
-        assert largest_gap(sequences, alone) < 1e-3
-
-
-def test_a_row_at_minus_one_is_neither_read_nor_written() -> None:
-    for name in REGIONS:
-        q, k, v, keys, values, position, plan = case(name, 64, 4, "cuda")
-        expected = decode_attention(q, k, v, keys.clone(), values.clone(), position, plan)
-        position[1] = -1
-        rows, begin = len(position), 0
-        for sinks, window, _ in REGIONS[name]:  # row 1 of every region
-            size = (sinks + window) * 64
-            keys[begin + size : begin + 2 * size] = torch.nan
-            begin += rows * size
-        before = keys.clone()
-        found = decode_attention(q, k, v, keys, values, position, plan)
-        others = [0, 2, 3]
-        assert torch.equal(found[others], expected[others]) and not found[1].any()
-        is_nan = before.isnan()
-        assert torch.equal(keys.isnan(), is_nan)
-
-
-def test_a_plain_forward_is_untouched_by_a_decoder() -> None:
+def test_a_plain_forward_is_untouched_by_joined_projections() -> None:
     model = build(torch.float32)
     ids, position = torch.arange(64, device="cuda")[None], torch.arange(64, device="cuda")[None]
     before = model(ids, position, causal_mask(1, 64, "cuda"))
-    Decoder(model, KVCache(CONFIG, 1, 64, device="cuda", dtype=torch.float32), steps=1)
+    model.fuse_projections()
     assert (model(ids, position, causal_mask(1, 64, "cuda")) - before).abs().max() < 1e-3

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from support.engine_steps import engine_logits
 from support.family_shapes import FAMILY_SHAPES
 
 from headway.data.batch import Batch
-from headway.infer.decode import Decoder
 from headway.model.base import compile_method
 from headway.model.config import ModelConfig
 from headway.model.init import initialize
-from headway.model.kv_cache import KVCache
 from headway.model.transformer import Transformer
 
 pytestmark = [
@@ -118,13 +117,7 @@ def test_recorded_steps_over_a_cache_are_the_forward(name: str) -> None:
     model = build(name, "cuda").requires_grad_(False)
     tokens = torch.randint(0, 320, (2, 150), generator=torch.Generator().manual_seed(1)).cuda()
     position = torch.arange(150, device="cuda").expand(2, -1)
-    cache = KVCache(
-        model.config, 2, 150, device="cuda", dtype=torch.float32, prompt_lengths=[120, 120]
-    )
     with torch.inference_mode():
-        whole = model.logits(model.prefill(tokens, position)).float()
-        model.prefill(tokens[:, :120], position[:, :120], cache)
-        decoder = Decoder(model, cache, steps=30)
-        # A recorded step overwrites the logits of the step before: keep copies.
-        found = [decoder.step(tokens[:, at]).clone() for at in range(120, 150)]
-    assert (torch.stack(found, 1) - whole[:, 120:]).abs().max() < 2e-3 * whole.abs().max()
+        whole = model.logits(model.hidden_states(tokens, position)).float()
+    found = torch.stack(engine_logits(model, tokens, [120, 120], 30, chunk=120))
+    assert (found - whole).abs().max() < 2e-3 * whole.abs().max()

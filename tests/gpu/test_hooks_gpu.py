@@ -9,13 +9,13 @@ from support.batches import make_batch, make_step
 
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
 from headway.parallel.config import ParallelConfig
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,9 +47,7 @@ def spec_of(dtype: torch.dtype, **options: Any) -> EngineSpec:
 
 
 def filled(engine: Any) -> Any:
-    engine.fill(
-        (name, initial_value(name, shape, CONFIG, 1)) for name, shape in engine.shapes.items()
-    )
+    engine.fill((name, initial_value(spec, CONFIG, 1)) for name, spec in engine.specs.items())
     return engine
 
 
@@ -98,9 +96,11 @@ def test_an_fp16_step_never_waits_for_the_device(parallel: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sharded_engine_trains_like_the_flat_one(dtype: torch.dtype, tmp_path: Path) -> None:
+    from dataclasses import replace
+
     import torch.distributed as dist
 
-    from headway.parallel.assemble import group_parameters, meta_model
+    from headway.parallel.assemble import group_parameters, meta_model, whole_specs
     from headway.parallel.collectives import RankGroup, RankGroups
     from headway.parallel.fsdp import FsdpEngine
     from headway.parallel.tensor import split_model
@@ -111,12 +111,13 @@ def test_the_sharded_engine_trains_like_the_flat_one(dtype: torch.dtype, tmp_pat
         ranks = RankGroups(world=group, data=group, reduce=group, shard=group)
         spec = spec_of(dtype, parallel=ParallelConfig(strategy="fsdp"), ranks=ranks)
         model, objective = meta_model(spec), spec.objective.build()
+        specs = whole_specs(model, objective)
         engine = FsdpEngine(
             model,
             objective,
-            group_parameters(model, objective, spec),
+            group_parameters(specs, spec),
             spec,
-            split_model(model, spec),
+            replace(split_model(model, spec), specs=specs),
         )
         assert losses(filled(engine)) == pytest.approx(
             losses(engine_with(dtype)), rel=1e-5 if dtype == torch.float32 else 1e-2

@@ -1,15 +1,13 @@
-"""On CUDA, latent attention of published widths: bf16 near fp32 forward and backward, packed and compiled, and decoding from stored latents
-in both caches."""
+"""On CUDA, latent attention of published widths: bf16 near fp32 forward and backward, packed and compiled, and decoding from stored latents."""
 
 import pytest
 import torch
+from support.engine_steps import engine_logits
 
 from headway.data.batch import Batch
-from headway.infer.decode import Decoder
 from headway.model.base import compile_method
 from headway.model.config import ModelConfig
 from headway.model.init import initialize
-from headway.model.kv_cache import KVCache
 from headway.model.paged_cache import CacheShape, PagedCache
 from headway.model.paged_layer import PrefillPiece
 from headway.model.transformer import Transformer
@@ -86,16 +84,11 @@ def test_recorded_steps_over_latents_are_the_forward(heads: int, dtype: torch.dt
     model = build(heads, dtype).requires_grad_(False)
     tokens = torch.randint(0, 320, (2, 150), generator=torch.Generator().manual_seed(1)).cuda()
     position = torch.arange(150, device="cuda").expand(2, -1)
-    cache = KVCache(model.config, 2, 150, device="cuda", dtype=dtype, prompt_lengths=[100, 100])
     with torch.inference_mode():
-        whole = model.logits(model.prefill(tokens, position)).float()
-        model.prefill(tokens[:, :100], position[:, :100], cache)
-        model.prefill(tokens[:, 100:120], position[:, 100:120], cache)
-        decoder = Decoder(model, cache, steps=30)
-        # A recorded step overwrites the logits of the step before: keep copies.
-        found = torch.stack([decoder.step(tokens[:, at]).clone() for at in range(120, 150)], 1)
+        whole = model.logits(model.hidden_states(tokens, position)).float()
+    found = torch.stack(engine_logits(model, tokens, [120, 120], 30, chunk=100))
     near = 2e-3 if dtype == torch.float32 else 5e-2
-    assert (found - whole[:, 120:]).abs().max() < near * whole.abs().max()
+    assert (found - whole).abs().max() < near * whole.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,16 +101,17 @@ def test_pages_of_latents_give_the_forward(dtype: torch.dtype) -> None:
         CacheShape(model.config, None, 256, 16, dtype),
         slots=2,
         pages=12,
-        kept_rings=0,
+        snapshots=0,
         device=torch.device("cuda"),
     )
-    pages = list(range(10))[::-1]
+    cache.table.append(0, list(range(10))[::-1])
+    cache.table.flush()
     forward = model.cached_forward()
     with torch.inference_mode():
-        whole = model.prefill(tokens[None], position[None])[0].float()
+        whole = model.hidden_states(tokens[None], position[None])[0].float()
         found: list[torch.Tensor] = []
         for start, stop in ((0, 100), (100, 140)):
-            piece = PrefillPiece(0, start, stop - start, pages[: -(-stop // 16)])
+            piece = PrefillPiece(0, start, stop - start)
             found.append(
                 forward(
                     tokens[None, start:stop],
@@ -125,7 +119,6 @@ def test_pages_of_latents_give_the_forward(dtype: torch.dtype) -> None:
                     cache.prefill_batch([piece]),
                 )[0]
             )
-        cache.set_pages([(0, index, page) for index, page in enumerate(pages)])
         batch = cache.decode_batch(2)
         batch.slots[0] = 0
         for at in range(140, 150):

@@ -12,8 +12,6 @@ from support.batches import make_batch, make_step
 
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
@@ -21,6 +19,8 @@ from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
 from headway.plan.memory import MemoryJob, estimate
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,8 +64,7 @@ def engine_with(
     )
     engine = assemble(replace(spec, memory=MemoryConfig(**memory)))
     assert isinstance(engine, FlatEngine)
-    names = list(engine.shapes)
-    engine.fill((name, initial_value(name, engine.shapes[name], config, 1)) for name in names)
+    engine.fill((name, initial_value(spec, config, 1)) for name, spec in engine.specs.items())
     return engine
 
 

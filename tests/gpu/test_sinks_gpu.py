@@ -9,7 +9,6 @@ from gpu.test_attention_gpu import ALONE, PACKED, T, inputs, mask
 from gpu.test_engine_gpu import requests, run
 from support.byte_model import write_model
 from support.chunk_case import SEQUENCES, SHAPES, gap
-from support.decode_case import REGIONS, gaps
 from support.paged_case import HEADS, paged_gaps
 
 from headway.infer.engine.engine import InferenceEngine
@@ -76,9 +75,6 @@ def test_kernels_of_caches_have_sinks_as_their_references_do(
     dtype: torch.dtype, tolerance: float
 ) -> None:
     for head_size, groups in ((64, 8), (24, 3)):
-        for name in REGIONS:
-            far, same = gaps(name, head_size, groups, "cuda", dtype, sinks=True)
-            assert far < tolerance and same, ("decode", name, far)
         for name in HEADS:
             far, same = paged_gaps(name, head_size, groups, "cuda", dtype, sinks=True)
             assert far < tolerance and same, ("paged", name, far)
@@ -95,14 +91,11 @@ def test_every_way_behind_a_past_has_sinks(past: int) -> None:
         torch.randn(2, n, heads, 64, generator=generator).to("cuda", torch.bfloat16)
         for n, heads in ((300, 8), (past + 300, 2), (past + 300, 2))
     )
-    position = torch.arange(past, past + 300, device="cuda").expand(2, -1)
     own = sinks(8).detach()
-    right = attend_chunk(
-        q.float(), k.float(), v.float(), start=past, position=position, rule=ScoreRule(sinks=own)
-    )
+    right = attend_chunk(q.float(), k.float(), v.float(), start=past, rule=ScoreRule(sinks=own))
     assert has_cudnn(torch.bfloat16, 64)
     for found in (
-        attend_chunk(q, k, v, start=past, position=position, rule=ScoreRule(sinks=own)),
+        attend_chunk(q, k, v, start=past, rule=ScoreRule(sinks=own)),
         flash(q, k, v, own),
     ):
         assert (found.float() - right).abs().max() < 2e-2

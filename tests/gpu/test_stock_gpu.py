@@ -9,9 +9,11 @@ import torch
 from support.batches import make_batch
 from support.stock_cases import build_stock, save_stock
 
+from headway.checkpoint.stored_model import find_model
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.request import EngineOptions, EngineRequest
-from headway.infer.load import build_frozen_model, find_model, load_model
+from headway.infer.load import load_model
+from headway.model.base import build_frozen_model
 
 pytest.importorskip("transformers", minversion="5.0")
 pytestmark = [

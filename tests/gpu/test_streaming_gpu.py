@@ -12,12 +12,12 @@ from headway.kernels.streaming import StreamingWindow, choose, stream, visible_s
 from headway.kernels.streaming_pieces import merge_cuda, merge_reference
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.init import initial_value
-from headway.objective.base import StepInfo
-from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.optim.adamw import Config as AdamW
-from headway.optim.groups import OBJECTIVE, hypers
+from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import StepInfo
+from headway.tasks.head_sparsity import Config as HeadSparsity
 
 pytestmark = [
     pytest.mark.gpu,
@@ -157,9 +157,9 @@ def test_between_reading_the_gates_and_the_update_nothing_waits_for_the_device()
     )
     engine = assemble(spec)
     engine.fill(
-        (n, initial_value(n, engine.shapes[n], config, 0))
-        for n in engine.shapes
-        if not n.startswith(OBJECTIVE)
+        (name, initial_value(one, config, 0))
+        for name, one in engine.specs.items()
+        if one.start != "given"
     )
     gates = engine.model.head_gates
     assert gates is not None

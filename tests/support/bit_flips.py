@@ -177,13 +177,12 @@ def _make_model(folder: Path) -> None:
 def _make_gated(folder: Path) -> None:
     """A model with head gates, and masks that they give."""
     config = CONFIG.with_(head_gates=HeadGatesConfig(window=8, sinks=2))
-    shapes = [(spec.name, spec.shape) for spec in param_specs(config)]
     gates = torch.linspace(-6, 6, config.num_layers * config.kv_heads).reshape(
         config.num_layers, config.kv_heads
     )
     weights = (
-        (name, gates if name == GATES else initial_value(name, shape, config, 4))
-        for name, shape in shapes
+        (spec.name, gates if spec.name == GATES else initial_value(spec, config, 4))
+        for spec in param_specs(config)
     )
     byte_tokenizer().save(folder / "tokenizer")
     export_huggingface(config, weights, folder / "final", tokenizer=folder / "tokenizer")

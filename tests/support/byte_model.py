@@ -43,9 +43,7 @@ def write_model(
 ) -> Path:
     """Write the model under `folder` and return where it is."""
     (tokenizer or byte_tokenizer()).save(folder / "tokenizer")
-    weights = (
-        (spec.name, initial_value(spec.name, spec.shape, config, 4)) for spec in param_specs(config)
-    )
+    weights = ((spec.name, initial_value(spec, config, 4)) for spec in param_specs(config))
     export_huggingface(config, weights, folder / "out", tokenizer=folder / "tokenizer")
     return folder / "out"
 

@@ -12,15 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import headway
-from headway.serve.page_files import POLICY
+from headway.serve.page_files import POLICY, page_files
 
 PAGE = Path(headway.__file__).parent / "serve" / "page"
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".svg": "image/svg+xml",
-}
 
 
 class ChatDouble(ThreadingHTTPServer):
@@ -54,8 +48,8 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = "index.html" if self.path == "/" else self.path.removeprefix("/static/")
-        if (PAGE / name).is_file() and Path(name).name == name:
-            self._send(200, (PAGE / name).read_bytes(), TYPES[Path(name).suffix])
+        if name in page_files():
+            self._send(200, *page_files()[name])
         elif not self._is_allowed():
             return
         elif self.path == "/v1/models":

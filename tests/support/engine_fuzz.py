@@ -24,9 +24,9 @@ from headway.infer.engine.request import (
     PromptMedia,
     Speculation,
 )
-from headway.infer.load import LoadedModel, build_frozen_model
-from headway.infer.prefill import chunks
+from headway.infer.load import LoadedModel
 from headway.infer.sampling import Sampling, choose
+from headway.model.base import build_frozen_model
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
@@ -34,6 +34,7 @@ from headway.model.media_shape import MediaInput, MediaShape
 from headway.model.projector import MediaTensors
 from headway.store.media_items import MediaItem
 from support.byte_model import CONFIG, byte_tokenizer, write_model
+from support.head_masks import masked_forward
 from support.peft_folder import merged_updates, write_adapter
 
 MEDIA = MediaShape((MediaInput("image", 6, 3), MediaInput("audio", 4, 2)), hidden=8)
@@ -123,9 +124,7 @@ class FuzzModels:
     """A tiny model with media inputs and adapters, under several head masks; and a draft model."""
 
     def __init__(self, folder: Path) -> None:
-        self.weights = {
-            spec.name: initial_value(spec.name, spec.shape, MODEL, 4) for spec in param_specs(MODEL)
-        }
+        self.weights = {spec.name: initial_value(spec, MODEL, 4) for spec in param_specs(MODEL)}
         self.tokenizer = byte_tokenizer()
         self.folder = folder
         self.draft = write_model(folder, CONFIG.with_(max_seq_len=CONTEXT, num_layers=1))
@@ -195,11 +194,8 @@ def plain_answer(loaded: LoadedModel, request: EngineRequest) -> PlainAnswer:
     tokens = list(prompt)
 
     def hidden_of(some: list[int]) -> torch.Tensor:
-        cache = loaded.new_cache(1, len(some), [len(some)])
         media = media_of(request, len(some))
-        return torch.cat(
-            [part[0] for part in chunks(loaded.model, torch.tensor([some]), cache, CONTEXT, media)]
-        )
+        return masked_forward(loaded.model, torch.tensor([some]), loaded.masks, media)[0]
 
     def scores_of(hidden: torch.Tensor) -> torch.Tensor:
         scores = loaded.model.logits(hidden).float()
@@ -616,7 +612,7 @@ def run_schedule(
         )
         if problem:
             fault(f"request {index} ({', '.join(features_of(request))}): {problem}")
-    engine.cache.pool.forget_all()
+    engine.cache.forget_all()
     if (
         engine.cache.pool.num_available != engine.cache.pool.num_pages
         or stats.running

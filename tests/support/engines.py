@@ -7,23 +7,22 @@ from typing import Any
 import torch
 
 from headway.data.batch import TENSOR_FIELDS, StepBatch, StepStats
-from headway.kernels.packed_layout import plain_name
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.lora import with_updates
 from headway.model.adapter.packed_base import packed_values
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
-from headway.optim.groups import ADAPTER, OBJECTIVE, hypers
+from headway.optim.groups import hypers
 from headway.optim.scaler import ScalerConfig
 from headway.optim.schedule import Schedule
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroup, form_groups
 from headway.parallel.config import MemoryConfig, ParallelConfig
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 from support.batches import make_batch
 
 CONFIG = ModelConfig(
@@ -82,16 +81,10 @@ def make_engine(group: RankGroup, setup: Setup) -> Any:
         fp8=setup.fp8,
     )
     engine = assemble(spec)
-    names = [
-        plain_name(name)
-        for name in engine.shapes
-        if not name.startswith(OBJECTIVE) and ADAPTER not in name
-    ]
-    known = {one.name: one.shape for one in param_specs(setup.config)}
-    values: Any = (
-        (name, initial_value(name, known.get(name) or engine.shapes[name], setup.config, 1))
-        for name in names
-    )
+    specs = [one for one in engine.specs.values() if one.start != "given"]
+    if setup.adapter is not None:
+        specs = param_specs(setup.config)  # without what is stored quantised
+    values: Any = ((one.name, initial_value(one, setup.config, 1)) for one in specs)
     if setup.adapter is not None:
         layouts = setup.adapter.layouts(setup.config)
         values = packed_values(values, layouts, spec.device)

@@ -78,6 +78,8 @@ def _become(arguments: list[str], files: list[int]) -> None:
     try:
         for place, descriptor in enumerate(files, start=1):
             os.dup2(descriptor, place)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdin = io.TextIOWrapper(io.FileIO(0, "r", closefd=False), encoding="utf-8")
         sys.stdout = io.TextIOWrapper(
             io.FileIO(1, "w", closefd=False), encoding="utf-8", write_through=True
         )

@@ -195,6 +195,11 @@ def _write_data() -> None:
         Path(f"raw/{name}.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines))
     Path("data").mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TEXTS), "data/a.parquet")
+    choices = ["a stone", "an apple"]
+    write_lines(
+        "quiz.jsonl",
+        ({"ask": f"Fruit {n}?", "choices": choices, "right": n % 2} for n in range(20)),
+    )
     Path("fortunes").mkdir()
     Path("fortunes/one").write_text(
         "\n%\n".join(f"fortune {number} says hello" for number in range(20)) + "\n",
@@ -229,9 +234,7 @@ def _write_tokenizers() -> None:
 
 
 def _write_model(name: str, config: ModelConfig) -> dict[str, torch.Tensor]:
-    weights = {
-        spec.name: initial_value(spec.name, spec.shape, config, 4) for spec in param_specs(config)
-    }
+    weights = {spec.name: initial_value(spec, config, 4) for spec in param_specs(config)}
     export_huggingface(
         config, iter(weights.items()), Path("made") / name, tokenizer=Path("made/templated")
     )
@@ -245,9 +248,7 @@ def _write_models() -> None:
     _write_model("mixture", CONFIG.with_(family="mixtral", experts={"num": 4, "per_token": 2}))
     # A checkpoint of InternLM with its optimizer: one tensor rank, one stage, one zero rank.
     config = ModelConfig(**INTERNLM)
-    weights = {
-        spec.name: initial_value(spec.name, spec.shape, config, 4) for spec in param_specs(config)
-    }
+    weights = {spec.name: initial_value(spec, config, 4) for spec in param_specs(config)}
     folder = Path("llm_ckpts/49")
     folder.parent.mkdir()
     write_weights(weights, folder, 1, 1)

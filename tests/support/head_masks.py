@@ -4,28 +4,44 @@ import torch
 
 from headway.kernels.attention import AttentionMask, causal_mask, visible
 from headway.kernels.sinks import softmax
+from headway.model.base import Model
 from headway.model.head_masks.masks import HeadMasks
+from headway.model.projector import MediaTensors
 from headway.model.transformer import Block, Transformer
 
 
-def masked_forward(model: Transformer, ids: torch.Tensor, masks: HeadMasks) -> torch.Tensor:
-    """Hidden states [B,T,D] of rows that are one document each, every head under its own mask."""
-    assert masks.window is not None and masks.sinks is not None
+def masked_forward(
+    model: Model,
+    ids: torch.Tensor,
+    masks: HeadMasks | None,
+    media: MediaTensors | None = None,
+) -> torch.Tensor:
+    """Hidden states [B,T,D] of rows that are one document each, every head under its own mask.
+
+    Without masks every head sees what its layer's window shows. No cache takes part."""
+    assert isinstance(model, Transformer)
     rows, length = ids.shape
     at = torch.arange(length)
-    distance = at[:, None] - at[None, :]
-    streaming = (distance < masks.window) | (at[None, :] < masks.sinks)
+    if masks is None:
+        streaming = torch.ones(length, length, dtype=torch.bool)
+    else:
+        assert masks.window is not None and masks.sinks is not None
+        distance = at[:, None] - at[None, :]
+        streaming = (distance < masks.window) | (at[None, :] < masks.sinks)
     kept = {}
     for layer, block in enumerate(model.model.layers.values()):
         assert isinstance(block, Block)
         kept[block] = block.core
-        full = torch.tensor(masks.full[layer])[:, None, None]
+        full = torch.zeros(1, 1, 1, dtype=torch.bool)
+        if masks is not None:
+            full = torch.tensor(masks.full[layer])[:, None, None]
 
         def core(
             q, k, v, mask: AttentionMask, *, window=None, full=full, rule=block.rule
         ) -> torch.Tensor:
             seen = visible(mask, window)[:, None] & (full | streaming)[None]
             groups = q.shape[2] // k.shape[2]
+            seen = seen.expand(-1, k.shape[2], -1, -1)
             k, v, seen = (
                 k.repeat_interleave(groups, 2),
                 v.repeat_interleave(groups, 2),
@@ -38,7 +54,7 @@ def masked_forward(model: Transformer, ids: torch.Tensor, masks: HeadMasks) -> t
             )
 
         block.core = core
-    hidden = model(ids, at.expand(rows, -1), causal_mask(rows, length))
+    hidden = model(ids, at.expand(rows, -1), causal_mask(rows, length), media=media)
     for block, core in kept.items():
         block.core = core
     return hidden

@@ -18,12 +18,12 @@ import torch
 from headway.data.batch import TENSOR_FIELDS, StepBatch, StepStats
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import HeadGatesConfig, ModelConfig
-from headway.objective.base import StepInfo
-from headway.objective.dpo import Config as DPO
-from headway.objective.head_sparsity import Config as HeadSparsity
-from headway.objective.next_token import Config as NextToken
 from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
+from headway.tasks.base import StepInfo
+from headway.tasks.dpo import Config as DPO
+from headway.tasks.head_sparsity import Config as HeadSparsity
+from headway.tasks.next_token import Config as NextToken
 from support.engines import CONFIG, OPTIM, Setup, make_engine, share_of_step
 from support.pairs import pair_batch
 from support.ranks import run_ranks

@@ -8,9 +8,9 @@ import torch
 from headway.data.batch import TENSOR_FIELDS, Batch, StepBatch, StepStats
 from headway.model.config import ModelConfig
 from headway.model.media_shape import MediaInput, MediaShape
-from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
+from headway.tasks.base import StepInfo
 from support.batches import make_batch
 
 SHAPE = MediaShape(

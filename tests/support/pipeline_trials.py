@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.objective.dpo import Config as DPO
+from headway.tasks.dpo import Config as DPO
 from support.layout_trials import DORA, GATED, LORA, PLAIN, SPARSITY, LayoutTrial, trial
 
 DEEP = PLAIN.with_(num_layers=5, init_std=0.1)

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import torch
 
-from headway.objective.base import Loss, Term
-from headway.objective.next_token import Config as NextToken
+from headway.tasks.base import Loss, Term
+from headway.tasks.next_token import Config as NextToken
 
 
 class Spare:

@@ -29,7 +29,6 @@ from headway.optim.low_precision_adamw import LowPrecisionAdamW
 from headway.optim.state_storage import StateStorage
 from support.adamw_case import bf16_moments
 from support.chunk_case import SEQUENCES, SHAPES, gap
-from support.decode_case import REGIONS, gaps
 from support.paged_case import HEADS, paged_gaps
 
 HEAD_SHAPES = ((24, 3), (64, 4), (16, 1))
@@ -88,17 +87,6 @@ def adamw() -> None:
                 torch.testing.assert_close(
                     a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-6
                 )
-
-
-def decode_attention() -> None:
-    """Every kind of region, head sizes that are no powers of two, grouped heads, rows at one position."""
-    for name, (head_size, groups) in zip(REGIONS, cycle(HEAD_SHAPES)):
-        gap, same = gaps(name, head_size, groups)
-        assert gap < 1e-5 and same, (name, head_size, groups, gap, same)
-    gap, same = gaps("mixed", 16, 1, shared=True)
-    assert gap < 1e-5 and same, ("shared", gap, same)
-    gap, same = gaps("mixed", 24, 3, softcap=0.5, sinks=True)
-    assert gap < 1e-5 and same, ("softcap and trained sinks", gap, same)
 
 
 def cached_chunk() -> None:
@@ -215,7 +203,6 @@ def unpack() -> None:
 
 RUN = (
     adamw,
-    decode_attention,
     paged_attention,
     cached_chunk,
     softmax_gradient,

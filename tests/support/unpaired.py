@@ -11,8 +11,8 @@ from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.selection import Selection
-from headway.data.unpaired import BAD, GOOD, UnpairedSource
 from headway.store.reader import StoreWriter, open_store
+from headway.tasks.kto.source import BAD, GOOD, UnpairedSource
 
 Labelled = tuple[Sequence[int], Sequence[int], bool]
 """Prompt, answer, whether it is good."""

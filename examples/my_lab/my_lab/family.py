@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headway.model.config import ModelConfig
-from headway.model.families import llama
+from headway.plugin import ModelConfig, llama
 
 MODEL_TYPE = "my_llama"
 ARCHITECTURE = "MyLlamaForCausalLM"

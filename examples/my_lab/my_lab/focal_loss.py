@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
-from headway.config.section import setting
-from headway.objective.base import Collectives, Loss, ObjectiveConfig, StepInfo, Term
+from headway.plugin import Collectives, Loss, StepInfo, TaskConfig, TaskNeeds, Term, setting
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from headway.data.batch import Batch
-    from headway.model.base import ModelOut
+    from headway.plugin import Batch, ModelOut
 
 
-class Config(ObjectiveConfig):
+class Config(TaskConfig):
     """Settings of the focal loss."""
-
-    BY_TOKEN: ClassVar[bool] = True
 
     kind: str = setting("my_lab.focal_loss", "This module.")
     gamma: float = setting(
         2.0, "How much less weight well predicted tokens get; 0 = plain cross-entropy.", ge=0
     )
+
+    @property
+    def needs(self) -> TaskNeeds:
+        """It is a sum over tokens, so ranks may share a row."""
+        return TaskNeeds(whole_rows=False)
 
     def build(self) -> FocalLoss:
         return FocalLoss(self.gamma)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headway.text.raw import RawFile, lines
+from headway.plugin import RawFile, lines
 
 
 def read(raw: RawFile) -> Iterator[dict[str, str]]:

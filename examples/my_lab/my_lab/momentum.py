@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headway.config.section import setting
-from headway.optim.base import Guard, Hyper, OptimConfig
+from headway.plugin import Guard, Hyper, OptimConfig, setting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headway.config.section import setting
-from headway.track.base import Event, TrackerConfig
+from headway.plugin import Event, TrackerConfig, setting
 
 
 class Config(TrackerConfig):

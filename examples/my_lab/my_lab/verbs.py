@@ -6,8 +6,7 @@ from pathlib import Path
 
 import typer
 
-from headway.api.results import loss_table
-from headway.errors import ConfigError
+from headway.plugin import ConfigError, loss_table
 
 
 def losses(

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from headway.data.config import SourceConfig
     from headway.train.config import Recipe
 
-Kind: TypeAlias = Literal["text", "chat", "preference", "unpaired"]
+Kind: TypeAlias = Literal["text", "chat", "preference", "unpaired"] | str
+"""A kind of records of headway, or the module of your own kind, as in a recipe."""
 Records: TypeAlias = Iterable[Mapping[str, Any]]
 """A list of dicts, a Hugging Face `Dataset`, or any iterator of dicts, which is read once."""
 Data: TypeAlias = str | Path | Sequence[str | Path] | Records

@@ -92,7 +92,7 @@ class LanguageModel:
     ) -> Generation:  # fmt: skip
         """The answer to a conversation of `{"role": ..., "content": ...}` turns, in the model's chat template or another one."""
         from headway.infer.generate import answer_conversations
-        from headway.prepare.parse_chat import Conversation
+        from headway.records.chat import Conversation
         from headway.tokenizer.chat_template import ROLES, Role, Turn
 
         turns: list[Turn] = []
@@ -240,6 +240,7 @@ def tokenize(
     from headway.data.config import SourceConfig
     from headway.prepare.build import BuildOptions, build_store, cached_store
     from headway.prepare.detect import with_kind
+    from headway.records.base import record_kind
     from headway.store.reader import open_store
     from headway.tokenizer.load import load_tokenizer
 
@@ -252,16 +253,17 @@ def tokenize(
     )
     found = with_kind(source, inputs[0], load_tokenizer(tokenizer))
     assert found.kind != "auto"
-    if found.kind == "captions" or found.kind == "multimodal":
+    records = record_kind(found.kind)
+    if records.holds_media:
         raise ConfigError(
             f"kind is {found.kind!r}; records with media are read by training itself (docs/multimodal.md). Give them as data.train."
         )
-    if found.kind == "text":
+    if records.is_text:
         if valid_fraction or max_length is not None:
             raise ConfigError(
                 "valid_fraction and max_length apply to chat and preference data. Leave them out."
             )
-        options = BuildOptions("text", text_key=found.text_key)
+        options = BuildOptions(found.kind, text_key=found.text_key)
     else:
         options = BuildOptions(
             found.kind,

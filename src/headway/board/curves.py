@@ -160,9 +160,3 @@ class RunCurves:
                 while len(self._views) > KEPT_VIEWS:
                     self._views.popitem(last=False)
         return curve
-
-    def release(self) -> None:
-        """Drop what can be computed again."""
-        with self._lock:
-            self._views.clear()
-            self._times = None

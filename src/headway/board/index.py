@@ -194,11 +194,6 @@ class MetricIndex:
         """Records so far."""
         return self.tail.rows
 
-    @property
-    def damaged(self) -> int:
-        """Lines that were left out."""
-        return self.state.damaged + self.tail.damaged
-
     def reload(self) -> None:
         """Take what another process has built."""
         with self.lock:

@@ -15,7 +15,6 @@ from headway.errors import ConfigError, LaunchError
 from headway.runtime.paths import S3Path, parse_path
 
 DEFAULT = "runs"
-FIRST_LOOK_SECONDS = 30.0
 
 
 def open_sources(given: Sequence[str], ssh_config: Path | None = None) -> list[Source]:

@@ -1,6 +1,6 @@
 """Runs come in; one HTML file that opens offline goes out: the page of the board with its data in it.
 
-Its scripts and styles are the board's own, allowed by their checksums in the file's content security policy; nothing else can run in it,
+Its scripts and styles are those of the board's page, allowed by their checksums in the file's content security policy; nothing else can run in it,
 and nothing is loaded from anywhere.
 """
 
@@ -11,7 +11,6 @@ import hashlib
 import re
 import time
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from headway.board.curves import X_AXES, Window
 from headway.board.details import read_details, read_log, read_picture
 from headway.board.index import build_index
 from headway.board.open import DEFAULT
+from headway.board.server import page_files
 from headway.board.watch import Board, Source, WatchedRun
 from headway.errors import ConfigError, DataError
 from headway.runtime.storage import write_atomic
@@ -127,14 +127,14 @@ def _curves(run: WatchedRun, axis: Any) -> str:
 
 def _page(content: dict[str, Any]) -> str:
     """board.html with its files and its data inside."""
-    page = files("headway.board").joinpath("page")
-    html = page.joinpath("board.html").read_text(encoding="utf-8")
-    scripts = [
-        page.joinpath(name).read_text(encoding="utf-8")
-        for name in re.findall(r'<script src="/([^"]+)" defer></script>', html)
-    ]
-    style = page.joinpath("board.css").read_text(encoding="utf-8")
-    script = "\n".join(scripts)
+    page = {address: content.decode() for address, (content, _) in page_files().items()}
+    html = page["/"]
+    script = "\n".join(
+        page[address] for address in re.findall(r'<script src="([^"]+)" defer></script>', html)
+    )
+    style = "\n".join(
+        page[address] for address in re.findall(r'<link rel="stylesheet" href="([^"]+)">', html)
+    )
     policy = (
         f"default-src 'none'; script-src '{_checksum(script)}'; style-src '{_checksum(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -148,10 +148,8 @@ def _page(content: dict[str, Any]) -> str:
         .replace("\u2029", "\\u2029")
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
-    html = re.sub(r'<script src="/[^"]+" defer></script>\n|<link rel="icon"[^>]*>\n', "", html)
-    html = html.replace('<link rel="stylesheet" href="/board.css">', head).replace(
-        "headway board", "headway report"
-    )
+    html = re.sub(r'<script src="/[^"]+" defer></script>\n|<link rel="[^>]*>\n', "", html)
+    html = html.replace("</head>", f"{head}\n</head>").replace("headway board", "headway report")
     tail = f'<script type="application/json" id="embedded">{data}</script>\n<script>{script}</script>\n</body>'
     return html.replace("</body>", tail)
 

@@ -40,6 +40,8 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+VENDORED = ("uPlot.iife.min.js", "uPlot.min.css", "markdown-it.umd.min.js", "purify.min.js")
+"""The libraries of the page; `headway/vendor` has their versions, checksums and licences."""
 SOCKET_SECONDS = 20.0
 REQUEST_SECONDS = 30.0
 """From the first byte of a request, or the end of the answer before it, to the end of its head."""
@@ -53,7 +55,9 @@ log = logging.getLogger("headway")
 def page_files() -> dict[str, tuple[bytes, str]]:
     """Address -> content and type of the page's files."""
     found: dict[str, tuple[bytes, str]] = {}
-    for file in files("headway.board").joinpath("page").iterdir():
+    vendor = files("headway").joinpath("vendor")
+    libraries = (vendor.joinpath(name) for name in VENDORED)
+    for file in (*files("headway.board").joinpath("page").iterdir(), *libraries):
         suffix = file.name[file.name.rfind(".") :]
         if suffix in TYPES:
             found[f"/{file.name}"] = (file.read_bytes(), TYPES[suffix])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from headway.checkpoint.save import TensorRecord
+from headway.parallel.box import StateTensor
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class HostCopy:
         """Host memory held."""
         return sum(slab.nbytes for slab in self._slabs)
 
-    def take(self, records: Iterable[TensorRecord]) -> list[TensorRecord]:
+    def take(self, records: Iterable[StateTensor]) -> list[StateTensor]:
         """The same records with their boxes on the host. Returns when the copy is complete."""
         import torch
 
@@ -51,13 +51,8 @@ class HostCopy:
             stream.synchronize()
         copies = iter(targets)
         return [
-            TensorRecord(
-                one.name,
-                one.role,
-                one.global_shape,
-                [(offset, next(copies)) for offset, _ in one.boxes],
-            )
-            for one in records
+            record._replace(boxes=[(offset, next(copies)) for offset, _ in record.boxes])
+            for record in records
         ]
 
     def _allocate(self, sources: Sequence[torch.Tensor], *, pinned: bool) -> list[torch.Tensor]:

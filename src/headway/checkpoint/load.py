@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.checkpoint.box import Box, Ints, subtract_all, uncovered
 from headway.checkpoint.files import REMEDY, open_files
 from headway.checkpoint.manifest import (
     MANIFEST,
@@ -32,6 +31,7 @@ from headway.checkpoint.save import (
     tensor_bytes,
 )
 from headway.errors import CheckpointError, ConfigError
+from headway.parallel.box import Box, Ints, subtract_all, uncovered
 from headway.runtime.paths import AnyPath, S3Path, parse_path
 from headway.runtime.s3 import S3, StoreDown
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from headway.checkpoint.box import Box, Ints
 from headway.errors import CheckpointError
+from headway.parallel.box import Box, Ints
 from headway.runtime.paths import AnyPath
 
 MANIFEST = "manifest.json"

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.checkpoint.box import Ints
 from headway.checkpoint.manifest import (
     MANIFEST,
     SAFETENSORS_DTYPES,
@@ -30,6 +29,7 @@ from headway.checkpoint.manifest import (
     tensor_key,
 )
 from headway.errors import CheckpointError
+from headway.parallel.box import Ints, StateTensor
 from headway.runtime.storage import (
     CHUNK_BYTES,
     drop_cached,
@@ -53,16 +53,6 @@ REPLACED_PREFIX = ".replaced-"
 LATEST = "latest"
 TOKENIZER = "tokenizer"
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """One logical tensor in one role (master, exp_avg, ...) and this rank's boxes of it."""
-
-    name: str
-    role: str
-    global_shape: Ints
-    boxes: list[tuple[Ints, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ def step_folder(checkpoints: Path, step: int, *, snapshot: bool = False) -> Path
 def save_checkpoint(
     checkpoints: Path,
     step: int,
-    records: Iterable[TensorRecord],
+    records: Iterable[StateTensor],
     scalars: Mapping[str, Json],
     tokenizer: Path | None = None,
     writers: Writers = ALONE,
@@ -185,7 +175,7 @@ def _remove_unshared(checkpoints: Path, name: str, needed: Collection[str]) -> N
 
 def _write_rank(
     folder: Path,
-    records: Iterable[TensorRecord],
+    records: Iterable[StateTensor],
     rank: int,
     *,
     read_back: bool,
@@ -200,7 +190,7 @@ def _write_rank(
         (record, tuple(offset), tensor)
         for record in records
         for offset, tensor in record.boxes
-        if tensor.numel() or 0 in record.global_shape
+        if tensor.numel() or 0 in record.shape
     ]
     pieces.sort(
         key=lambda piece: -piece[2].element_size()
@@ -247,7 +237,7 @@ def _write_rank(
             ],
         )
     stored = StoredFile(path.name, size, sha256_header=hashlib.sha256(header).hexdigest())
-    shapes = {tensor_key(record.role, record.name): list(record.global_shape) for record in records}
+    shapes = {tensor_key(record.role, record.name): list(record.shape) for record in records}
     return {"file": asdict(stored), "shapes": shapes, "boxes": [asdict(box) for box in boxes]}
 
 

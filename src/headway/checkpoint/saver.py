@@ -24,9 +24,10 @@ from headway.checkpoint.load import step_folders, step_of
 from headway.checkpoint.manifest import Json
 from headway.checkpoint.remote import RemoteCheckpoints
 from headway.checkpoint.retention import RunScope, retain
-from headway.checkpoint.save import ALONE, TensorRecord, Writers, clean, save_checkpoint
+from headway.checkpoint.save import ALONE, Writers, clean, save_checkpoint
 from headway.checkpoint.uploads import Uploads
 from headway.errors import CheckpointError, HeadwayError
+from headway.parallel.box import StateTensor
 from headway.runtime.machine import ram_bytes
 from headway.runtime.storage import writing
 
@@ -118,7 +119,7 @@ class Saver:
         thread = self._thread
         return (thread is not None and thread.is_alive()) or self.uploads.is_busy
 
-    def save(self, job: SaveJob, records: Iterable[TensorRecord]) -> float:
+    def save(self, job: SaveJob, records: Iterable[StateTensor]) -> float:
         """Save, and return the seconds the caller was blocked. A failure is reported, not raised."""
         begun = time.perf_counter()
         self.wait_for_save()
@@ -189,7 +190,7 @@ class Saver:
         if bug is not None:
             raise bug
 
-    def _is_asynchronous(self, records: list[TensorRecord]) -> bool:
+    def _is_asynchronous(self, records: list[StateTensor]) -> bool:
         """Whether saves use a copy in host memory. All ranks decide together at the first save."""
         wanted = self.config.asynchronous
         if self._copies is None and wanted == "auto":
@@ -208,7 +209,7 @@ class Saver:
                 )
         return wanted is True or self._copies is True
 
-    def _work(self, job: SaveJob, records: list[TensorRecord]) -> None:
+    def _work(self, job: SaveJob, records: list[StateTensor]) -> None:
         """One whole save. Failures are reported; an unexpected exception is raised later in the main thread."""
         begun = time.perf_counter()
         try:

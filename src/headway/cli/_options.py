@@ -1,8 +1,10 @@
 """Options that several verbs share, each declared once: single ones as constants, those that belong together as a dataclass.
 
-A verb takes a group like any parameter; `flatten` shows typer the fields of the group instead:
+A verb takes a group like any parameter; `flatten` shows typer the fields of the group instead. A group is a dataclass of the command line
+(its defaults are options of typer), or the dataclass that the work takes (its fields are declared with `config/options.py`):
 
-    def ppl(model: Path = MODEL, masks: MaskOptions = MASKS) -> None        # --model, --masks, --equal-per-layer, ...
+    def ppl(model: Path = MODEL, masks: MaskOptions = GROUP) -> None        # --model, --masks, --equal-per-layer, ...
+    def pack(source: Path = SOURCE, options: PackOptions = GROUP) -> None   # --pack-length, --mode, ...
 """
 
 from __future__ import annotations
@@ -11,16 +13,17 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
 from headway.cli._complete import complete_recipe
 from headway.cli._output import exit_with
+from headway.config.options import OPTION, CommandOption
 from headway.errors import ConfigError, Terminated
 from headway.runtime.process import LAUNCHER_PID
 
@@ -79,10 +82,6 @@ RECORD_KEYS = typer.Option(
     metavar="NAME=KEY,...",
     help="Chat, preference: names of the record's keys, e.g. prompt=question,response=answer.",
 )
-TEXT_KEY = typer.Option("text", help="Key that holds the text of a record.")
-TEXT_TEMPLATE = typer.Option(
-    None, help="Build the text from several keys, e.g. '{title}\\n{content}'."
-)
 STORE_KIND = typer.Option(
     None,
     "--from",
@@ -94,7 +93,6 @@ TASKS_AT_A_TIME = typer.Option(
     min=1,
     help="With --on: tasks at a time; default: one per core, of the cluster with ray; with slurm 16 array elements.",
 )
-COMPRESSION = typer.Option(None, help="To mds: zstd or zstd:LEVEL.")
 EQUAL_PER_LAYER = typer.Option(
     False,
     "--equal-per-layer",
@@ -102,23 +100,6 @@ EQUAL_PER_LAYER = typer.Option(
 )
 GROUP: Any = None
 """Default of a parameter that is a group of options."""
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """How text is read from raw files."""
-
-    text_key: str = TEXT_KEY
-    template: str | None = TEXT_TEMPLATE
-    split: str = typer.Option(
-        "file", help="A .txt file is one document (file), or each of its lines is one (line)."
-    )
-
-    def arguments(self) -> dict[str, Any]:
-        """As keyword arguments of `read_documents`."""
-        if self.split not in ("file", "line"):
-            raise ConfigError(f"--split is {self.split!r}; it must be 'file' or 'line'.")
-        return {"text_key": self.text_key, "template": self.template, "split": self.split}
 
 
 @dataclass(frozen=True)
@@ -298,14 +279,6 @@ def translate_key(key: str, value: Any, is_nested: bool = False) -> str | None:
     return translate(key, value, is_nested=is_nested)
 
 
-def parse_shard(text: str) -> tuple[int, int]:
-    """`2/8` -> (2, 8)."""
-    part, slash, parts = text.partition("/")
-    if not slash or not part.isdigit() or not parts.isdigit() or int(part) >= int(parts):
-        raise ConfigError(f"--shard is {text!r}; it must be I/N with I from 0 to N - 1, e.g. 0/8.")
-    return int(part), int(parts)
-
-
 def split_recipe(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
     """The recipe file among command-line arguments, and the overrides."""
     given = list(arguments or ())
@@ -402,8 +375,8 @@ def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
         if is_dataclass(kind):
             groups[parameter.name] = kind
             types = get_type_hints(kind)
-            for field in fields(kind):
-                add(field.name, field.default, types[field.name])
+            for field in option_fields(kind):
+                add(field.name, *as_typer(field, types[field.name]))
         else:
             add(parameter.name, parameter.default, kind)
         if parameter.default is MODEL:
@@ -417,10 +390,7 @@ def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
             )
         if has_revision:
             given["model"] = at_revision(given["model"], given.pop("revision"))
-        grouped = {
-            name: kind(**{f.name: given.pop(f.name) for f in fields(kind)})
-            for name, kind in groups.items()
-        }
+        grouped = {name: fill_group(kind, given) for name, kind in groups.items()}
         try:
             function(**given, **grouped)
         except Terminated as stopped:  # Ctrl-C too: Interrupted is one
@@ -432,6 +402,49 @@ def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__signature__ = Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return command
+
+
+def option_fields(kind: Any) -> list[Field[Any]]:
+    """The fields of a group that are options."""
+    return [
+        field
+        for field in fields(kind)
+        if OPTION in field.metadata or isinstance(field.default, OptionInfo)
+    ]
+
+
+def as_typer(field: Field[Any], annotation: Any) -> tuple[Any, Any]:
+    """The default and the type of an option as typer takes them."""
+    declared: CommandOption | None = field.metadata.get(OPTION)
+    if declared is None:
+        return field.default, annotation
+    if declared.read is not None:
+        annotation = str | None
+        if declared.default is not None:
+            annotation = type(declared.default)
+    elif get_origin(annotation) is Literal:
+        # The dataclass says which words are known, in the words of headway.
+        annotation = str
+    made = typer.Option(declared.default, *declared.flags, help=declared.help, **declared.shown)
+    return made, annotation
+
+
+def option_of(kind: Any, name: str) -> Any:
+    """One option of a group, for a verb that takes no other."""
+    field = next(field for field in option_fields(kind) if field.name == name)
+    return as_typer(field, get_type_hints(kind)[name])[0]
+
+
+def fill_group(kind: Any, given: dict[str, Any]) -> Any:
+    """A group with the values that were given, which leave `given`."""
+    values: dict[str, Any] = {}
+    for field in option_fields(kind):
+        value = given.pop(field.name)
+        declared: CommandOption | None = field.metadata.get(OPTION)
+        if declared is not None and declared.read is not None:
+            value = declared.read(value)
+        values[field.name] = value
+    return kind(**values)
 
 
 def _or_none(annotation: Any) -> Any:

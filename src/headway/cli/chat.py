@@ -115,11 +115,12 @@ class ChatModels:
             raise ConfigError(
                 f"no model is given. Name it after the verb or with --model, or give --url. {MODEL_HELP}"
             )
-        if len(self.model) > MOST_MODELS:
+        names = [str(path) for path in self.model or ()]
+        if len(names) > MOST_MODELS:
             raise ConfigError(
-                f"{len(self.model)} models are given; one model, or two side by side, can be talked to."
+                f"{len(names)} models are given; one model, or two side by side, can be talked to."
             )
-        return [str(one) for one in self.model]
+        return names
 
 
 def chat(

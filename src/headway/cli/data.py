@@ -10,7 +10,6 @@ import typer
 
 from headway.cli._documents import print_document
 from headway.cli._options import (
-    COMPRESSION,
     GROUP,
     INPUTS,
     JSON,
@@ -19,12 +18,14 @@ from headway.cli._options import (
     STORE_KIND,
     TEMPLATE_FLAGS,
     ManyMachines,
-    parse_shard,
+    option_of,
     refuse_flags,
 )
 from headway.cli._output import print_json, print_table
 from headway.cli.data_media import MultimodalChecks, validate_multimodal
+from headway.config.options import parse_shard
 from headway.errors import ConfigError
+from headway.prepare.pack_options import PackOptions
 
 BAR_WIDTH = 40
 TEMPLATES = "chatml, llama3, qwen, alpaca, internlm, internlm_alpaca, zero2all, tokenizer (the tokenizer's own) or a .jinja file"
@@ -110,7 +111,7 @@ def tokenize(
 ) -> None:
     """Turn raw text, conversations, preference pairs or labelled answers into a token store. Run again after a kill, it resumes."""
     from headway.prepare.build import BuildOptions, BuildReport, build_converted, build_store
-    from headway.prepare.encode import KINDS
+    from headway.records.base import is_user_kind, record_kind, tokenized_kinds
     from headway.runtime.storage import check_writable
     from headway.store.convert import ConvertOptions
     from headway.text.clean import CleanRules
@@ -118,10 +119,12 @@ def tokenize(
     from headway.tokenizer.chat import default_template
     from headway.tokenizer.load import load_tokenizer
 
-    if kind not in KINDS:
+    if not is_user_kind(kind) and kind not in tokenized_kinds():
         raise ConfigError(
-            f"--kind is {kind!r}; it must be one of {', '.join(KINDS)}. Media: `headway data prepare RECIPE --workers N`."
+            f"--kind is {kind!r}; it must be one of {', '.join(tokenized_kinds())}. Media: `headway data prepare RECIPE --workers N`."
         )
+    records = record_kind(kind)
+    is_text = records.is_text
     check_writable(out)
     for_text = {
         "--text-key": text_key,
@@ -140,8 +143,8 @@ def tokenize(
     for_records["--seed"] = seed
     refuse_flags(
         f"--kind {kind}",
-        (for_records if kind == "text" else for_text)
-        | {"--too-long": too_long if kind != "chat" else None},
+        (for_records if is_text else for_text)
+        | {"--too-long": None if records.may_drop_long else too_long},
     )
     refuse_flags(
         f"--to {to}",
@@ -150,7 +153,6 @@ def tokenize(
             "--begin-id": begin_id if to != "zero2all" else None,
         },
     )
-    is_text = kind == "text"
     chat_template = "chatml"
     if not is_text:
         chat_template = template or default_template(load_tokenizer(tokenizer))
@@ -218,31 +220,32 @@ def validate(
     json: bool = JSON,
 ) -> None:
     """Read everything and report every bad record with file and line; exit code 1 if there is one."""
-    from headway.prepare.encode import KINDS, describe_unread
     from headway.prepare.validate import ValidateOptions
     from headway.prepare.validate import validate as validate_records
+    from headway.records.base import describe_unread, is_user_kind, record_kind, validated_kinds
     from headway.text.document import TextOf
     from headway.text.record_keys import KeyMap
     from headway.tokenizer.load import load_tokenizer
 
-    if kind == "multimodal":
+    if not is_user_kind(kind) and kind not in validated_kinds():
+        raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(validated_kinds())}.")
+    records = record_kind(kind)
+    if records.holds_media:
         other = {
             "--tokenizer": tokenizer,
             "--template": template,
             "--text-key": text_key,
             "--text-template": text_template,
         }
-        refuse_flags("--kind multimodal", other)
+        refuse_flags(f"--kind {kind}", other)
         validate_multimodal(paths, MultimodalChecks(schema, media_dir, KeyMap.parse(keys)), json)
         return
-    if kind not in KINDS:
-        raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(KINDS)}, multimodal.")
     refuse_flags(f"--kind {kind}", {"--schema": schema, "--media-dir": media_dir})
     for_records, for_text = (
         {"--template": template, "--keys": keys},
         {"--text-key": text_key, "--text-template": text_template},
     )
-    refuse_flags(f"--kind {kind}", for_records if kind == "text" else for_text)
+    refuse_flags(f"--kind {kind}", for_records if records.is_text else for_text)
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     options = ValidateOptions(
         kind, loaded, template, KeyMap.parse(keys), TextOf(text_key or "text", text_template)
@@ -345,56 +348,12 @@ def merge(
 def pack(
     source: Path = typer.Argument(..., metavar="SRC", help="A token store of any format."),
     out: Path = typer.Argument(..., metavar="DST", help="The folder of the new store of packs."),
-    pack_length: int = typer.Option(..., help="Tokens of a pack."),
-    mode: str = typer.Option(
-        "concat",
-        help="concat: concatenate and cut; best_fit: whole documents; prulong: as ProLong's tools pack.",
-    ),
-    min_length: int = typer.Option(
-        1,
-        help="concat, best_fit: drop shorter documents; prulong: drop shorter rests of cut documents.",
-    ),
-    overlap: int = typer.Option(
-        0, help="prulong: the rest of a cut document begins this many tokens earlier."
-    ),
-    split_by_lengths: str = typer.Option(
-        "", metavar="N,N", help="prulong: cut documents to these lengths first, e.g. 1024,4096."
-    ),
-    intact: bool = typer.Option(
-        False, "--intact", help="prulong: drop the rest of a cut document."
-    ),
-    keep_last: bool = typer.Option(
-        None,
-        "--keep-last/--drop-last",
-        help="The last, partly filled pack; default: kept, in prulong dropped.",
-    ),
-    to: str = typer.Option("headway", help="Format of the result: headway or mds."),
-    compression: str = COMPRESSION,
-    workers: int = typer.Option(2, min=1, help="Threads that read."),
+    options: PackOptions = GROUP,
     json: bool = JSON,
 ) -> None:
     """Pack documents into packs of one length before training; each pack records the documents inside it."""
-    from headway.prepare.pack import PackOptions
     from headway.prepare.pack import pack as pack_store
 
-    parts = [part.strip() for part in split_by_lengths.split(",") if part.strip()]
-    if not all(part.isdigit() for part in parts):
-        raise ConfigError(
-            f"--split-by-lengths is {split_by_lengths!r}; it must be numbers, e.g. 1024,4096."
-        )
-    lengths = tuple(map(int, parts))
-    options = PackOptions(
-        pack_length,
-        mode,  # pyright: ignore[reportArgumentType] - checked there
-        min_length,
-        overlap,
-        lengths,
-        intact,
-        keep_last,
-        workers,
-        to,  # pyright: ignore[reportArgumentType] - checked there
-        compression,
-    )
     report = pack_store(source, out, options)
     if json:
         print_json({"out": out, **asdict(report), "utilisation": report.utilisation})
@@ -429,7 +388,7 @@ def convert(
         "--type",
         help="To internlm: one data type (folder) for all; default: the source's types, else en.",
     ),
-    compression: str = COMPRESSION,
+    compression: str = option_of(PackOptions, "compression"),
     json: bool = JSON,
 ) -> None:
     """Write a token store in another format."""

@@ -28,8 +28,8 @@ def validate_multimodal(paths: list[str], checks: MultimodalChecks, json: bool) 
     """Decode everything and report every bad record and broken file; exit code 1 if there is one."""
     from headway.media.records import MediaOptions
     from headway.media.schema import load_schema
-    from headway.prepare.encode import describe_unread
     from headway.prepare.validate_media import ValidateMediaOptions, validate_media
+    from headway.records.base import describe_unread
 
     schema = None if checks.schema is None else load_schema(checks.schema)
     report = validate_media(

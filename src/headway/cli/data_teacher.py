@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli._options import GROUP, JSON, ComputeOptions, parse_shard, read_recipe
+from headway.cli._options import GROUP, JSON, ComputeOptions, read_recipe
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
+from headway.infer.logits_options import LogitsOptions
 
 if TYPE_CHECKING:
     from headway.store.reader import Store
@@ -30,20 +31,7 @@ def teacher_logits(
         None,
         help="Folder of the logits, for several stores of one folder each; default: beside the store, STORE.logits.",
     ),
-    top_k: int = typer.Option(64, min=1, help="Likeliest tokens to keep of every position."),
-    temperature: float = typer.Option(
-        1.0, help="objective.temperature of the training: the other tokens are summed up for it."
-    ),
-    dtype: str = typer.Option("float16", help="Type of the log-probabilities: float16 or float32."),
-    seq_len: int = typer.Option(
-        None,
-        min=1,
-        help="Longer documents are read in pieces of this many tokens; default: what the teacher can read, at most 4096.",
-    ),
-    batch_tokens: int = typer.Option(8192, min=1, help="Tokens computed at once."),
-    shard: str = typer.Option(
-        None, metavar="I/N", help="Read only part I (from 0) of N of every store, e.g. one per GPU."
-    ),
+    options: LogitsOptions = GROUP,
     compute: ComputeOptions = GROUP,
     json: bool = JSON,
 ) -> None:
@@ -51,18 +39,12 @@ def teacher_logits(
 
     A command that was stopped continues where it was.
     """
-    from headway.infer.teacher_logits import LogitsOptions, write_logits
+    from headway.infer.teacher_logits import write_logits
 
     compute.check()
-    if dtype not in ("float16", "float32"):
-        raise ConfigError(f"--dtype is {dtype!r}; it must be float16 or float32.")
-    if not 0 < temperature < float("inf"):
-        raise ConfigError(f"--temperature is {temperature:g}; it must be above 0.")
-    part = (0, 1) if shard is None else parse_shard(shard)
     stores = _stores(sources)
-    folders = _folders(stores, out, part)
+    folders = _folders(stores, out, options.shard)
     loaded = compute.load(teacher)
-    options = LogitsOptions(top_k, temperature, dtype, seq_len, batch_tokens, part)
     results = [
         write_logits(loaded, store, folder, options)
         for store, folder in zip(stores, folders, strict=True)

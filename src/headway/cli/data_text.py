@@ -14,20 +14,18 @@ from headway.cli._options import (
     JSON,
     TASKS_AT_A_TIME,
     ManyMachines,
-    TextOptions,
+    option_of,
     refuse_flags,
 )
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
+from headway.text.clean_rules import ONLY_DUPLICATES, CleanRules
+from headway.text.document import Reading
 
 if TYPE_CHECKING:
     from headway.runtime.executor.work import Placement
-    from headway.text.clean import CleanRules
 
 
-SIMILARITY = typer.Option(
-    0.8, help="Share of common character n-grams above which two documents are near duplicates."
-)
 MAX_MEMORY = typer.Option(
     "4GB",
     help="Memory of the near-duplicate index; when it is full, the oldest documents are forgotten. With --on: an upper bound "
@@ -41,26 +39,9 @@ def clean(
         metavar="SRC... DST",
         help="Raw files, folders or globs, and last the output: .jsonl or .parquet.",
     ),
-    min_characters: int = typer.Option(10, help="Drop shorter documents."),
-    max_characters: int = typer.Option(None, help="Drop longer documents."),
-    min_letters: float = typer.Option(
-        0.25, help="Minimum share of letters (Han characters are letters)."
-    ),
-    max_digits: float = typer.Option(0.5, help="Maximum share of digits."),
-    max_signs: float = typer.Option(0.5, help="Maximum share of punctuation and symbols."),
-    max_controls: float = typer.Option(
-        0.01, help="Maximum share of control and replacement characters."
-    ),
-    max_repeated_lines: float = typer.Option(
-        0.5, help="Maximum share of characters in lines that repeat an earlier line."
-    ),
-    min_line_length: float = typer.Option(0.0, help="Minimum mean length of lines."),
-    duplicates: str = typer.Option(
-        "near", help="keep: keep duplicates; exact: drop exact ones; near: drop near ones too."
-    ),
-    similarity: float = SIMILARITY,
+    rules: CleanRules = GROUP,
     max_memory: str = MAX_MEMORY,
-    text: TextOptions = GROUP,
+    reading: Reading = GROUP,
     many: ManyMachines = GROUP,
     workers: int = TASKS_AT_A_TIME,
     simplified: bool = typer.Option(
@@ -72,14 +53,11 @@ def clean(
     json: bool = JSON,
 ) -> None:
     """Drop bad and duplicate documents and report what was dropped and why. With --template, the text is written under the key text."""
-    from headway.text.clean import CleanRules
     from headway.text.sample import parse_bytes
 
-    rules = CleanRules(
-        min_characters, max_characters, min_letters, max_digits, max_signs, max_controls, max_repeated_lines, min_line_length,
-        duplicates, similarity, seed, parse_bytes(max_memory, "--max-memory"),  # pyright: ignore[reportArgumentType]
-    )  # fmt: skip
-    _clean(paths, rules, text, _placement(many, workers), simplified, json)
+    memory = parse_bytes(max_memory, "--max-memory")
+    rules = replace(rules, seed=seed, max_memory_bytes=memory)
+    _clean(paths, rules, reading, _placement(many, workers), simplified, json)
 
 
 def dedup(
@@ -91,16 +69,15 @@ def dedup(
     duplicates: str = typer.Option(
         "near", help="exact: drop exact duplicates; near: drop near ones too."
     ),
-    similarity: float = SIMILARITY,
+    similarity: float = option_of(CleanRules, "similarity"),
     max_memory: str = MAX_MEMORY,
-    text: TextOptions = GROUP,
+    reading: Reading = GROUP,
     many: ManyMachines = GROUP,
     workers: int = TASKS_AT_A_TIME,
     seed: int = typer.Option(0, help="Seed of the near-duplicate hashes."),
     json: bool = JSON,
 ) -> None:
     """Drop duplicate and blank documents, and nothing else. The first of similar documents is kept."""
-    from headway.text.clean import ONLY_DUPLICATES
     from headway.text.sample import parse_bytes
 
     if duplicates not in ("exact", "near"):
@@ -109,7 +86,7 @@ def dedup(
     rules = replace(
         ONLY_DUPLICATES, **found, max_memory_bytes=parse_bytes(max_memory, "--max-memory")
     )
-    _clean(paths, rules, text, _placement(many, workers), False, json)
+    _clean(paths, rules, reading, _placement(many, workers), False, json)
 
 
 def _placement(many: ManyMachines, workers: int | None) -> Placement | None:
@@ -122,7 +99,7 @@ def _placement(many: ManyMachines, workers: int | None) -> Placement | None:
 def _clean(
     paths: list[str],
     rules: CleanRules,
-    text: TextOptions,
+    reading: Reading,
     placement: Placement | None,
     simplified: bool,
     json: bool,
@@ -130,25 +107,22 @@ def _clean(
     """Clean files and print what was dropped."""
     from headway.text.clean import clean_files, simplifier
     from headway.text.tasks.clean import clean_files_on
-    from headway.text.tasks.parts import Reading
 
     if len(paths) < 2:
         raise ConfigError(
             "give at least one source and, last, the output: headway data clean SRC... DST.jsonl"
         )
-    reading, out = text.arguments(), Path(paths[-1])
+    out = Path(paths[-1])
     if placement is None:
         report = clean_files(
             paths[:-1],
             out,
             rules,
             convert=simplifier("--simplified") if simplified else None,
-            **reading,
+            **asdict(reading),
         )
     else:
-        report = clean_files_on(
-            paths[:-1], out, rules, placement, Reading(**reading), simplified=simplified
-        )
+        report = clean_files_on(paths[:-1], out, rules, placement, reading, simplified=simplified)
     if json:
         print_json({"out": paths[-1], **report.to_dict()})
         return
@@ -177,7 +151,7 @@ def sample(
     size: str = typer.Option(..., "--bytes", help="Total size of the sample, e.g. 100MB."),
     out: Path = typer.Option(..., help="The output: .jsonl (also .gz, .zst) or .parquet."),
     seed: int = typer.Option(0, help="Seed of the sample."),
-    text: TextOptions = GROUP,
+    reading: Reading = GROUP,
     many: ManyMachines = GROUP,
     workers: int = TASKS_AT_A_TIME,
     json: bool = JSON,
@@ -185,15 +159,14 @@ def sample(
     """Draw a random sample of several sources in given shares, in one pass."""
     from headway.text.sample import SourceShare, parse_bytes
     from headway.text.sample import sample as draw
-    from headway.text.tasks.parts import Reading
     from headway.text.tasks.sample import sample_on
 
-    reading, placement = text.arguments(), _placement(many, workers)
+    placement = _placement(many, workers)
     shares, total = [SourceShare.parse(share) for share in inputs], parse_bytes(size, "--bytes")
     if placement is None:
-        taken = draw(shares, total, out, seed=seed, **reading)
+        taken = draw(shares, total, out, seed=seed, **asdict(reading))
     else:
-        taken = sample_on(shares, total, out, placement, Reading(**reading), seed=seed)
+        taken = sample_on(shares, total, out, placement, reading, seed=seed)
     documents, num_bytes = sum(t.documents for t in taken), sum(t.bytes for t in taken)
     if json:
         print_json(

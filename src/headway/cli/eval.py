@@ -188,7 +188,7 @@ def compare(
     json: bool = JSON,
 ) -> None:
     """Compare models on the same data and prompts, with the training curves of those that are runs; one is loaded at a time."""
-    from headway.infer.load import find_model
+    from headway.checkpoint.stored_model import find_model
 
     choice = masks.choice()
     if len(models) < 2 or len(set(models)) < len(models):
@@ -254,6 +254,7 @@ def harness(
     json: bool = JSON,
 ) -> None:
     """Run tasks of lm-evaluation-harness. Without masks, results equal those of its `--model hf` on the exported model."""
+    from headway.checkpoint.stored_model import find_model
     from headway.eval.harness import (
         COLUMNS,
         HarnessPlan,
@@ -261,7 +262,6 @@ def harness(
         run_harness,
         write_results,
     )
-    from headway.infer.load import find_model
 
     check_installed()
     choice = masks.choice()
@@ -320,11 +320,11 @@ def long(
     json: bool = JSON,
 ) -> None:
     """Long-context tasks (made offline), without and with head masks, and the size and speed of the KV cache."""
+    from headway.checkpoint.stored_model import find_model
     from headway.eval.dataset import read_texts
     from headway.eval.long_context import LongPlan, evaluate_long
     from headway.eval.long_report import write_long_report
     from headway.eval.long_tasks import task_names
-    from headway.infer.load import find_model
     from headway.model.head_masks.choice import MaskSpec
 
     plan = LongPlan(

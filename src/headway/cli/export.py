@@ -136,7 +136,7 @@ def masks_export(
     json: bool = JSON,
 ) -> None:
     """Write which KV heads keep the whole context (1) and which only sinks and a window (0): one row per layer, tab separated."""
-    from headway.infer.load import find_model
+    from headway.checkpoint.stored_model import find_model
     from headway.model.head_masks.file import write_masks
 
     if raw and (sparsity is not None or equal_per_layer):
@@ -181,7 +181,7 @@ def masks_show(
     json: bool = JSON,
 ) -> None:
     """Show which KV heads are full and which stream, as a table and a picture."""
-    from headway.infer.load import find_model
+    from headway.checkpoint.stored_model import find_model
     from headway.model.head_masks.file import read_masks
     from headway.model.head_masks.plot import draw_masks
 

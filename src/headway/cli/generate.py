@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headway.infer.generate import AnswerGrammar, GenerateOptions
     from headway.infer.load import LoadedModel
     from headway.media.schema import AnswerSchema
-    from headway.prepare.parse_chat import Conversation
+    from headway.records.chat import Conversation
 
 MAX_NEW_TOKENS_HELP = "Stop after this many tokens."
 TOP_K = typer.Option(None, help="Sample from the k most likely tokens.")

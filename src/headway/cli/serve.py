@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,17 +22,19 @@ from headway.cli._options import (
 )
 from headway.cli._output import print_json
 from headway.errors import ConfigError
+from headway.serve.limits import ServeLimits
 
 if TYPE_CHECKING:
     from headway.infer.engine.request import EngineOptions, Speculation
     from headway.model.head_masks.choice import MaskChoice
     from headway.serve.engine_setup import EngineSetup
-    from headway.serve.limits import ServeLimits
 
 TOKEN_VARIABLE = "HEADWAY_SERVE_TOKEN"
 NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._:/-]{0,99})=(.+)", re.DOTALL)
 PARTS_OF_RUNS = ("final", "checkpoints", "model", "adapter")
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
+REQUESTS_PER_MINUTE = 600.0
+"""Of one client, where others than this machine reach the server."""
 
 
 @dataclass(frozen=True)
@@ -176,60 +178,6 @@ class EngineFlags:
         )
 
 
-@dataclass(frozen=True)
-class LimitFlags:
-    """What one client may ask."""
-
-    max_tokens: int | None = typer.Option(
-        None, help="New tokens of an answer; default: as many as the context has room for.", min=1
-    )
-    max_n: int = typer.Option(16, help="Answers of one request (n).", min=1, max=256)
-    max_body_mib: float = typer.Option(32.0, help="MiB of a request's body.")
-    request_seconds: float = typer.Option(600.0, help="Seconds an answer may take.")
-    stalled_seconds: float = typer.Option(
-        30.0, help="Seconds a client may take no bytes of its answer before it is cut."
-    )
-    requests_per_minute: float | None = typer.Option(
-        None,
-        help="Requests of one client address; 0: no limit. Default: 600, and no limit on loopback.",
-        min=0,
-    )
-    max_connections: int = typer.Option(
-        1024, help="Open connections; at most three quarters of them of one address.", min=1
-    )
-    drain_seconds: float = typer.Option(
-        30.0, help="After SIGTERM: seconds that running requests have to end.", min=0
-    )
-    decoders: int = typer.Option(2, help="Processes that decode pictures and sounds.", min=1)
-    media_megapixels: float = typer.Option(
-        256.0, help="Million pixels of all pictures of a request."
-    )
-    media_seconds: float = typer.Option(
-        30.0, help="Seconds to decode the pictures and sounds of a request."
-    )
-    media_gib: float = typer.Option(2.0, help="GiB of memory of a process that decodes.")
-
-    def limits(self, *, is_loopback: bool) -> ServeLimits:
-        """As the server takes them."""
-        from headway.serve.limits import ServeLimits
-
-        rate = self.requests_per_minute
-        return ServeLimits(
-            body_bytes=int(self.max_body_mib * MIB),
-            max_n=self.max_n,
-            max_tokens=self.max_tokens,
-            request_seconds=self.request_seconds,
-            stalled_seconds=self.stalled_seconds,
-            requests_per_minute=(0.0 if is_loopback else 600.0) if rate is None else rate,
-            connections=self.max_connections,
-            drain_seconds=self.drain_seconds,
-            decoders=self.decoders,
-            media_pixels=int(self.media_megapixels * 1_000_000),
-            media_seconds=self.media_seconds,
-            media_bytes=int(self.media_gib * GIB),
-        )
-
-
 def serve(
     models: ServedModels = GROUP,
     host: str = typer.Option(
@@ -245,7 +193,7 @@ def serve(
     ),
     engine: EngineFlags = GROUP,
     speculate: SpeculateOptions = GROUP,
-    limits: LimitFlags = GROUP,
+    limits: ServeLimits = GROUP,
     compute: ComputeOptions = GROUP,
     json: bool = JSON,
 ) -> None:
@@ -263,7 +211,8 @@ def serve(
             f"--host is {host!r}, which other machines reach, and no token is set. Set {TOKEN_VARIABLE} or --token-file, for example to "
             "the output of `openssl rand -hex 24`."
         )
-    checked = limits.limits(is_loopback=loopback)
+    if limits.requests_per_minute is None and not loopback:
+        limits = replace(limits, requests_per_minute=REQUESTS_PER_MINUTE)
     setups = models.setups(engine.options(speculate.speculation()), compute, engine.tensor)
     from headway.serve.server import ServeOptions
     from headway.serve.server import serve as run
@@ -276,7 +225,7 @@ def serve(
         typer.echo(f"OpenAI's API: {facts['url']}v1; Ctrl-C ends it", err=True)
 
     options = ServeOptions(
-        setups, host, port, token, tuple(allow_host), models.chat_template, checked
+        setups, host, port, token, tuple(allow_host), models.chat_template, limits
     )
     code = run(options, started)
     if code:

@@ -1,5 +1,6 @@
 """`headway tokenizer`: train and inspect tokenizers."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import typer
@@ -9,12 +10,10 @@ from headway.cli._options import (
     INPUTS,
     JSON,
     MORE_INPUTS,
-    TEXT_KEY,
-    TEXT_TEMPLATE,
-    TextOptions,
 )
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
+from headway.text.document import Reading, TextOf
 
 SHOWN_SPECIAL_TOKENS = 12
 
@@ -30,7 +29,7 @@ def train(
     max_memory: str = typer.Option(
         "4GB", help="Memory limit; beyond it, counts are written to the disk."
     ),
-    text: TextOptions = GROUP,
+    reading: Reading = GROUP,
     special: list[str] = typer.Option(
         None,
         help="A special token; may be repeated. The first one ends documents. Default: <|endoftext|>, <|pad|> and chat marks.",
@@ -47,9 +46,9 @@ def train(
     trainers = {"bpe": train_bpe, "sentencepiece": train_sentencepiece}
     if kind not in trainers:
         raise ConfigError(f"--kind is {kind!r}; it must be bpe or sentencepiece.")
-    reading, memory = text.arguments(), parse_bytes(max_memory, "--max-memory")
+    memory = parse_bytes(max_memory, "--max-memory")
     check_writable(out)
-    documents = read_documents([*inputs, *(more or [])], **reading)
+    documents = read_documents([*inputs, *(more or [])], **asdict(reading))
     tokenizer = trainers[kind](
         (document.text for document in documents),
         vocab_size=vocab_size,
@@ -80,8 +79,7 @@ def inspect(
         help="A tokenizer folder, a tokenizer.json, a .model or a .tiktoken file.",
     ),
     data: list[str] = typer.Option([], help="Also measure on these files; may be repeated."),
-    text_key: str = TEXT_KEY,
-    template: str | None = TEXT_TEMPLATE,
+    text: TextOf = GROUP,
     json: bool = JSON,
 ) -> None:
     """Show size, special tokens, compression per language and longest tokens; exit code 1 if a text does not round-trip."""
@@ -91,9 +89,7 @@ def inspect(
 
     loaded = load_tokenizer(tokenizer)
     texts = {
-        name: (
-            (d.place, d.text) for d in read_documents(name, text_key=text_key, template=template)
-        )
+        name: ((document.place, document.text) for document in read_documents(name, **asdict(text)))
         for name in data
     }
     found = inspect_tokenizer(loaded, texts)

@@ -1,8 +1,8 @@
-"""A kind names a module: `objective.kind: dpo` is headway/objective/dpo.py, `kind: my_lab.dpo2` is a module of the user, and
+"""A kind names a module: `objective.kind: dpo` is headway/tasks/dpo.py, `kind: my_lab.dpo2` is a module of the user, and
 `kind: ./my_loss.py` a file in the working directory (see user_code.py).
 
 A kind's module holds a class `Config` (a `KindConfig`) that imports without torch and whose `build(...)` makes the object. A recipe field
-is declared `Annotated[KindConfig, KindIn("headway.objective")]`; loading the recipe finds the `Config` of its kind and validates it.
+is declared `Annotated[KindConfig, KindIn("headway.tasks")]`; loading the recipe finds the `Config` of its kind and validates it.
 A package lists the kinds it ships in `KINDS`.
 """
 
@@ -11,7 +11,7 @@ import importlib
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
@@ -25,7 +25,6 @@ from headway.errors import ConfigError
 class KindConfig(Section):
     """The settings of one kind; `kind` names its module."""
 
-    HIDDEN: ClassVar[bool] = False
     kind: str = setting(
         "",
         "A built-in kind, the dotted name of your own module, or a file: ./my_kind.py.",
@@ -48,7 +47,8 @@ def kind_names(package: str) -> list[str]:
 
 def kind_module(package: str, kind: str) -> ModuleType:
     """Import the module of a kind; the error for an unknown kind lists the known ones."""
-    what = package.rsplit(".", 1)[-1]
+    # Messages name the setting; most packages have its name.
+    what = getattr(importlib.import_module(package), "SETTING", package.rsplit(".", 1)[-1])
     if "." in kind:
         return import_user_module(kind, f"{what} kind")
     names = kind_names(package)

@@ -4,13 +4,16 @@
 `./my_loss.py`       a file, relative to the working directory; Python's path is neither used nor changed
 
 A file's module is named after its content: an edited file is another module, and the same file is imported once.
+Such code imports from `headway` and `headway.plugin`. Other modules of headway work, with a warning: they may move.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +23,11 @@ from typing import Any
 
 from headway.errors import ConfigError
 
+log = logging.getLogger("headway")
+
 PREFIX = "headway_user_file_"
+STABLE = ("headway", "headway.plugin")
+"""What code outside headway may import."""
 MAX_BYTES = 10 << 20
 
 
@@ -32,7 +39,37 @@ def import_user_module(name: str, setting: str) -> ModuleType:
         raise ConfigError(
             f"{setting} is {name[:100]!r}; it must be the import path of your module, e.g. my_lab.my_module, or a file, ./my_module.py."
         )
-    return _import(name, setting, lambda: importlib.import_module(name))
+    is_new = name not in sys.modules
+    module = _import(name, setting, lambda: importlib.import_module(name))
+    if is_new and module.__file__ is not None:
+        warn_of_internal_imports(name, Path(module.__file__))
+    return module
+
+
+def warn_of_internal_imports(name: str, path: Path) -> None:
+    """Say once which imports of a user's module are not offered by `headway.plugin`."""
+    try:
+        source = path.read_bytes()[:MAX_BYTES]
+        internal = internal_imports(source)
+    except (OSError, SyntaxError, ValueError):
+        return  # it was imported: what is not Python source here is a compiled module
+    if internal:
+        log.warning(
+            "%s imports %s. Import these names from headway.plugin: other modules of headway may move with the next release.",
+            name,
+            ", ".join(internal),
+        )
+
+
+def internal_imports(source: bytes) -> list[str]:
+    """The modules of headway that some code imports beside the stable ones."""
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            modules.add(node.module)
+    return sorted(name for name in modules if name.startswith("headway.") and name not in STABLE)
 
 
 def is_file_name(name: str) -> bool:
@@ -88,7 +125,9 @@ def _import_file(path: Path, name: str, setting: str) -> ModuleType:
             raise
         return module
 
-    return _import(name, setting, run)
+    imported = _import(name, setting, run)
+    warn_of_internal_imports(name, absolute)
+    return imported
 
 
 def _import(name: str, setting: str, work: Callable[[], ModuleType]) -> ModuleType:

@@ -3,27 +3,20 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import field_validator, model_validator
 
 from headway.config.section import Section, setting
 from headway.data.rampup import Rampup
 from headway.errors import ConfigError
+from headway.records.base import FOR_RECORDS, FOR_TEXT, KindName, record_kind
 from headway.runtime.paths import cache_home
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat_template import FALLBACK_TEMPLATE
 
 Packing = Literal["best_fit", "concat", "pad", "one_document"]
 SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?P<repeat>\d+))?$")
-FOR_TEXT = ("text_key", "template", "split")
-FOR_RECORDS = ("chat_template", "keys", "drop_bad")
-NOT_FOR = {
-    "auto": (),
-    "text": FOR_RECORDS,
-    "captions": (*FOR_TEXT, "chat_template", "keys", "format"),
-}
-"""Settings of a source for raw text, for raw chat and preference data, and what would be ignored for a kind (FOR_TEXT for all others)."""
 MAX_STEP_TOKENS = 1 << 28
 DEFAULT_ROWS = 8
 
@@ -65,13 +58,12 @@ class SourceConfig(Section):
         None, "Use only this many documents, the first ones. null = all.", gt=0
     )
     min_length: int = setting(1, "Skip documents with fewer tokens.", ge=1)
-    kind: Literal["auto", "text", "chat", "preference", "unpaired", "multimodal", "captions"] = (
-        setting(
-            "auto",
-            "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of answers, for objective dpo); unpaired "
-            "(answers labelled good or bad, for objective kto); multimodal (conversations with media, see multimodal); captions (for objective "
-            "contrastive); or auto: by the keys, refused if not clear.",
-        )
+    kind: Annotated[str, KindName()] = setting(
+        "auto",
+        "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of answers, for objective dpo); unpaired "
+        "(answers labelled good or bad, for objective kto); multimodal (conversations with media, see multimodal); captions (for objective "
+        "contrastive); or auto: by the keys, refused if not clear. A kind of your own: your module, or its file, e.g. ./my_kind.py "
+        "(docs/extend.md).",
     )
     chat_template: str = setting(
         "auto",
@@ -132,7 +124,10 @@ class SourceConfig(Section):
                 f"has weight={self.weight:g} and repeat={self.repeat}; a source is mixed by weight or by repeat. Set one of them"
             )
         given = self.raw_settings
-        for name in [name for name in NOT_FOR.get(self.kind, FOR_TEXT) if name in given]:
+        refused: list[str] = []
+        if self.kind != "auto":
+            refused = record_kind(self.kind).refused_settings(given)
+        for name in refused:
             raise ValueError(
                 f"has kind={self.kind} and {name}={getattr(self, name)}, which does not apply to that kind. Remove it"
             )

@@ -16,17 +16,17 @@ from typing import Self
 
 from headway.data.batch import Batch, StepBatch
 from headway.data.config import DataConfig, default_cache_dir
+from headway.data.groups import GroupSource
 from headway.data.media import MediaColumns, MediaFeatures
 from headway.data.mixture import Mixture, MixtureSource, Row
 from headway.data.packing import RowShape
-from headway.data.pairs import PairSource
 from headway.data.rampup import Rampup
 from headway.data.row_stream import RowStream, Windows
 from headway.data.rows import RowLayout, fill_rows
 from headway.data.step_plan import BatchShape, LoaderState, PlannedStep, StepPlanner
 from headway.data.teacher import CachedTeacher, TeacherColumns
-from headway.data.unpaired import UnpairedSource
 from headway.errors import CheckpointError, ConfigError
+from headway.store.source import TokenSource
 
 __all__ = ["DataAmount", "Loader", "LoaderState"]
 
@@ -103,8 +103,7 @@ class Loader:
             taught,
         )
         self._masked = any(stream.source.masked for stream in self._streams)
-        self._unpaired = all(isinstance(stream.source, UnpairedSource) for stream in self._streams)
-        self._paired = all(isinstance(stream.source, PairSource) for stream in self._streams)
+        self._groups = _common_groups(read)
         self._sources = sources
         if state is not None and len(state.mixture.cursors) != len(sources):
             raise CheckpointError(
@@ -246,10 +245,9 @@ class Loader:
         )
         self._state = planned.state
         totals = {"targets": targets, "rows": float(planned.rows)}
-        if self._paired:
-            totals["pairs"] = float(planned.stats.documents // 2)
-        if self._unpaired:
-            totals["records"] = float(planned.stats.documents)
+        groups = self._groups
+        if groups is not None and groups.total is not None:
+            totals[groups.total] = float(planned.stats.documents // groups.documents_per_group)
         step = StepBatch(
             tuple(batch for batch, _ in filled),
             totals,
@@ -303,6 +301,14 @@ class Loader:
         finally:
             planner.shutdown(cancel_futures=True)
             fillers.shutdown(cancel_futures=True)
+
+
+def _common_groups(sources: Sequence[TokenSource]) -> GroupSource | None:
+    """A source that says what the groups of all of them are; None if some are no groups, or others."""
+    first = sources[0] if sources else None
+    if isinstance(first, GroupSource) and all(type(source) is type(first) for source in sources):
+        return first
+    return None
 
 
 def _holds(row: Row, wanted: Mapping[int, range]) -> bool:

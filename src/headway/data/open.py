@@ -11,20 +11,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from headway.config.load import set_name
 from headway.data.config import DataConfig, SourceConfig, default_cache_dir
+from headway.data.groups import DocumentReader, GroupSource, SourceReader
 from headway.data.media import MediaFeatures
 from headway.data.mixture import MixtureSource
-from headway.data.pairs import PairSource, is_preference
 from headway.data.selection import Selection, split_side
 from headway.data.synthetic import SyntheticSource
 from headway.data.teacher import CachedTeacher
-from headway.data.unpaired import UnpairedSource, is_unpaired
 from headway.errors import ConfigError, DataError
 from headway.store.checksums import Checksums
 from headway.store.foreign.base import ForeignStore
@@ -35,7 +33,6 @@ from headway.store.reader import Store, is_store, open_store
 from headway.store.source import DocumentRange, SourceView, TokenSource
 
 VALID_NAME = "valid"
-MIN_PAIR_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -108,10 +105,8 @@ class OpenData:
 
 
 def _content(source: TokenSource, checksums: Checksums) -> str:
-    if isinstance(source, PairSource):
-        return _content(source.store, checksums)
-    if isinstance(source, UnpairedSource):
-        return f"{_content(source.store, checksums)}-{source.labels_key}"
+    if isinstance(source, GroupSource) and source.store is not None:
+        return _content(source.store, checksums) + source.content_suffix
     if isinstance(source, SourceView):
         return f"{_content(source.source, checksums)}-{source.part_key}"
     if isinstance(source, Store):
@@ -133,24 +128,19 @@ def open_data(
     tokenizer: Path | None,
     vocab_size: int,
     seed: int,
-    pairs: bool = False,
-    unpaired: bool = False,
+    reader: SourceReader | None = None,
     media: MediaFeatures | None = None,
 ) -> OpenData:
     """Open every source of a recipe from its store in `stores` (None: every path of the recipe is a store).
 
-    `tokenizer`: the path of the recipe's tokenizer, if it has one. `vocab_size`: the model's. `pairs`: the objective compares pairs; then
-    every source must hold pairs, else none may. `unpaired`: it learns from labelled answers; every source must hold those, or pairs.
-    `media`: the features for stores that hold pictures and sounds.
+    `tokenizer`: the path of the recipe's tokenizer, if it has one. `vocab_size`: the model's. `reader`: how the task reads sources; None:
+    document by document. `media`: the features for stores that hold pictures and sounds.
     """
-    if pairs:
-        check_rows_of_pairs(config)
-    if unpaired:
-        check_rows_of_records(config)
-    checksums, stores = (
-        Checksums(config.cache_dir or default_cache_dir()),
-        stores or SourceStores.of(config),
-    )
+    if reader is None:
+        reader = DocumentReader()
+    reader.check(config)
+    checksums = Checksums(config.cache_dir or default_cache_dir())
+    stores = stores or SourceStores.of(config)
     if config.train is None:
         opened: list[tuple[SourceConfig, TokenSource]] = [
             (SourceConfig(path="generated data"), SyntheticSource(vocab_size, seed))
@@ -162,17 +152,12 @@ def open_data(
         for name, many in stores.valid.items()
     }
     if config.train is not None:
-        counter = _Counter()
-        read = (
-            _read_unpaired(config.seq_len, counter)
-            if unpaired
-            else partial(_read_as, pairs=pairs, counter=counter)
-        )
-        opened = [(one, read(source)) for one, source in opened]
+        opened = [(one, reader.read(source)) for one, source in opened]
         valid = {
-            name: [(one, read(source)) for one, source in many] for name, many in valid.items()
+            name: [(one, reader.read(source)) for one, source in many]
+            for name, many in valid.items()
         }
-        if config.by_type and not pairs and not unpaired:
+        if config.by_type and reader.splits_types:
             opened = [typed for one, source in opened for typed in by_type(one, source)]
     from_files = [] if config.train is None else [source for _, source in opened]
     _check_media([*from_files, *(source for many in valid.values() for _, source in many)], media)
@@ -219,89 +204,6 @@ def _check_media(sources: Sequence[TokenSource], media: MediaFeatures | None) ->
     ):
         raise ConfigError(
             f"data: {found.name} holds pictures or sounds, and the recipe has no `multimodal` section. Set it (docs/multimodal.md)."
-        )
-
-
-@dataclass
-class _Counter:
-    pairs: int = 0
-    records: int = 0
-
-
-def _read_unpaired(seq_len: int, counter: _Counter) -> Callable[[TokenSource], TokenSource]:
-    """Reads a source as labelled answers, numbered over all sources; an error if it holds none."""
-
-    def read(source: TokenSource) -> TokenSource:
-        if not isinstance(source, Store) or not (is_unpaired(source) or is_preference(source)):
-            raise ConfigError(
-                f"data: {source.name} holds no labelled answers, which objective kto needs. Raw files: set kind: unpaired (prompt, "
-                "completion, label) or kind: preference. Stores: make them with `headway data tokenize --kind unpaired`."
-            )
-        found = UnpairedSource(source, seq_len, counter.records)
-        counter.records += found.num_documents
-        return found
-
-    return read
-
-
-def _read_as(source: TokenSource, pairs: bool, counter: _Counter) -> TokenSource:
-    """The source, or its pairs, numbered over all sources; an error if the objective needs the other."""
-    holds_pairs = isinstance(source, Store) and is_preference(source)
-    if isinstance(source, Store) and is_unpaired(source):
-        raise ConfigError(
-            f"data: {source.name} holds answers labelled good or bad, which objective kto reads; others would train on the bad answers, "
-            "too. Set objective.kind: kto, or other data."
-        )
-    if holds_pairs and not pairs:
-        raise ConfigError(
-            f"data: {source.name} holds preference pairs; next-token training would train on the rejected answers, too. "
-            "Set objective.kind: dpo, or use conversations (kind: chat)."
-        )
-    if not pairs:
-        return source
-    if not holds_pairs or not isinstance(source, Store):
-        raise ConfigError(
-            f"data: {source.name} holds no preference pairs, which objective dpo needs. Raw files: set kind: preference. "
-            "Stores: make them with `headway data tokenize --kind preference`."
-        )
-    found = PairSource(source, counter.pairs)
-    counter.pairs += found.num_documents
-    return found
-
-
-def check_rows_of_records(config: DataConfig) -> None:
-    """Raise a ConfigError if the settings do not keep labelled answers whole."""
-    if config.train is None:
-        raise ConfigError(
-            "data.train is null (generated data), but objective kto needs labelled answers. Set sources with kind: unpaired."
-        )
-    if config.packing not in ("best_fit", "pad"):
-        raise ConfigError(
-            f"data.packing is {config.packing}, which splits records. Use best_fit or pad with objective kto."
-        )
-    if config.seq_len < MIN_PAIR_TOKENS:
-        raise ConfigError(
-            f"data.seq_len is {config.seq_len}; a row must hold a prompt and an answer. Use {MIN_PAIR_TOKENS} or more."
-        )
-
-
-def check_rows_of_pairs(config: DataConfig) -> None:
-    """Raise a ConfigError if the settings do not allow a preference pair in a row."""
-    if config.train is None:
-        raise ConfigError(
-            "data.train is null (generated data), but objective dpo needs pairs. Set sources with kind: preference."
-        )
-    if config.packing not in ("best_fit", "pad"):
-        raise ConfigError(
-            f"data.packing is {config.packing}, which splits pairs. Use best_fit or pad with objective dpo."
-        )
-    if config.documents_per_row < 3:
-        raise ConfigError(
-            f"data.max_documents is {config.max_documents}; a row must hold a pair and padding. Use 3 or more."
-        )
-    if config.seq_len < MIN_PAIR_TOKENS:
-        raise ConfigError(
-            f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {MIN_PAIR_TOKENS} or more."
         )
 
 
@@ -367,7 +269,9 @@ def _mixture(
 ) -> tuple[MixtureSource, ...]:
     found: list[MixtureSource] = []
     for one, source in opened:
-        longest = config.seq_len if isinstance(source, (PairSource, UnpairedSource)) else None
+        longest = None
+        if isinstance(source, GroupSource) and source.keeps_whole:
+            longest = config.seq_len
         selection = Selection(source, one.limit, one.min_length, max_length=longest)
         selection.check()
         if side is not None:

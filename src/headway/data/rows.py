@@ -11,19 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.data.batch import Batch
+from headway.data.groups import Columns, GroupSource
 from headway.data.media import MediaColumns
 from headway.data.mixture import Row
-from headway.data.pairs import PAIR, PairSource
-from headway.data.samples import SampleSource, sample_columns
 from headway.data.teacher import TeacherColumns
-from headway.data.unpaired import (
-    LABEL,
-    MISMATCH_TARGETS,
-    MISMATCH_TOKENS,
-    MISMATCH_WEIGHT,
-    RECORD,
-    UnpairedSource,
-)
 from headway.errors import DataError
 from headway.store.reader import ranges
 from headway.store.source import Flags, Ids, Longs, TokenSource
@@ -59,6 +50,10 @@ class RowPieces:
     length: Longs
     has_next: Flags
 
+    def place_in_row(self) -> Longs:
+        """How many pieces stand before each piece in its row."""
+        return np.arange(len(self.rows)) - np.searchsorted(self.rows, self.rows)
+
 
 def fill_rows(rows: Sequence[Row | None], layout: RowLayout) -> tuple[Batch, float]:
     """The microbatch of some rows, and the sum of its loss weights."""
@@ -75,28 +70,20 @@ def fill_rows(rows: Sequence[Row | None], layout: RowLayout) -> tuple[Batch, flo
         for source in sorted({row.source for row in rows if row is not None})
     }
     for source, found in pieces.items():
-        _read(layout.sources[source], found, tokens, targets, weight)
+        read_pieces(layout.sources[source], found, tokens, targets, weight)
     position, document, bounds, single = _layout(rows, layout)
     source_of_row = np.array([0 if row is None else row.source for row in rows], np.int32)
     arrays = (tokens, targets, weight, position, document, source_of_row, bounds)
     longest = int(np.diff(bounds, axis=1).max())
     max_length = min(layout.seq_len, max(MIN_LENGTH_BOUND, 1 << (longest - 1).bit_length()))
-    extra = (
-        {PAIR: torch.from_numpy(_pairs(rows, layout))}
-        if any(isinstance(source, PairSource) for source in layout.sources)
-        else {}
-    )
-    if any(isinstance(source, UnpairedSource) for source in layout.sources):
-        extra = {
-            name: torch.from_numpy(column)
-            for name, column in _unpaired(rows, layout, pieces).items()
-        }
+    extra = {
+        name: torch.from_numpy(column)
+        for name, column in group_columns(len(rows), layout, pieces).items()
+    }
     if layout.media is not None:
         extra |= layout.media.columns(len(rows), pieces)
     if layout.teacher is not None:
         extra |= layout.teacher.columns(len(rows), pieces)
-    if any(isinstance(source, SampleSource) for source in layout.sources):
-        extra = sample_columns(rows, layout.sources)
     batch = Batch(
         *(torch.from_numpy(array) for array in arrays),
         single_document=single,
@@ -106,44 +93,18 @@ def fill_rows(rows: Sequence[Row | None], layout: RowLayout) -> tuple[Batch, flo
     return batch, float(weight.sum(dtype=np.float64))
 
 
-def _pairs(rows: Sequence[Row | None], layout: RowLayout) -> Longs:
-    """The pair numbers of each row, in order; -1 after the last one."""
-    found = np.full((len(rows), layout.max_documents // 2), -1, np.int64)
-    for number, row in enumerate(rows):
-        source = None if row is None else layout.sources[row.source]
-        if row is not None and isinstance(source, PairSource):
-            begin = int(row.block.plan.first[row.number])
-            found[number, : row.segments // 2] = (
-                row.block.plan.document[begin : begin + row.segments : 2] + source.first_pair
-            )
-    return found
-
-
-def _unpaired(
-    rows: Sequence[Row | None], layout: RowLayout, pieces: Mapping[int, RowPieces]
-) -> dict[str, np.ndarray]:
-    """The mismatches in the places of the records, and the numbers and labels of each row's records."""
-    shape, slots = (len(rows), layout.seq_len), (len(rows), layout.max_documents)
-    tokens, targets, weight = (
-        np.zeros(shape, np.int64),
-        np.zeros(shape, np.int64),
-        np.zeros(shape, np.float32),
-    )
-    record, label = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
-    for number, found in pieces.items():
+def group_columns(num_rows: int, layout: RowLayout, pieces: Mapping[int, RowPieces]) -> Columns:
+    """What the groups of a microbatch say beside their tokens. The columns of all sources exist, whichever of them rows come from."""
+    columns: Columns = {}
+    for source in layout.sources:
+        if isinstance(source, GroupSource):
+            for name, column in source.empty_columns(num_rows, layout).items():
+                columns.setdefault(name, column)
+    for number, pieces_of_source in pieces.items():
         source = layout.sources[number]
-        assert isinstance(source, UnpairedSource)
-        _read(source.mismatches, found, tokens, targets, weight)
-        slot = ranges(np.zeros(len(rows), np.int64), np.bincount(found.rows, minlength=len(rows)))
-        record[found.rows, slot] = found.document + source.first_record
-        label[found.rows, slot] = source.is_good(found.document.tolist())
-    return {
-        MISMATCH_TOKENS: tokens,
-        MISMATCH_TARGETS: targets,
-        MISMATCH_WEIGHT: weight,
-        RECORD: record,
-        LABEL: label,
-    }
+        if isinstance(source, GroupSource):
+            source.fill_columns(columns, pieces_of_source, layout)
+    return columns
 
 
 def _pieces(rows: Sequence[Row | None], source: int) -> RowPieces:
@@ -165,10 +126,10 @@ def _pieces(rows: Sequence[Row | None], source: int) -> RowPieces:
     )
 
 
-def _read(
+def read_pieces(
     source: TokenSource, pieces: RowPieces, tokens: Longs, targets: Longs, weight: np.ndarray
 ) -> None:
-    """RowLayout in the rows of one source; a target is the next token of the same document, its weight whether that is a loss target."""
+    """Fill in the rows of one source; a target is the next token of the same document, its weight whether that is a loss target."""
     ids, mask = source.gather(pieces.document, pieces.start, pieces.length)
     _check_ids(source, ids, int(pieces.length.sum()))
     row_ends = np.cumsum(np.bincount(pieces.rows, pieces.length, len(tokens)).astype(np.int64))

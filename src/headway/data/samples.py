@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from headway.data.groups import Columns, GroupSource
 from headway.store.media_table import MediaTable
-from headway.store.source import Ids, Longs, TokenSource
+from headway.store.source import Ids, Longs
 
 if TYPE_CHECKING:
-    import torch
-
-    from headway.data.mixture import Row
+    from headway.data.rows import RowLayout, RowPieces
 
 MEDIA, PRESENT, SAMPLE = "media.", "present.", "sample"
 """Columns of a batch: inputs or features of a modality, whether a row has it, and the number of a row's sample."""
@@ -34,8 +33,12 @@ SEQ_LEN = 2
 """Of rows of samples: the sample and one token of padding, the shortest row there is."""
 
 
-class SampleSource(TokenSource):
+class SampleSource(GroupSource):
     """Samples, each a document of one token."""
+
+    unit: ClassVar[str] = "sample"
+    keeps_whole: ClassVar[bool] = False
+    number_column: ClassVar[str] = SAMPLE
 
     def __init__(
         self,
@@ -45,8 +48,11 @@ class SampleSource(TokenSource):
         tables: Sequence[MediaTable],
         key: str,
     ) -> None:
-        self.name, self.fingerprint = name, None
-        self.modalities, self.rows, self.tables = tuple(modalities), rows, tuple(tables)
+        self.name = name
+        self.fingerprint = None
+        self.modalities = tuple(modalities)
+        self.rows = rows
+        self.tables = tuple(tables)
         self._key = key
         self.num_documents = self.num_tokens = len(rows)
 
@@ -80,6 +86,28 @@ class SampleSource(TokenSource):
         """Every token is 0: what a sample is, its columns say."""
         return np.zeros(int(lengths.sum()), np.uint32), None
 
+    def empty_columns(self, num_rows: int, layout: RowLayout) -> Columns:
+        """Rows without a sample: media of zeros, none of them present."""
+        absent = np.full((num_rows, len(self.modalities)), -1, np.int64)
+        media, present = columns_of(absent, self.tables)
+        columns: Columns = {SAMPLE: np.full(num_rows, -1, np.int64)}
+        for number, name in enumerate(self.modalities):
+            columns[f"{MEDIA}{name}"] = media[number]
+            columns[f"{PRESENT}{name}"] = present[number]
+            columns[f"{CONTENT}{name}"] = absent[:, number].copy()
+        return columns
+
+    def fill_columns(self, columns: Columns, pieces: RowPieces, layout: RowLayout) -> None:
+        """The media of each row's sample, whether they are present, and its number."""
+        samples = pieces.document
+        media, present = columns_of(self.rows[samples], self.tables)
+        contents = self.contents(samples)
+        columns[SAMPLE][pieces.rows] = samples
+        for number, name in enumerate(self.modalities):
+            columns[f"{MEDIA}{name}"][pieces.rows] = media[number]
+            columns[f"{PRESENT}{name}"][pieces.rows] = present[number]
+            columns[f"{CONTENT}{name}"][pieces.rows] = contents[:, number]
+
 
 def columns_of(rows: Array, tables: Sequence[MediaTable]) -> tuple[list[Array], Array]:
     """Media [n, ...] of every modality, zeros where absent, and whether they are present, bool [modalities, n]; rows: [n, modalities]."""
@@ -88,37 +116,3 @@ def columns_of(rows: Array, tables: Sequence[MediaTable]) -> tuple[list[Array], 
     for column, table in enumerate(tables):
         media[column][present[column]] = table.rows(rows[present[column], column])
     return media, np.ascontiguousarray(present)
-
-
-def sample_columns(
-    rows: Sequence[Row | None], sources: Sequence[TokenSource]
-) -> dict[str, torch.Tensor]:
-    """The columns of a microbatch: media, whether they are present, and sample numbers."""
-    import torch
-
-    samples = np.full(len(rows), -1, np.int64)
-    first = next(one for one in sources if isinstance(one, SampleSource))
-    media, present = columns_of(np.full((len(rows), len(first.modalities)), -1), first.tables)
-    contents = np.full((len(rows), len(first.modalities)), -1, np.int64)
-    for number in sorted({row.source for row in rows if row is not None}):
-        source = sources[number]
-        assert isinstance(source, SampleSource)
-        here = [place for place, row in enumerate(rows) if row is not None and row.source == number]
-        samples[here] = [
-            row.documents[0] for row in rows if row is not None and row.source == number
-        ]
-        found, there = columns_of(source.rows[samples[here]], source.tables)
-        for column, values in enumerate(found):
-            media[column][here], present[column, here] = values, there[column]
-        contents[here] = source.contents(samples[here])
-    columns = {
-        f"{MEDIA}{name}": torch.from_numpy(values)
-        for name, values in zip(first.modalities, media, strict=True)
-    }
-    columns |= {
-        f"{PRESENT}{name}": torch.from_numpy(one)
-        for name, one in zip(first.modalities, present, strict=True)
-    }
-    for column, name in enumerate(first.modalities):
-        columns[f"{CONTENT}{name}"] = torch.from_numpy(contents[:, column].copy())
-    return columns | {SAMPLE: torch.from_numpy(samples)}

@@ -12,9 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from headway.data.pairs import PairSource
+from headway.data.groups import GroupSource
 from headway.data.shuffle import mix
-from headway.data.unpaired import UnpairedSource
 from headway.errors import ConfigError, DataError
 from headway.store.source import Flags, Longs, TokenRange, TokenSource
 
@@ -115,13 +114,14 @@ class Selection:
         for first in range(0, self.num_documents, SCAN_DOCUMENTS):
             if len(self.pick(first, first + SCAN_DOCUMENTS)[0]):
                 return
-        is_pair = isinstance(self.source, PairSource)
         if self.max_length is not None and len(
             replace(self, max_length=None).pick(0, self.num_documents)[0]
         ):
+            assert isinstance(self.source, GroupSource), "only groups are kept whole"
+            shortest = self.max_length // self.source.documents_per_group
             raise DataError(
-                f"{self.source.name}: no {'pair' if is_pair else 'record'} fits into a row of data.seq_len={self.max_length} tokens. "
-                f"Raise data.seq_len, or tokenize with --max-length {self.max_length // 2 if is_pair else self.max_length}."
+                f"{self.source.name}: no {self.source.unit} fits into a row of data.seq_len={self.max_length} tokens. "
+                f"Raise data.seq_len, or tokenize with --max-length {shortest}."
             )
         why = (
             f" with {self.min_length} tokens or more; lower min_length"
@@ -162,8 +162,11 @@ def _split_document(
     source = selection.source
     length = int(source.lengths(document, document + 1)[0])
     min_tokens = max(MIN_SPLIT_TOKENS, selection.min_length)
-    if isinstance(source, (PairSource, UnpairedSource)) or length < 2 * min_tokens:
-        what = "one pair" if isinstance(source, PairSource) else f"one document, of {length} tokens"
+    is_group = isinstance(source, GroupSource)
+    if is_group or length < 2 * min_tokens:
+        what = f"one document, of {length} tokens"
+        if is_group:
+            what = f"one {source.unit}"
         raise ConfigError(
             f"data.valid.fraction is {fraction:g}, but {source.name} holds {what}, which cannot be split. Add documents, or "
             "set data.valid.sets to separate validation data."

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from headway.data.groups import GroupSource
 from headway.data.open import OpenData
-from headway.data.pairs import PairSource
-from headway.data.samples import SampleSource
-from headway.data.unpaired import UnpairedSource
 from headway.store.checksums import Checksums, cached_checksum
 from headway.store.foreign.base import ForeignStore
 from headway.store.media_items import has_media
@@ -51,17 +49,8 @@ def stored_files(data: OpenData) -> list[dict[Path, str]]:
 
 def documents_read_from(path: Path, source: TokenSource, data: OpenData) -> range | None:
     """The documents of a source that are read from a file; None: none. UnknownReaders if that cannot be said."""
-    if isinstance(source, SampleSource):
-        is_read = any(path.parent == table.folder for table in source.tables)
-        return range(source.num_documents) if is_read else None
-    if isinstance(source, PairSource):
-        inside = documents_read_from(path, source.store, data)
-        return None if inside is None else range(inside.start // 2, (inside.stop + 1) // 2)
-    if isinstance(source, UnpairedSource):
-        # Its lengths depend on the tokens of other records.
-        if documents_read_from(path, source.store, data) is not None:
-            raise UnknownReaders
-        return None
+    if isinstance(source, GroupSource):
+        return _groups_read_from(path, source, data)
     if isinstance(source, DocumentRange):
         inside = documents_read_from(path, source.source, data)
         if inside is None:
@@ -82,6 +71,20 @@ def documents_read_from(path: Path, source: TokenSource, data: OpenData) -> rang
     if isinstance(source, Store):
         return _read_from_store(path, source, data)
     return None
+
+
+def _groups_read_from(path: Path, source: GroupSource, data: OpenData) -> range | None:
+    if any(path.parent == table.folder for table in source.tables):
+        return range(source.num_documents)
+    if source.store is None:
+        return None
+    documents = documents_read_from(path, source.store, data)
+    if documents is None:
+        return None
+    groups = source.groups_of(documents)
+    if groups is None:
+        raise UnknownReaders
+    return groups
 
 
 def _read_from_store(path: Path, store: Store, data: OpenData) -> range | None:
@@ -112,9 +115,9 @@ def _files_of(source: TokenSource, checksums: Checksums) -> Iterator[tuple[str, 
     """The name of each store below a source, and its files."""
     if isinstance(source, SourceView):
         yield from _files_of(source.source, checksums)
-    elif isinstance(source, (PairSource, UnpairedSource)):
-        yield from _files_of(source.store, checksums)
-    elif isinstance(source, SampleSource):
+    elif isinstance(source, GroupSource):
+        if source.store is not None:
+            yield from _files_of(source.store, checksums)
         for table in source.tables:
             yield str(table.folder), _table_files(table)
     elif isinstance(source, Store):

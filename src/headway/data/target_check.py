@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.data.groups import GroupSource, ungrouped
 from headway.data.open import OpenData
-from headway.data.pairs import PairSource
 from headway.data.selection import Selection
-from headway.data.unpaired import UnpairedSource
 from headway.errors import ConfigError, DataError
 from headway.store.reader import Store
 from headway.store.source import Ids, Longs, TokenSource
@@ -23,7 +22,6 @@ from headway.tokenizer.load import Tokenizer
 
 CHUNK_TOKENS = 1 << 22
 PROBE_DOCUMENTS, PROBE_TOKENS = 4096, 1 << 20
-MARKS = ("kind=chat", "kind=preference", "kind=unpaired")
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def usual_end(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int
 
     Empty if samples end differently or in ordinary text.
     """
-    if tokenizer is None or isinstance(source, (PairSource, UnpairedSource)):
+    if tokenizer is None or isinstance(source, GroupSource):
         return frozenset()
     numbers, lengths = _first_documents(source)
     if not len(numbers):
@@ -104,10 +102,10 @@ def _first_documents(source: TokenSource) -> tuple[Longs, Longs]:
 
 def _origin(source: TokenSource) -> tuple[str | None, str]:
     """Whether a store holds conversations or pairs, and their chat template."""
-    store = source.store if isinstance(source, (PairSource, UnpairedSource)) else source
+    store = ungrouped(source)
     first = store.manifest.sources[0] if isinstance(store, Store) and store.manifest.sources else ""
     kind, _, template = first.partition(" template=")
-    return (kind, template) if kind in MARKS else (None, "")
+    return (kind, template) if kind.startswith("kind=") and template else (None, "")
 
 
 def _end_of(tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -159,7 +157,7 @@ def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | N
         found.first_without,
         found.ending,
     )
-    what = "answers" if isinstance(source, (PairSource, UnpairedSource)) else "samples"
+    what = "answers" if isinstance(source, GroupSource) else "samples"
     if without and (known or without == samples):
         raise DataError(
             f"{source.name}: {without} of {samples} {what} have no target to learn from (the first: document {first}). "
@@ -186,7 +184,8 @@ def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | N
         if stops and known and ending < samples
         else ""
     )
-    return f"targets of {source.name}: {every}, {targets} tokens in all; {stopped}{truncated}{_skipped(selection)}{_labels(selection)}"
+    about = source.describe() if isinstance(source, GroupSource) else ""
+    return f"targets of {source.name}: {every}, {targets} tokens in all; {stopped}{truncated}{_skipped(selection)}{about}"
 
 
 def spell_stops(stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
@@ -194,36 +193,25 @@ def spell_stops(stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
     return " or ".join(f"{_spelling(stop, tokenizer)} (id {stop})" for stop in sorted(stops))
 
 
-def _labels(selection: Selection) -> str:
-    """How many answers are good and bad, and which weights even that out."""
-    source = selection.source
-    if not isinstance(source, UnpairedSource):
-        return ""
-    good = source.count_good()
-    bad = source.num_documents - good
-    return f"; {good} are desirable, {bad} undesirable"
-
-
 def _skipped(selection: Selection) -> str:
     """The number of pairs or records that do not fit into a row."""
-    if selection.max_length is None:
+    source = selection.source
+    if selection.max_length is None or not isinstance(source, GroupSource):
         return ""
-    lengths = selection.source.lengths(0, selection.num_documents)
+    lengths = source.lengths(0, selection.num_documents)
     count = int((lengths > selection.max_length).sum())
-    what = "pairs" if isinstance(selection.source, PairSource) else "records"
-    return (
-        f"; {count} {what} longer than data.seq_len={selection.max_length} are skipped"
-        if count
-        else ""
-    )
+    if not count:
+        return ""
+    return f"; {count} {source.unit}s longer than data.seq_len={selection.max_length} are skipped"
 
 
 def _chunks(selection: Selection, stops: frozenset[int]) -> Iterator[tuple[Longs, Ids, Ids, int]]:
     """Chunks of documents: numbers, whether each has a target, whether a stop token is one, and the number of targets."""
     source = selection.source
-    store, sides = (source.store, 2) if isinstance(source, PairSource) else (source, 1)
-    store = source.store if isinstance(source, UnpairedSource) else store
-    count = sides * selection.num_documents
+    store = ungrouped(source)
+    count = selection.num_documents
+    if isinstance(source, GroupSource):
+        count *= source.documents_per_group
     each = max(1, int(CHUNK_TOKENS * max(1, store.num_documents) / max(1, store.num_tokens)))
     wanted = np.array(sorted(stops), np.int64)
     for first in range(0, count, each):

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from headway.data.config import DataConfig
+from headway.data.groups import GroupSource
 from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
-from headway.data.pairs import PairSource
 from headway.data.selection import Selection
 from headway.data.target_check import all_stops, count_targets, holds_conversations, spell_stops
-from headway.data.unpaired import UnpairedSource
 from headway.diagnose.check import Check
 from headway.runtime.progress import quantity
 from headway.store.source import Ids, TokenRange, TokenSource
@@ -164,8 +163,9 @@ def length_check(name: str, selection: Selection, config: DataConfig) -> Iterato
     title = f"length of {name}"
     if not total:
         return
-    if isinstance(selection.source, (PairSource, UnpairedSource)):
-        what = "pairs" if isinstance(selection.source, PairSource) else "records"
+    source = selection.source
+    if isinstance(source, GroupSource) and source.keeps_whole:
+        what = f"{source.unit}s"
         detail = (
             f"{longer} of {total} {what} are longer than data.seq_len={config.seq_len} and left out"
         )

@@ -16,23 +16,22 @@ import torch
 
 from headway.data.batch import StepBatch
 from headway.data.config import DataConfig
+from headway.data.groups import GroupSource
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
-from headway.data.pairs import PairSource
 from headway.data.selection import Selection
-from headway.data.unpaired import UnpairedSource
 from headway.diagnose.check import Check
 from headway.errors import HeadwayError
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextTokenConfig
 from headway.optim.adamw import Config as AdamWConfig
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
 from headway.store.source import Flags, Ids, Longs, SourceView, TokenSource
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextTokenConfig
 
 SMALL_PARAMETERS = 20_000_000
 ROWS = 8
@@ -93,9 +92,7 @@ def make_engine(model: ModelConfig, seed: int) -> FlatEngine:
     )
     engine = assemble(spec)
     assert isinstance(engine, FlatEngine)
-    engine.fill(
-        (name, initial_value(name, shape, model, seed)) for name, shape in engine.shapes.items()
-    )
+    engine.fill((name, initial_value(spec, model, seed)) for name, spec in engine.specs.items())
     return engine
 
 
@@ -108,7 +105,7 @@ def equality_checks(
         update={"seq_len": seq_len, "workers": 0, "skip_batches": "", "pin_memory": False}
     )
     small, which = small_model(model, seq_len)
-    plain = tuple(_without_pairs(one) for one in sources)
+    plain = tuple(_without_groups(one) for one in sources)
     try:
         return [
             packing_check(config, plain, small, which, seed),
@@ -125,14 +122,14 @@ def equality_checks(
         ]
 
 
-def _without_pairs(one: MixtureSource) -> MixtureSource:
-    """The conversations of pairs, each by itself: what is compared here does not depend on the objective."""
+def _without_groups(one: MixtureSource) -> MixtureSource:
+    """The documents of groups, each by itself: what is compared here does not depend on the objective."""
     source = one.selection.source
-    if isinstance(source, UnpairedSource):
-        return MixtureSource(Selection(source.store, one.selection.limit))
-    if not isinstance(source, PairSource):
+    if not isinstance(source, GroupSource) or source.store is None:
         return MixtureSource(replace(one.selection, max_length=None))
-    limit = None if one.selection.limit is None else 2 * one.selection.limit
+    limit = one.selection.limit
+    if limit is not None:
+        limit *= source.documents_per_group
     return MixtureSource(Selection(source.store, limit))
 
 

@@ -62,16 +62,6 @@ class KeyValueStore(Protocol):
         ...
 
 
-class Alone:
-    """The exchange of a single host."""
-
-    rank, size = 0, 1
-
-    def swap(self, text: str) -> list[str]:
-        """The same text."""
-        return [text]
-
-
 class StoreExchange:
     """An exchange over the key-value store in which the launchers of a job meet. `name` separates several checks of one job."""
 

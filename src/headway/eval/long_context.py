@@ -346,7 +346,7 @@ def _measure(
     texts: Callable[[], Iterable[EvalDocument]] | None,
 ) -> VariantResult:
     from headway.eval.perplexity import perplexity
-    from headway.infer.decode import measure_speed
+    from headway.infer.speed import measure_speed
 
     masks = variant.masks
     answers = _answer(loaded, variant, plan, cases)

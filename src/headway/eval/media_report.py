@@ -20,7 +20,7 @@ import numpy as np
 from headway.errors import ConfigError, DataError
 from headway.media.items import ImageSpec, MediaRef, decode_image
 from headway.media.png import write_png
-from headway.media.video import VideoSpec, decode_video
+from headway.media.video import decode_frames
 from headway.runtime.storage import write_atomic
 
 THUMBNAIL = 128
@@ -173,7 +173,7 @@ def _shown(item: MediaRef | str) -> str:
         if item.modality == "audio":
             return _sound(item)
         if item.modality == "video":
-            frames = decode_video(item, VideoSpec(FRAMES, ImageSpec(THUMBNAIL, None, "pad"))).frames
+            frames = decode_frames(item, FRAMES, ImageSpec(THUMBNAIL, None, "pad"))
             return _picture(np.concatenate(list(frames), axis=2), item.name)
         return _picture(
             decode_image(item, ImageSpec(THUMBNAIL, None, "pad", pad_colour=(127, 127, 127))),

@@ -17,9 +17,9 @@ from headway.eval.media_report import RetrievalRow
 from headway.media.items import MediaRef
 from headway.model.loading.aligner_file import AlignerHeads, read_aligner
 from headway.model.media_encoders import aligned_encoder_text, aligner_folder, open_encoder
-from headway.objective.contrastive import places_of, recall_ceiling
 from headway.prepare.features import Sample, read_samples
 from headway.prepare.media_inputs import content_hash
+from headway.tasks.contrastive import places_of, recall_ceiling
 
 ENCODED_AT_ONCE = 64
 EPS = 1e-6

@@ -201,7 +201,7 @@ def _score(loaded: LoadedModel, answers: Sequence[Sequence[int]]) -> Floats:
     )
     bounds = torch.stack([torch.zeros_like(lengths), lengths], dim=1).to(loaded.device)
     with torch.inference_mode():
-        hidden = loaded.model.prefill(tokens.to(loaded.device), position)
+        hidden = loaded.model.hidden_states(tokens.to(loaded.device), position)
         return (
             ScoreHead(hidden, loaded.model.head_weight)
             .of_documents(bounds)[:, 0]

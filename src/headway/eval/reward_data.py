@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headway.errors import ConfigError, DataError
 from headway.infer.batch_files import GENERATIONS, INDEX
-from headway.prepare.encode import PairEncoder, pair_segments
-from headway.prepare.parse_chat import PreferencePair, parse_conversation, parse_preference
+from headway.records.chat import parse_conversation
+from headway.records.preference import Kind as PreferenceKind
+from headway.records.preference import PairEncoder, PreferencePair, parse_preference
 from headway.text.document import Record
 from headway.text.record_keys import LABELS, LISTS, PAIR, KeyMap
 from headway.tokenizer.chat import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer
 
 RecordKind = Literal["pair", "conversation", "generations"]
+PAIRS = PreferenceKind()
 READ_AT_ONCE = 1024
 """Records that are tokenized and scored together."""
 
@@ -104,8 +106,8 @@ def _stored(
     source: RewardSource, loaded: LoadedModel, counts: ReadCounts
 ) -> Iterator[list[Candidates]]:
     """Pairs of a store, cut where they are longer than the model reads."""
-    from headway.data.pairs import num_pairs
     from headway.store.reader import open_store
+    from headway.tasks.preference.source import num_pairs
 
     if source.chat_template is not None or source.keys.pairs:
         raise ConfigError(
@@ -196,7 +198,7 @@ class CandidateEncoder:
 
     def _segments(self, record: Record, kind: RecordKind) -> list[list[Segment]]:
         if kind == "pair":
-            return pair_segments(parse_preference(record, self.pairs.keys), self.template)
+            return PAIRS.segments(parse_preference(record, self.pairs.keys), self.template)
         answers = [record] if kind == "conversation" else answered(record)
         return [self._conversation(one) for one in answers]
 
@@ -211,9 +213,8 @@ class CandidateEncoder:
             raise DataError(
                 f"{record.place}: the last turn is the {answer[0].role}'s; an answer of the assistant is scored."
             )
-        return pair_segments(
-            PreferencePair(prompt, answer, answer, conversation.tools), self.template
-        )[0]
+        pair = PreferencePair(prompt, answer, answer, conversation.tools)
+        return PAIRS.segments(pair, self.template)[0]
 
     def _ids(
         self, results: Sequence[Rendered | DataError], kind: RecordKind, counts: ReadCounts
@@ -226,8 +227,10 @@ class CandidateEncoder:
         before = counts.more.total()
         groups = [rendered] if kind == "pair" else [[one, one] for one in rendered]
         for group in groups:
-            documents = self.pairs.documents(group, counts.more)
-            yield from (ids.tolist() for ids, _ in (documents if kind == "pair" else documents[:1]))
+            documents = self.pairs.fitted(group, counts.more)
+            if kind != "pair":
+                documents = documents[:1]
+            yield from (document.ids.tolist() for document in documents)
         counts.truncated += counts.more.total() > before
 
     def _bad(self, record: Record, error: DataError, counts: ReadCounts) -> None:

@@ -30,6 +30,8 @@ NUM_BINS = 15
 MAX_BUCKETS = 48
 CHUNK_TOKENS = 1024
 """Logits are computed for this many tokens at once."""
+READ_TOKENS = 4096
+"""Of each row, under masks: what goes through the model at once. Heads that forget hold no more."""
 SORTED_BATCHES = 16
 """Windows of about this many batches are sorted by length, so that batches have little padding."""
 
@@ -131,16 +133,16 @@ def _hidden(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Hidden states of left-aligned rows; under masks, streaming heads see what they would see in generation."""
     import torch
 
-    from headway.infer.prefill import chunks
+    from headway.model.paged_rows import PagedRows
 
     rows, length = tokens.shape
     if loaded.masks is None:
         position = torch.arange(length, dtype=torch.int32, device=tokens.device).expand(
             rows, length
         )
-        return loaded.model.prefill(tokens, position)
-    cache = loaded.new_cache(rows, length, [length] * rows)
-    return torch.cat(list(chunks(loaded.model, tokens, cache)), dim=1)
+        return loaded.model.hidden_states(tokens, position)
+    cached = PagedRows(loaded.model, rows, length, masks=loaded.masks)
+    return torch.cat([cached.read(part) for part in tokens.split(READ_TOKENS, dim=1)], dim=1)
 
 
 def _predictions(loaded: LoadedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

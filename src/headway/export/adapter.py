@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.checkpoint.stored_model import FINAL, find_model_of_family
 from headway.errors import CheckpointError, ConfigError
 from headway.export.huggingface import MARK, Dtype, atomic_folder, converted, save_weights
-from headway.infer.load import FINAL, find_model_of_family
-from headway.infer.stored_adapter import StoredAdapter
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.peft import (
     ADAPTER_CONFIG,
@@ -20,6 +19,7 @@ from headway.model.adapter.peft import (
     notes_of,
     their_tensors,
 )
+from headway.model.adapter.stored import StoredAdapter
 from headway.optim.groups import ADAPTER
 from headway.runtime.digests import write_digests
 from headway.runtime.storage import writing

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from headway.checkpoint.stored_model import StoredModel, find_model_of_family
 from headway.errors import CheckpointError, ConfigError
 from headway.export.huggingface import converted
 from headway.export.kquants import BLOCK, BLOCK_BYTES, quantise
 from headway.export.modelfile import write_modelfile
-from headway.infer.load import StoredModel, check_vocabulary, find_model_of_family
+from headway.infer.load import check_vocabulary
 from headway.model.config import ModelConfig
 from headway.model.families._config_json import NEUTRAL
 from headway.model.families.base import family_of
@@ -53,7 +54,6 @@ log = logging.getLogger("headway")
 GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_k_m"]
 FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_k_m": 15}
 """Values of general.file_type."""
-TYPE_CODES = {"f32": 0, "f16": 1, "bf16": 30, "q5_0": 6, "q8_0": 8, "q4_k": 12, "q6_k": 14}
 QUANTISED_ROWS = 32
 QUANTISATION_VERSION = 2
 
@@ -380,13 +380,12 @@ class _GgufWriter:
             writer.add_tensor_info(ROPE_FACTORS, row.shape, row.dtype, row.nbytes)
         for spec in specs.values():
             kind = stored_type(spec, self.config, self.kind)
-            code = GGMLQuantizationType(TYPE_CODES[kind])
+            code = GGMLQuantizationType[kind.upper()]
             block, width = GGML_QUANT_SIZES[code]
-            shape = (*spec.shape[:-1], spec.shape[-1] // block * width)
             writer.add_tensor_info(
                 gguf_name(spec.name),
-                shape,
-                np.dtype(np.uint8),
+                spec.shape,
+                np.dtype(np.float32),
                 spec.size // block * width,
                 raw_dtype=code,
             )
@@ -421,7 +420,7 @@ class _GgufWriter:
         return (
             plain.view(np.uint8)
             if kind == "f32"
-            else quantize(plain, GGMLQuantizationType(TYPE_CODES[kind]))
+            else quantize(plain, GGMLQuantizationType[kind.upper()])
         )
 
 

@@ -18,9 +18,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from headway.checkpoint.stored_model import find_model_of_family
 from headway.errors import CheckpointError, ConfigError
 from headway.export.streamed import LENGTH_BYTES, WIDTHS, StreamedFile
-from headway.infer.load import check_vocabulary, find_model_of_family
+from headway.infer.load import check_vocabulary
 from headway.model.families.base import family_of, pieces_of, published, published_with_code
 from headway.model.families.transformers import code_files
 from headway.model.head_masks.gates_file import write_gates

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.checkpoint.stored_model import StoredModel, find_model
 from headway.errors import ConfigError, first_line
 from headway.export.huggingface import Dtype, atomic_folder, export_huggingface
-from headway.infer.load import StoredModel, find_model
 from headway.model.media_files import is_media
 from headway.model.media_shape import PROJECTOR, MediaInput
 from headway.runtime.digests import write_digests

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,17 +18,16 @@ from headway.config.load import read_yaml, validate
 from headway.errors import CheckpointError, ConfigError
 from headway.model.aligner_config import AlignerConfig
 from headway.model.config import ModelConfig
+from headway.model.encoders.rows import frozen_encoder
 from headway.model.loading.aligner_file import StoredAligner, is_aligner_folder, read_aligner_folder
-from headway.objective.contrastive import LOG_SCALE
-from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.optim.groups import OBJECTIVE
-from headway.prepare.features import EncoderRows, InputRows, RowMaker
+from headway.tasks.contrastive import LOG_SCALE
+from headway.tasks.contrastive import Config as ContrastiveConfig
 
 if TYPE_CHECKING:
     import torch
 
     from headway.model.aligner import Aligner
-    from headway.model.encoders.base import EncoderConfig, FrozenMediaEncoder
     from headway.prepare.media_inputs import Array, MediaInputSpec
 
 FINAL = "final"
@@ -78,30 +76,6 @@ def _objective_of(path: Path, config: AlignerConfig) -> ContrastiveConfig:
     raise CheckpointError(
         f"{path}: there is no recipe.yaml above the checkpoint, which says what its scales are. Give the run folder."
     )
-
-
-@lru_cache(maxsize=8)
-def _built(kind: type[EncoderConfig], settings: str, modality: str) -> FrozenMediaEncoder:
-    return kind.model_validate_json(settings).build(modality)
-
-
-def frozen_encoder(config: EncoderConfig, modality: str) -> FrozenMediaEncoder:
-    """The frozen encoder of a config, loaded once."""
-    return _built(type(config), config.model_dump_json(), modality)
-
-
-def row_makers(aligner: AlignerConfig, device: torch.device | None = None) -> list[RowMaker]:
-    """What makes the rows of each modality's table."""
-    found: list[RowMaker] = []
-    for name, one in aligner.encoders.items():
-        if one.TRAINS:
-            found.append(InputRows(name, one.input_of(name)))
-        else:
-            encoder = frozen_encoder(one, name)
-            if device is not None:
-                encoder.to(device)
-            found.append(EncoderRows(encoder))
-    return found
 
 
 @dataclass

@@ -26,7 +26,7 @@ from headway.infer.engine.text import CONTEXT, RequestText
 from headway.infer.generate import GenerateOptions, prompt_ids
 from headway.infer.load import LoadedModel
 from headway.infer.messages import conversation_of
-from headway.prepare.parse_chat import Conversation
+from headway.records.chat import Conversation
 from headway.runtime.progress import progress
 from headway.tokenizer.chat import ChatTemplate, Turn, answer_end, find_template, render_prompt
 

@@ -21,7 +21,7 @@ from headway.infer.load import LoadedModel
 from headway.infer.messages import as_messages
 from headway.infer.stream import Say
 from headway.media.items import MediaRef, Modality
-from headway.prepare.encode_media import MARK
+from headway.records.encode_media import MARK
 from headway.runtime.storage import write_atomic
 from headway.tokenizer.chat_template import Turn
 
@@ -284,7 +284,7 @@ def save_chats(path: Path, sessions: Sequence[ChatSession]) -> None:
 def read_chats(path: Path) -> list[tuple[list[Turn], list[MediaRef]]]:
     """Conversations that were saved here or exported by the chat page, with their media."""
     from headway.media.records import parse_media_record
-    from headway.prepare.parse_turns import TurnReader
+    from headway.records.parse_turns import TurnReader
     from headway.runtime.json_file import load_json
     from headway.text.document import Record
 

@@ -22,7 +22,7 @@ from headway.infer.chat import ChatAnswer, ChatStats, ContextFull
 from headway.infer.generate import GenerateOptions
 from headway.infer.stream import Say
 from headway.media.items import MediaRef, Modality
-from headway.prepare.encode_media import MARK
+from headway.records.encode_media import MARK
 from headway.tokenizer.chat_template import Turn
 
 log = logging.getLogger("headway")

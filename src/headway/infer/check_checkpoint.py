@@ -17,13 +17,12 @@ from headway.checkpoint.save import STEP_FOLDER
 from headway.config.load import validate
 from headway.errors import CheckpointError, HeadwayError
 from headway.infer.aligner import find_aligner
-from headway.infer.decode import Decoder
 from headway.infer.load import load_model
-from headway.infer.prefill import last_hidden
-from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.config import AdapterConfig, all_specs
 from headway.model.base import build_model
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
+from headway.model.paged_rows import PagedRows
 from headway.model.projector import MediaTensors
 from headway.model.score import ScoreHead
 from headway.runtime.paths import AnyPath, parse_path
@@ -131,11 +130,10 @@ def _check_shapes(reader: Reader, report: CheckpointReport) -> ModelConfig | Non
     form: Any = reader.scalars.get("adapter")
     if isinstance(form, dict):
         adapter = report.found(lambda: validate(AdapterConfig, form["config"]))
-        shapes = (
-            shapes
-            if adapter is None
-            else report.found(lambda: adapter.all_shapes(config)) or shapes
-        )
+        if adapter is not None:
+            specs = report.found(lambda: all_specs(config, adapter))
+            if specs is not None:
+                shapes = {name: spec.shape for name, spec in specs.items()}
     for name, wanted in shapes.items():
         found = report.found(lambda name=name: reader.shape(name))
         if found is not None and tuple(found) != wanted:
@@ -175,7 +173,7 @@ def _score(path: str) -> float:
     """The score that a reward model gives to a few ids."""
     loaded = load_model(path, scores=True)
     ids = torch.arange(8)[None] % loaded.config.vocab
-    hidden = loaded.model.prefill(ids, torch.arange(8, dtype=torch.int32)[None])
+    hidden = loaded.model.hidden_states(ids, torch.arange(8, dtype=torch.int32)[None])
     score = float(ScoreHead(hidden, loaded.model.head_weight).of_documents(torch.tensor([[0, 8]])))
     if not math.isfinite(score):
         raise CheckpointError(f"{path}: the score it computes is not finite.")
@@ -184,23 +182,21 @@ def _score(path: str) -> float:
 
 @torch.inference_mode()
 def _generate(path: str) -> list[int]:
-    """A few greedy ids, through the ordinary prefill and decoder."""
+    """A few greedy ids, from the cache that generation uses."""
     loaded = load_model(path)
-    model = loaded.model
     media, soft = _some_media(loaded.config)
     prompt = [number % loaded.config.vocab for number in range(4 + soft)]
-    cache = loaded.new_cache(1, len(prompt) + NEW_TOKENS, [len(prompt)])
-    logits = model.logits(
-        last_hidden(model, torch.tensor([prompt]), [len(prompt)], cache, len(prompt), media)
-    ).float()
-    decoder, ids = Decoder(model, cache, steps=NEW_TOKENS), list[int]()
-    for at in range(NEW_TOKENS):
+    rows = PagedRows(loaded.model, 1, len(prompt) + NEW_TOKENS)
+    hidden = rows.read(torch.tensor([prompt]), media)[:, -1]
+    ids: list[int] = []
+    for _ in range(NEW_TOKENS):
+        logits = loaded.model.logits(hidden).float()
         if not bool(torch.isfinite(logits).all()):
             raise CheckpointError(f"{path}: the model computes values that are not finite.")
         token = logits.argmax(-1)
         ids.append(int(token))
-        if at + 1 < NEW_TOKENS:
-            logits = decoder.step(token).float()
+        if len(ids) < NEW_TOKENS:
+            hidden = rows.step(token)
     return ids
 
 

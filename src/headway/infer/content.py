@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headway.checkpoint.files import open_files
 from headway.checkpoint.manifest import MANIFEST
 from headway.errors import ConfigError
-from headway.infer.stored_adapter import base_model_of, is_adapter
+from headway.model.adapter.stored import base_model_of, is_adapter
 from headway.model.head_masks.gates_file import GATES_FILE, MASKS_FILE
 from headway.model.loading.huggingface import is_pretrained
 from headway.model.media_files import ENCODERS_FOLDER
@@ -53,7 +53,7 @@ def _stored(path: AnyPath) -> dict[str, str | None]:
         digest = _known(path.parent).get(path.name) or sha256_file(path)
         return {"weights_digest": digest, "adapter_digest": None, "tokenizer_digest": digest}
     if is_adapter(path) and not is_pretrained(path):
-        from headway.infer.load import find_model
+        from headway.checkpoint.stored_model import find_model
 
         base = _stored(find_model(base_model_of(path)).path)
         return {**base, "adapter_digest": _joined(path, _names(path))}

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 from headway.errors import ConfigError, DataError, HeadwayError
-from headway.infer.decode import COMPILE_FROM_STEPS, RECORD_FROM_STEPS
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.ranks import MakeConstraints, build_engine
 from headway.infer.engine.request import (
@@ -27,10 +26,9 @@ from headway.infer.engine.request import (
 )
 from headway.infer.engine.text import RequestText
 from headway.infer.load import LoadedModel
-from headway.infer.prefill import CHUNK_TOKENS
 from headway.infer.sampling import Sampling
 from headway.infer.stream import Say
-from headway.prepare.parse_chat import Conversation
+from headway.records.chat import Conversation
 from headway.runtime.progress import progress
 from headway.tokenizer.chat import Turn, answer_end, bos_ids, find_template, render_prompt
 from headway.tokenizer.load import Tokenizer
@@ -41,6 +39,11 @@ DECODED_BEFORE = 16
 """Last tokens of the prompt that are decoded with the new ones; decoding a long prompt at each token would cost more than the model."""
 MAX_PROMPTS_BYTES = 64 << 20
 """Of a prompts file."""
+CHUNK_TOKENS = 4096
+COMPILE_FROM_STEPS = 512
+"""A generation of fewer steps would wait longer for the compiler than it gains."""
+RECORD_FROM_STEPS = 8
+"""Fewer plain steps take less time than recording one."""
 OnText = Callable[[int, str], object]
 """Receives the number of a prompt and the next piece of its text."""
 StoppedBy = Literal["eos", "stop", "grammar", "length", "context"]

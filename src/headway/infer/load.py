@@ -1,130 +1,29 @@
-"""What `--model X` means: a run folder, a checkpoint folder or a Hugging Face folder comes in, a model with its tokenizer goes out.
-
-runs/NAME              its final/ if training ended, else its newest good checkpoint; of several stages, the last that has one
-.../step-00000500      a checkpoint: has manifest.json
-.../adapter            a PEFT adapter: has adapter_config.json, which names its base
-.../model_tp*_pp*.pt   a folder with shards of InternLM
-s3://bucket/prefix     a checkpoint there, or the newest of several: read in ranges, no local copy
-FILE.gguf              a file of llama.cpp, or a folder with one and no config.json: dequantised
-ORG/NAME[@REVISION]    a model of the hub, if there is no such folder: from the cache, or downloaded
-anything else          a Hugging Face folder: has config.json
-
-An adapter is merged: a loaded model has plain weights.
-"""
+"""A stored model, loaded to compute with: in evaluation mode, without gradients, with its tokenizer and head masks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.checkpoint.load import Reader, locate, open_checkpoint, step_folders
-from headway.checkpoint.manifest import MANIFEST
-from headway.config.load import validate
-from headway.errors import CheckpointError, ConfigError, HeadwayError
-from headway.infer.stored_adapter import (
-    StoredAdapter,
-    base_model_of,
-    is_adapter,
-    is_scoring,
-    stored_adapter,
-)
-from headway.kernels.packed_layout import packed_name
-from headway.model.adapter.config import AdapterConfig
+from headway.checkpoint.stored_model import find_model
+from headway.errors import ConfigError
 from headway.model.config import ModelConfig
-from headway.model.families.base import as_stored, trusting
 from headway.model.head_masks.choice import OWN, MaskChoice, MaskSource
-from headway.model.head_masks.gates_file import MASKS_FILE, TrainedGates, read_gates
-from headway.model.layout import GATES, param_specs
-from headway.model.loading.gguf_model import GgufModel, gguf_file, holds_only_gguf
-from headway.model.loading.huggingface import (
-    check_weights,
-    has_weights,
-    is_pretrained,
-    read_config,
-    read_end_ids,
-    read_weights,
-)
-from headway.model.loading.internlm import is_internlm, open_internlm
-from headway.model.loading.unsupported import named_format
-from headway.model.loading.untrusted import check_finite
-from headway.model.media_files import FILES as MEDIA_FILES
-from headway.model.media_files import read_media_files
-from headway.runtime.digests import read_digests
-from headway.runtime.json_file import read_object
-from headway.runtime.paths import AnyPath, S3Path, parse_path
-from headway.text.hub import is_hub_id, local_or_hub
-from headway.tokenizer.folder import has_tokenizer
+from headway.model.head_masks.gates_file import TrainedGates
+from headway.model.layout import GATES
+from headway.runtime.paths import AnyPath
 
 if TYPE_CHECKING:
     import torch
 
     from headway.infer.engine.part import ModelPart
     from headway.model.base import Model
-    from headway.model.families.transformers import Wrapping
     from headway.model.head_masks.masks import HeadMasks
-    from headway.model.kv_cache import KVCache
     from headway.parallel.collectives import RankGroup
     from headway.tokenizer.load import Tokenizer
-
-FINAL = "final"
-MEDIA_WEIGHTS = tuple(MEDIA_FILES.values())
-STAGES = "stages.json"
-"""Lists the stages of a run that has several."""
-
-
-@dataclass(frozen=True)
-class StoredModel:
-    """A model on disk: its config is known, its weights are read on demand."""
-
-    path: AnyPath
-    config: ModelConfig
-    tokenizer_folder: Path | None
-    weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
-    """Name and tensor of every parameter, in forward order."""
-    end_ids: frozenset[int] = frozenset()
-    """Ids that end a text besides the tokenizer's own end, as a Hugging Face folder lists them."""
-    adapter: StoredAdapter | None = None
-    """The adapter that `weights` has merged."""
-    masks_file: Path | None = None
-    """A mask table in its Hugging Face folder."""
-
-    def mask_source(self) -> MaskSource:
-        """What its own head masks are made from."""
-        return MaskSource(str(self.path), self.config, self.gates, self.masks_file)
-
-    def gates(self) -> TrainedGates | None:
-        """The head gates it was trained with, or None."""
-        if self.config.head_gates is None:
-            return None
-        return TrainedGates(
-            self.config.head_gates,
-            next(value for name, value in self.weights() if name == GATES).float().cpu(),
-        )
-
-    def with_adapter(self, folder: Path) -> StoredModel:
-        """This model with a PEFT adapter merged; that of a reward model brings its head."""
-        config = self.config.with_(score_head=True) if is_scoring(folder) else self.config
-        found = stored_adapter(folder, config, str(self.path), self.weights)
-        return replace(self, config=config, weights=lambda: found.merged(config), adapter=found)
-
-    def check_head(self, *, scores: bool = False) -> None:
-        """Refuse a reward model where a language model is needed, or with `scores` the other way round."""
-        if self.config.score_head and not scores:
-            raise ConfigError(
-                f"{self.path}: is a reward model, which scores answers and writes no text. Use `headway eval reward`."
-            )
-        if scores and not self.config.score_head:
-            raise ConfigError(
-                f"{self.path}: is a language model, not a reward model. Train one with objective: {{kind: reward}}."
-            )
-
-    def of_family(self, family: str | None) -> StoredModel:
-        """This model with the user's family module that a recipe or flag names. A checkpoint alone never imports code."""
-        config = trusting(self.config, family)
-        return self if config is self.config else replace(self, config=config)
 
 
 @dataclass(frozen=True)
@@ -161,17 +60,6 @@ class LoadedModel:
             choice.resolve(source), OWN if choice.file is None else str(choice.file)
         )
 
-    def new_cache(
-        self, rows: int, capacity: int, prompt_lengths: Sequence[int] | None = None
-    ) -> KVCache:
-        """An empty KV cache for this model under its masks."""
-        from headway.model.kv_cache import KVCache
-
-        return KVCache(
-            self.config, rows, capacity, device=self.device, dtype=self.model.head_weight.dtype, masks=self.masks,
-            prompt_lengths=prompt_lengths,
-        )  # fmt: skip
-
     def describe_masks(self) -> dict[str, Any] | None:
         """The masks as plain values for a result; None where every head keeps the whole past."""
         return None if self.masks is None else self.masks.describe(self.masks_from or "given")
@@ -180,223 +68,6 @@ class LoadedModel:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.head_weight.device
-
-
-def find_model(
-    path: AnyPath | str, cache_dir: Path | None = None, wrapping: Wrapping | None = None
-) -> StoredModel:
-    """The model a path or a hub id means, opened but not read. `cache_dir` receives downloads; None: the hub's cache.
-
-    `wrapping`: of a Hugging Face folder, the class of transformers computes, whatever families headway has.
-    """
-    place = parse_path(path)
-    if isinstance(place, S3Path):
-        return _checkpoint(locate(place), wrapping)
-    path = place
-    if not _is_dir(path) and is_hub_id(str(path)):
-        path = local_or_hub(path, cache_dir=cache_dir)
-    if not _is_dir(path):
-        if _is_file(path) and (file := gguf_file(path)) is not None:
-            return _gguf(file)
-        said = named_format(path)
-        if said is not None:
-            raise ConfigError(f"model is {str(path)!r}, which is {said}")
-        raise ConfigError(
-            f"model is {str(path)[:500]!r}, which is not a folder. Give a run folder, a checkpoint folder, a Hugging Face "
-            "folder, a GGUF file or a hub id (ORGANISATION/NAME)."
-        )
-    if not (path / MANIFEST).is_file():
-        for folder in (path, path / FINAL):
-            if is_pretrained(folder) and not holds_only_gguf(folder):
-                return _pretrained(folder, wrapping)
-        if is_internlm(path):
-            config, weights = open_internlm(path)
-            return StoredModel(path, config, None, lambda: check_finite(weights(), path))
-        if is_adapter(path):
-            return _adapter(path)
-        if (path / STAGES).is_file():
-            return _staged(path, wrapping)
-        has_steps = (path / "checkpoints").is_dir() or bool(step_folders(path))
-        if not has_steps and (file := gguf_file(path)) is not None:
-            return _gguf(file)
-        said = None if has_steps else named_format(path)
-        if said is not None:
-            raise ConfigError(
-                f"{path}: holds neither a checkpoint nor a Hugging Face model; {said}"
-            )
-    return _checkpoint(locate(path), wrapping)
-
-
-def _is_dir(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name that no file system takes
-        return False
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _gguf(path: Path) -> StoredModel:
-    digests = read_digests(path.parent)
-    found = GgufModel(path)
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        values = found.weights()
-        if digests is not None:
-            values = digests.through([path.name], values)
-        return check_finite(values, path)
-
-    return StoredModel(path, found.config, found.tokenizer_folder(), weights, found.end_ids())
-
-
-def find_model_of_family(path: AnyPath | str, family: str | None) -> StoredModel:
-    """The model a path means. `family` names the user's module of a model with its own family."""
-    found = find_model(path)
-    if family is not None and found.of_family(family) is found:
-        raise ConfigError(
-            f"--family is {family!r}; the config of {path} does not name this module as its family. Remove --family."
-        )
-    return found.of_family(family)
-
-
-def _staged(run: Path, wrapping: Wrapping | None) -> StoredModel:
-    """The model of the last stage that has left one."""
-    listed = read_object(run / STAGES, ConfigError).get("stages")
-    folders = (
-        [one.get("folder") if isinstance(one, dict) else None for one in listed]
-        if isinstance(listed, list)
-        else [None]
-    )
-    if not all(
-        isinstance(name, str)
-        and Path(name).parts
-        and "\0" not in name
-        and ".." not in Path(name).parts
-        for name in folders
-    ):
-        raise ConfigError(f"{run / STAGES}: does not list stages. Give the folder of one stage.")
-    for name in reversed(folders):
-        folder = run / str(name)
-        if (folder / FINAL).is_dir() or step_folders(folder / "checkpoints"):
-            return find_model(folder, wrapping=wrapping)
-    raise ConfigError(
-        f"{run}: none of its stages has saved anything yet. Wait for the first checkpoint."
-    )
-
-
-def _adapter(folder: Path) -> StoredModel:
-    base = base_model_of(folder)
-    try:
-        found = find_model(base)
-    except HeadwayError as problem:
-        raise ConfigError(f"{folder}: its base cannot be opened: {problem}") from None
-    except RecursionError:
-        raise ConfigError(
-            f"{folder}: is an adapter of itself. Give the model, and this folder as init.adapter."
-        ) from None
-    return replace(found.with_adapter(folder), path=folder)
-
-
-def _pretrained(folder: Path, wrapping: Wrapping | None) -> StoredModel:
-    # Small files are checked before they are read, weights while they are read.
-    digests = read_digests(folder)
-    if digests is not None:
-        digests.check()
-        digests.check(MEDIA_WEIGHTS)
-    config = read_config(folder, wrapping)
-    if has_weights(folder):
-        check_weights(folder, config)
-    stored = read_gates(folder, config)
-    media = read_media_files(folder, config.hidden_size)
-    gated = config if stored is None else config.with_(head_gates=stored.config)
-    gated = gated if media is None else gated.with_(media=media[0])
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        if stored is not None:
-            yield GATES, stored.log_alpha
-        if media is not None:
-            yield from check_finite(media[1].items(), folder)
-        yield from check_finite(read_weights(folder, config, digests), folder)
-
-    table = folder / MASKS_FILE
-    tokenizer_folder = folder if has_tokenizer(folder) else None
-    return StoredModel(
-        folder,
-        gated,
-        tokenizer_folder,
-        weights,
-        read_end_ids(folder),
-        masks_file=table if table.is_file() else None,
-    )
-
-
-def _checkpoint(folder: AnyPath, wrapping: Wrapping | None) -> StoredModel:
-    reader = open_checkpoint(folder)
-    shape: Any = reader.scalars.get("model")
-    if not isinstance(shape, dict):
-        raise CheckpointError(
-            f"{folder}: its manifest does not say what shape the model has. Use another checkpoint."
-        )
-    config = as_stored(validate(ModelConfig, shape))
-    if wrapping is not None and wrapping.trust_remote_code and config.hf_config is not None:
-        config = config.with_(trust_remote_code=True)
-    if config.aligner is not None:
-        raise ConfigError(
-            f"{folder}: is an aligner, not a language model. Use `headway eval retrieval` or `headway export aligner`."
-        )
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in param_specs(config):
-            yield spec.name, reader.weight(spec.name)
-
-    found = StoredModel(folder, config, reader.tokenizer_folder, weights)
-    form: Any = reader.scalars.get("adapter")
-    if not isinstance(form, dict):
-        return found
-    adapter = _adapter_of(reader, validate(AdapterConfig, form["config"]), form["base"], config)
-    return replace(found, weights=lambda: adapter.merged(config), adapter=adapter)
-
-
-def _adapter_of(
-    reader: Reader, config: AdapterConfig, base: str | None, model: ModelConfig
-) -> StoredAdapter:
-    """The adapter of a checkpoint; matrices of its base may be stored quantised."""
-    names, layouts = config.shapes(model), config.layouts(model)
-
-    def stored() -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in param_specs(model):
-            layout = layouts.get(spec.name)
-            name = spec.name if layout is None else packed_name(spec.name, layout.form)
-            if layout is not None and tuple(reader.shape(name)) != (layout.nbytes,):
-                raise CheckpointError(
-                    f"{reader.path}: {name} has shape {list(reader.shape(name))}; the model needs {layout.nbytes} bytes."
-                )
-            yield name, reader.weight(name)
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        from headway.model.adapter.packed_base import plain_values
-
-        return plain_values(stored(), layouts)
-
-    def trained() -> list[str]:
-        kept = [
-            spec.name
-            for spec in param_specs(model)
-            if spec.name != GATES and spec.name not in layouts
-        ]
-        return [name for name in kept if "master" in reader.roles(name)]
-
-    def updates() -> dict[str, torch.Tensor]:
-        return {name: reader.weight(name) for name in names}
-
-    return StoredAdapter(
-        config, base, weights if layouts else stored, updates, trained, stored if layouts else None
-    )
 
 
 def load_model(
@@ -411,6 +82,7 @@ def load_model(
     """
     import torch
 
+    from headway.model.base import build_frozen_model
     from headway.tokenizer.load import load_tokenizer
 
     found = find_model(path)
@@ -462,32 +134,6 @@ def _start_reading(
     """The same weights, the first one already read: files that do not fit the config are refused before memory is allocated."""
     first = next(weights)
     return chain([first], weights)
-
-
-def build_frozen_model(
-    config: ModelConfig,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Model:
-    """A model with given weights, in evaluation mode and without gradients.
-
-    Gates say which heads may stream; this model computes all of them in full until masks say otherwise.
-    """
-    import torch
-
-    from headway.model.base import build_model, keep_wide
-
-    config = config.with_(head_gates=None)
-    with torch.device("meta"):
-        model = build_model(config)
-    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    keep_wide(model)
-    parameters = dict(model.named_parameters())
-    for name, value in weights:
-        if name != GATES:
-            parameters[name].copy_(value)
-    return model
 
 
 def check_vocabulary(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:

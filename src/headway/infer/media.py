@@ -1,6 +1,6 @@
 """Questions about pictures and sounds: turns and their files come in, answers go out. Encoders run when they are asked.
 
-    question -> positions for media in the chat template (prepare/encode_media.py) -> prompt ids
+    question -> positions for media in the chat template (records/encode_media.py) -> prompt ids
     files    -> encoder of the model -> features -> media tensors of a batch of prompts
 
 The prompt is that of training: the same template, marks and positions. `answer_records` answers a file of records in order, and continues
@@ -35,14 +35,14 @@ from headway.media.records import VIDEO_FRAMES, MediaRecord, parse_media_record,
 from headway.media.sources import read_sources
 from headway.media.video import SOUND
 from headway.model.media_encoders import open_encoder
-from headway.prepare.encode_media import (
+from headway.records.encode_media import (
     MediaDocument,
     MediaEncoder,
     MediaPositions,
     PlacedMedia,
     place_media,
 )
-from headway.prepare.multimodal import turns_of
+from headway.records.multimodal import turns_of
 from headway.runtime.json_file import read_object
 from headway.runtime.progress import progress
 from headway.runtime.storage import write_atomic

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError, DataError
-from headway.prepare.parse_chat import Conversation
-from headway.prepare.parse_turns import TurnReader, tools_of
+from headway.records.chat import Conversation
+from headway.records.parse_turns import TurnReader, tools_of
 from headway.runtime.json_file import read_bounded
 from headway.tokenizer.chat_template import Turn
 

@@ -27,6 +27,7 @@ from headway.data.packing import RowPlan, split_spans
 from headway.data.row_stream import PackedBlock
 from headway.data.rows import RowLayout, fill_rows
 from headway.errors import ConfigError, DataError
+from headway.infer.logits_options import LogitsOptions
 from headway.runtime.progress import progress
 from headway.runtime.run_lock import RunLock
 from headway.runtime.storage import require_space
@@ -44,20 +45,6 @@ ROUND_TOKENS = 64
 TAKEOVER_SECONDS = 60.0
 Piece = tuple[int, int, int, bool]
 """(document, start, length, whether the document continues)."""
-
-
-@dataclass(frozen=True)
-class LogitsOptions:
-    """What is kept of a teacher, and how it reads."""
-
-    top_k: int = 64
-    temperature: float = 1.0
-    dtype: str = "float16"
-    seq_len: int | None = None
-    """Tokens of a row; None: what the teacher can read, at most SEQ_LEN."""
-    batch_tokens: int = 8192
-    shard: tuple[int, int] = (0, 1)
-    """(number from 0, of how many): the part of the store that is read."""
 
 
 @dataclass(frozen=True)

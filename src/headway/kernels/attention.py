@@ -339,19 +339,17 @@ QUERY_BLOCK = 1024
 """Queries that share one dense mask."""
 
 
-def attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, *, start: int | None, position: Tensor, rule: ScoreRule = PLAIN
-) -> Tensor:
-    """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T] and k, v [B,S,KV,hd]; `start` where every row's chunk begins there and ends at S."""
-    if start is not None and not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule):
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, *, start: int, rule: ScoreRule = PLAIN) -> Tensor:
+    """o [B,T,H,hd] of q [B,T,H,hd] at positions from `start` on; k, v [B,S,KV,hd] of all of them."""
+    if not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule):
         from headway.kernels.past_attention import attend_past
 
         return attend_past(q, k, v, rule.sinks)
-    slot = torch.arange(k.shape[1], device=q.device)
+    position = torch.arange(k.shape[1], device=q.device)
     blocks: list[Tensor] = []
     for begin in range(0, q.shape[1], QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, q.shape[1])
-        stop = k.shape[1] if start is None else start + end
-        seen = slot[:stop] <= position[:, begin:end, None]
-        blocks.append(dense(q[:, begin:end], k[:, :stop], v[:, :stop], seen, rule))
+        stop = start + end
+        seen = position[:stop] <= position[start + begin : stop, None]
+        blocks.append(dense(q[:, begin:end], k[:, :stop], v[:, :stop], seen[None], rule))
     return torch.cat(blocks, dim=1)

@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from headway.kernels.decode_attention_triton import WIDE, WIDE_WARPS, ruled
-
 if TYPE_CHECKING:
     from headway.kernels.paged_attention import PagedPlan, PagedStep
 
@@ -17,6 +15,17 @@ BLOCK, WARPS, STAGES = 64, 2, 3
 """Indices that one program reads at a time, its warps, and the number of reads in flight."""
 SHARED_BYTES = 96 * 1024
 """Shared memory that the reads in flight may use on one multiprocessor."""
+WIDE, WIDE_WARPS = 256, 8
+"""Of wider heads (latent attention stores 576 channels for all heads) more warps share the result, and one read is in flight."""
+
+
+@triton.jit
+def ruled(scores, SOFTCAP: tl.constexpr):  # pyright: ignore
+    if SOFTCAP > 0:
+        scores = SOFTCAP * (
+            2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1
+        )  # softcap * tanh(score / softcap)
+    return scores
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,8 +64,6 @@ class MediaRecord:
     media: tuple[MediaRef, ...]
     caption: str | None = None
     """The text of a record that is no conversation."""
-    in_parts: frozenset[Modality] = field(default=frozenset())
-    """Modalities whose marks come from content lists."""
 
     @property
     def place(self) -> str:
@@ -118,7 +116,7 @@ def parse_media_record(record: Record, options: MediaOptions = MediaOptions()) -
                 for number, turn in enumerate(cast(list[Any], data[key]))
             ]
     media = reader.ordered()
-    found = MediaRecord(replace(record, data=data), media, None, frozenset(reader.in_parts))
+    found = MediaRecord(replace(record, data=data), media)
     if options.video_frames and found.of("video"):
         found = spread_videos(
             found, options.video_frames if is_conversation(data) else 1, options.limits

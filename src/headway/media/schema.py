@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -91,10 +91,6 @@ class AnswerSchema:
     def is_valid(self, answer: str) -> bool:
         """Whether an answer is JSON that follows the schema."""
         return not self.problems(answer)
-
-    def share_valid(self, answers: Sequence[str]) -> float:
-        """The share of valid answers: a metric."""
-        return sum(map(self.is_valid, answers)) / len(answers) if answers else 0.0
 
 
 def load_schema(given: Path | str) -> AnswerSchema:

@@ -1,8 +1,7 @@
-"""Video as frames and sound, through PyAV. In: a `MediaRef` of MP4, MOV, WebM, Matroska or AVI; out: frames spread evenly, and a log-mel.
+"""Video as frames and sound, through PyAV. In: a `MediaRef` of MP4, MOV, WebM, Matroska or AVI; out: frames spread evenly, or the sound.
 
-    decode_video(ref, VideoSpec())    uint8 [16, 3, 224, 224]  and  float32 [64, 256], or None where there is no sound
-
-    parts_of(ref, 4)                  references to four pictures and the sound, which models read like any other picture and sound
+    decode_frames(ref, 16, ImageSpec())    uint8 [16, 3, 224, 224]
+    parts_of(ref, 4)                       references to four pictures and the sound, which models read like any other picture and sound
 
 Packets are counted before anything is decoded; then every frame is decoded in order and the wanted ones are kept.
 Invariant: the container is chosen by the file's first bytes. FFmpeg never guesses it: a playlist would make it open other files.
@@ -13,7 +12,6 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,65 +19,39 @@ import numpy as np
 from headway.errors import ConfigError, DataError, first_line
 from headway.media.items import (
     LIMITS,
-    AudioSpec,
     ImageSpec,
     MediaLimits,
     MediaRef,
     check_pixels,
     check_sound,
-    fit_audio,
     fit_image,
 )
-from headway.media.sound import resample
 from headway.runtime.optional import need
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FRAME, SOUND = "frame ", "sound"
+CHECKED_FRAMES = 16
+"""Spread over a video that is checked; all frames up to the last of them are decoded."""
 MATROSKA = b"\x1a\x45\xdf\xa3"
 
 
-@dataclass(frozen=True)
-class VideoSpec:
-    """How a video becomes arrays: `frames` pictures spread evenly over it, and its sound."""
-
-    frames: int = 16
-    image: ImageSpec = ImageSpec()
-    audio: AudioSpec = AudioSpec()
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.frames <= 1024:
-            raise ConfigError(f"frames is {self.frames}; it must be 1 to 1024.")
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Of the decoded frames."""
-        return (self.frames, *self.image.shape)
-
-
-@dataclass(frozen=True)
-class DecodedVideo:
-    """Frames `[frames, 3, size, size]`, and the log-mel of the sound, if the video has one."""
-
-    frames: NDArray[np.uint8]
-    audio: NDArray[np.float32] | None
-
-
-def decode_video(
-    ref: MediaRef, spec: VideoSpec = VideoSpec(), limits: MediaLimits = LIMITS
-) -> DecodedVideo:
-    """The frames and the sound of a video. A video with fewer frames than wanted repeats some."""
+def decode_frames(
+    ref: MediaRef, count: int, spec: ImageSpec, limits: MediaLimits = LIMITS
+) -> NDArray[np.uint8]:
+    """`count` frames that are spread evenly over a video, `[count, 3, size, size]`. A video with fewer frames repeats some."""
     need("PIL", ref.name)
     data = ref.read(limits)
-    frames = _frames(data, ref.name, spec, limits)
-    found = _track(data, ref.name, limits)
-    if found is None:
-        return DecodedVideo(frames, None)
-    samples, rate = found
-    return DecodedVideo(
-        frames, fit_audio(resample(samples[:, 0], rate, spec.audio.mel.sample_rate), spec.audio)
-    )
+    total = _count_packets(data, ref.name, limits)
+    places = [_place(number, count, total) for number in range(count)]
+    return _pick(data, ref.name, places, spec, limits)
+
+
+def check_video(ref: MediaRef, limits: MediaLimits = LIMITS) -> None:
+    """Decode the frames and the sound of a video; what cannot be read is an error."""
+    decode_frames(ref, CHECKED_FRAMES, ImageSpec(), limits)
+    _track(ref.read(limits), ref.name, limits)
 
 
 def read_track(
@@ -121,17 +93,6 @@ def _opened(data: bytes, name: str) -> Iterator[Any]:
         raise DataError(
             f"{name}: the video is damaged or of an unknown kind ({first_line(error)})."
         ) from None
-
-
-def _frames(data: bytes, name: str, spec: VideoSpec, limits: MediaLimits) -> NDArray[np.uint8]:
-    total = _count_packets(data, name, limits)
-    return _pick(
-        data,
-        name,
-        [_place(number, spec.frames, total) for number in range(spec.frames)],
-        spec.image,
-        limits,
-    )
 
 
 def _place(number: int, count: int, total: int) -> int:

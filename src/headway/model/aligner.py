@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from headway.data.samples import MEDIA, PRESENT
 from headway.model.base import Embeddings, LMHead, Model, ModelOut
-from headway.model.encoders.towers import Tower, tower_value
+from headway.model.encoders.towers import Tower, tower_specs, tower_value
+from headway.model.layout import ParamSpec
 
 if TYPE_CHECKING:
     from headway.data.batch import Batch
@@ -89,6 +90,10 @@ class Aligner(Model):
             found[f"heads.{name}"] = self.heads[name]
         return found
 
+    def param_specs(self) -> list[ParamSpec]:
+        """As its towers describe them."""
+        return tower_specs(self)
+
     @property
     def head_weight(self) -> Tensor:
         """There is no vocabulary."""
@@ -100,12 +105,12 @@ class Aligner(Model):
         return None
 
 
-def aligner_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
+def aligner_value(spec: ParamSpec, config: ModelConfig, seed: int) -> Tensor:
     """The initial value of a parameter of an aligner."""
     aligner = config.aligner
     assert aligner is not None
-    modality = name.split(".")[1]
+    modality = spec.name.split(".")[1]
     layers = getattr(aligner.encoders[modality], "layers", None) or getattr(
         aligner.encoders[modality], "stages", 1
     )
-    return tower_value(name, tuple(shape), seed, int(layers))
+    return tower_value(spec, seed, int(layers))

@@ -1,7 +1,7 @@
 """What the rest of headway knows of a model. Engines, objectives and inference use `Model`; only this package knows the class behind it.
 
     training     batch -> forward_batch -> ModelOut: hidden states, the LM head bound to them, the head gates of the pass
-    inference    prompt -> prefill into a KV cache -> decoder: one token per row and call -> logits
+    inference    tokens -> cached_forward over a cache: pieces of prompts, or one token per row -> hidden states -> logits
     engines      blocks() are wrapped, gathered, recomputed, offloaded and compiled; param_specs() say how parameters may be sharded;
                  split_layers() puts exchanges where a rank holds a part of every layer
 
@@ -11,8 +11,8 @@ Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -24,22 +24,21 @@ from headway.kernels.cross_entropy import NLL, Shaping, WeightGradBuffer, linear
 from headway.kernels.distill_loss import Distilled, DistillShaping, TeacherHead, linear_distill
 from headway.kernels.topk_distill_loss import TopLogProbs, linear_top_k, linear_topk_distill
 from headway.kernels.vocab_loss import VocabShard
+from headway.model.adapter.config import adapted_spec
 from headway.model.families.base import STORED, family_of
-from headway.model.layout import ROUTER_BIAS, ParamSpec
+from headway.model.layout import GATES, ParamSpec, in_groups, spec_by_name
 
 if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.attention import AttentionMask
     from headway.model.config import ModelConfig
     from headway.model.head_gates import GateDraw
-    from headway.model.kv_cache import KVCache
     from headway.model.moe import ExpertCall
     from headway.model.projector import MediaTensors
     from headway.model.router import Routing
     from headway.model.score import ScoreHead
 
-DecodeStep = Callable[[Tensor, Tensor], Tensor]
-"""(token [B], position [B]) -> logits, fp32 [B,V]."""
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 CachedForward = Callable[..., Tensor]
 """(tokens [B,T], position [B,T], AttentionCache, MediaTensors or None) -> hidden [B,T,D] after the final norm."""
@@ -62,7 +61,6 @@ class AttentionCache(Protocol):
         k: Tensor,
         v: Tensor,
         position: Tensor,
-        whole: Any,
         sinks: Tensor | None = None,
         expand: Expander | None = None,
     ) -> Tensor:
@@ -261,10 +259,9 @@ class Model(nn.Module, ABC):
         its other inputs are shared by all blocks."""
 
     def param_specs(self) -> list[ParamSpec]:
-        """Every parameter in the order of the model, and how it may be sharded; replicated unless a model says otherwise."""
-        return [
-            ParamSpec(name, tuple(parameter.shape)) for name, parameter in self.named_parameters()
-        ]
+        """Every parameter of the whole model without adapters. A model that says no more than names and modules has whole parameters on
+        all ranks, norms that begin with 1 and biases with 0."""
+        return module_specs(self)
 
     @property
     @abstractmethod
@@ -326,34 +323,19 @@ class Model(nn.Module, ABC):
             f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1."
         )
 
-    def prefill(
-        self,
-        tokens: Tensor,
-        position: Tensor,
-        cache: KVCache | None = None,
-        media: MediaTensors | None = None,
+    def hidden_states(
+        self, tokens: Tensor, position: Tensor, media: MediaTensors | None = None
     ) -> Tensor:
-        """Hidden states [B,T,D] of tokens [B,T], each row one document; they continue what the cache holds and are added to it.
+        """Hidden states [B,T,D] of tokens [B,T], each row one document, without a cache.
 
         `media` replaces the embeddings of its positions, for a model with media inputs."""
         raise ConfigError(f"{type(self).__name__} cannot generate text.")
 
-    def compile_prefill(self, compiler: Compiler) -> None:
-        """Make `prefill` faster by compiling what traces as one graph, for any number of tokens; takes seconds at the first call."""
-
-    def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
-        """One decoding step over a filled cache. `compiler` is applied to what traces as one graph; the model itself stays eager."""
-        raise ConfigError(f"{type(self).__name__} cannot generate text.")
-
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
-        """A forward over any cache, for prompts and for decoding; the caller counts lengths. `compiler` as for `decoder`."""
+        """A forward over any cache, for prompts and for decoding; the caller counts lengths.
 
-        def forward(
-            tokens: Tensor, position: Tensor, cache: Any, media: MediaTensors | None = None
-        ) -> Tensor:
-            return self.prefill(tokens, position, cache, media)
-
-        return forward
+        `compiler` is applied to what traces as one graph; the model itself stays eager."""
+        raise ConfigError(f"{type(self).__name__} cannot generate text.")
 
     def fuse_projections(self) -> None:
         """Merge matrix products that read the same input, for inference; results stay the same."""
@@ -376,11 +358,57 @@ def build_model(config: ModelConfig) -> Model:
     return Transformer(config)
 
 
-def keep_wide(model: nn.Module) -> None:
+def module_specs(module: nn.Module) -> list[ParamSpec]:
+    """What names and modules say of the parameters of any module, in its order."""
+    specs: list[ParamSpec] = []
+    for name, parameter in module.named_parameters():
+        spec = spec_by_name(name, tuple(parameter.shape))
+        path, _, leaf = name.rpartition(".")
+        if isinstance(module.get_submodule(path), NORMS):
+            spec = replace(spec, groups=spec.groups | in_groups("norm"))
+            if leaf == "weight":
+                spec = replace(spec, start="norm")
+        specs.append(spec)
+    return specs
+
+
+def model_specs(model: Model) -> dict[str, ParamSpec]:
+    """Every parameter that a whole model has, in its order: what it says of its own, and what follows for those of adapters."""
+    known = {spec.name: spec for spec in model.param_specs()}
+    return {
+        name: adapted_spec(name, tuple(parameter.shape), known)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def keep_wide(model: Model) -> None:
     """Give the balancing biases of routers back the fp32 that `model.to(dtype)` took: they move by less than bf16 can tell apart."""
+    wide = {spec.name for spec in model.param_specs() if spec.is_wide}
     for name, parameter in model.named_parameters():
-        if name.endswith(ROUTER_BIAS):
+        if name in wide:
             parameter.data = parameter.data.float()
+
+
+def build_frozen_model(
+    config: ModelConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Model:
+    """A model with given weights, in evaluation mode and without gradients.
+
+    Gates say which heads may stream; this model computes all of them in full until masks say otherwise.
+    """
+    config = config.with_(head_gates=None)
+    with torch.device("meta"):
+        model = build_model(config)
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    keep_wide(model)
+    parameters = dict(model.named_parameters())
+    for name, value in weights:
+        if name != GATES:
+            parameters[name].copy_(value)
+    return model
 
 
 MAX_VARIANTS = 64
@@ -388,13 +416,11 @@ MAX_VARIANTS = 64
 a reference model, every stage of a run. Its default limit of 8 would end such a run."""
 
 
-def compile_method(
-    method: Callable[..., Any], options: dict[str, Any] | None = None, *, fullgraph: bool = True
-) -> Callable[..., Any]:
+def compile_method(method: Callable[..., Any], *, fullgraph: bool = True) -> Callable[..., Any]:
     """A method of a block as one graph per shape; anything that would break the graph is an error unless `fullgraph` is false."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
-    return torch.compile(method, fullgraph=fullgraph, dynamic=False, options=options)
+    return torch.compile(method, fullgraph=fullgraph, dynamic=False)
 
 
 def compile_any_length(method: Callable[..., Any], dim: int = 1) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""How much arithmetic a token of training needs: the shapes of all parameters and the names of those that train come in, FLOPs go out.
+"""How much arithmetic a token of training needs: the specs of all parameters and the names of those that train come in, FLOPs go out.
 
 forward               2 a weight of every matrix the token passes; of stacked experts, those it is routed to
 gradient of inputs    2 a weight, for the matrices behind the first parameter that trains; nothing before it needs one
@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from math import prod
 
 from headway.kernels.packed_layout import form_of, plain_name
+from headway.model.adapter.config import PARTS, split_name
 from headway.model.config import ModelConfig
-from headway.model.layout import EMBEDDING, GATES, HEAD, POSITIONS, SCORE, active_share, param_specs
+from headway.model.layout import HEAD, ParamSpec, active_share, in_groups, param_specs
 
+LORA_A, LORA_B, _ = PARTS
+OUTSIDE = in_groups("objective", "projector", "aligner")
+"""What is no part of the language model."""
 CORE = 4
 SLOTS = {
     "input_layernorm": 0, "q_proj": 1, "k_proj": 1, "v_proj": 1, "q_a_proj": 1, "kv_a_proj_with_mqa": 1, "q_norm": 2, "k_norm": 2,
@@ -81,51 +84,33 @@ def token_flops(
     config: ModelConfig,
     seq_len: int,
     *,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    specs: Mapping[str, ParamSpec] | None = None,
     training: Collection[str] | None = None,
 ) -> TokenFlops:
-    """What one token needs. `shapes`: every parameter, adapters too; the model's own if not given. `training`: all if not given."""
-    known = {spec.name: spec.shape for spec in param_specs(config)}
-    shapes = (
-        known
-        if shapes is None
-        else {
-            plain_name(n): shape if form_of(n) is None else known[plain_name(n)]
-            for n, shape in shapes.items()
-        }
-    )
-    if config.hf_config is not None:  # a class of transformers has names of its own
-        ours = {name: _our_name(name, shape, config) for name, shape in shapes.items()}
-        shapes = {ours[name]: shape for name, shape in shapes.items()}
-        training = None if training is None else {ours[name] for name in training if name in ours}
-    training = (
-        set(shapes)
-        if training is None
-        else set(training) & {name for name in shapes if _is_of_model(name)}
-    )
-    first = min((_depth(name, config) for name in training), default=(config.num_layers, CORE))
+    """What one token needs. `specs`: every parameter, adapters too; the model's own if not given. `training`: all if not given."""
+    known = {spec.name: spec for spec in param_specs(config)}
+    given = known if specs is None else specs
+    specs = {}
+    for name, spec in given.items():
+        if form_of(name) is not None:
+            spec = known[plain_name(name)]  # what is stored quantised computes as the matrix it is
+        if spec.groups.isdisjoint(OUTSIDE):
+            specs[spec.name] = spec
+    trained = set(specs) if training is None else set(training) & set(specs)
+    depths = {name: _depth(spec, config) for name, spec in specs.items()}
+    first = min((depths[name] for name in trained), default=(config.num_layers, CORE))
     matrices = 0.0
-    for name, shape in shapes.items():
-        is_head = name == HEAD or (name == EMBEDDING and config.ties_head)
-        if (
-            len(shape) < 2
-            or name.endswith(".bias")
-            or name in (GATES, POSITIONS, SCORE)
-            or (name == EMBEDDING and not is_head)
-        ):
+    for name, spec in specs.items():
+        is_head = name == HEAD or spec.tied_to == HEAD
+        # A token looks up one row of a table before the layers; a score is one product a document.
+        if not spec.is_matrix or "score" in spec.groups or (spec.stage == "first" and not is_head):
             continue
-        if not _is_of_model(name):
-            continue
-        depth = (config.num_layers, 1) if is_head else _depth(name, config)
+        depth = (config.num_layers, 1) if is_head else depths[name]
+        path, part = split_name(name)
         # What goes into B comes from A, which trains.
-        needs_inputs = first < depth or (
-            name.endswith("lora_B.weight") and name.replace("lora_B", "lora_A") in training
-        )
-        matrices += (
-            active_share(config, name)
-            * prod(shape)
-            * (2 + 2 * needs_inputs + 2 * (name in training))
-        )
+        needs_inputs = first < depth or (part == LORA_B and f"{path}.{LORA_A}" in trained)
+        passes = 2 + 2 * needs_inputs + 2 * (name in trained)
+        matrices += active_share(config, spec) * spec.size * passes
     channels = config.num_heads * (config.head_size + config.value_size)
     reach = None
     if config.head_gates is not None:
@@ -144,37 +129,12 @@ def token_flops(
     return TokenFlops(matrices, attention, causal, streaming, causal_streaming)
 
 
-def _our_name(name: str, shape: tuple[int, ...], config: ModelConfig) -> str:
-    """A parameter of a class of transformers under a name of ours that says where the forward meets it."""
-    from headway.model.stock.facts import facts_of
-
-    facts = facts_of(config)
-    if name.startswith(facts.layers):
-        return "model.layers." + name.removeprefix(facts.layers)
-    if name.startswith((HEAD.removesuffix("weight"), "objective.")):
-        return name
-    is_linear = name.partition(".lora_")[0].removesuffix(".weight") in facts.linears
-    if len(shape) < 2 or is_linear:
-        return f"model.norm.{name}"
-    return EMBEDDING if name == facts.tied or shape[0] == config.vocab else POSITIONS
-
-
-def _is_of_model(name: str) -> bool:
-    """Whether a parameter belongs to the model and not to the loss."""
-    return name.startswith(("model.", HEAD.removesuffix("weight"))) or name in (GATES, SCORE)
-
-
-def _depth(name: str, config: ModelConfig) -> Depth:
+def _depth(spec: ParamSpec, config: ModelConfig) -> Depth:
     """Where the forward first meets a parameter: its layer, and where in it."""
-    parts = name.split(".")
-    if parts[:2] == ["model", "layers"]:
-        return int(parts[2]), next((SLOTS[part] for part in parts[3:] if part in SLOTS), 0)
-    if name == GATES:
+    if isinstance(spec.stage, int):
+        return spec.stage, next((SLOTS[part] for part in spec.name.split(".") if part in SLOTS), 0)
+    if "gates" in spec.groups:
         return 0, CORE
-    if name.startswith("model.norm"):
-        return config.num_layers, 0
-    return (
-        (config.num_layers, 1)
-        if name == SCORE or name.startswith(HEAD.removesuffix("weight"))
-        else (-1, 0)
-    )
+    if spec.stage == "last":
+        return config.num_layers, int(not spec.groups.isdisjoint({"embedding", "score"}))
+    return -1, 0

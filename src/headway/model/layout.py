@@ -1,4 +1,6 @@
-"""How the parameters of a Transformer may be sharded, as data: a config comes in, one `ParamSpec` per parameter goes out, in forward order.
+"""Every parameter of a Transformer, as data: a config comes in, one `ParamSpec` per parameter goes out, in forward order.
+
+A spec says all that others must know of a parameter. Nobody reads it off a name, so a model may call its parameters as it likes.
 
     split        dim    parameters
     column        0     q, k, v, q_b, kv_b, gate, up and their biases, norms over all heads, sinks: each rank computes some of the outputs
@@ -10,14 +12,44 @@
 Imports without torch; only the class of a wrapped model (family transformers) is asked for its own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Literal
 
 from headway.model.config import ModelConfig
+from headway.model.media_shape import ALIGNER, PROJECTOR, SHARED, MediaShape
 
 Split = Literal["column", "row", "vocab", "replicated"]
 Stage = int | Literal["first", "last"]
+Coverage = Literal["tokens", "part", "all"]
+"""What a rank's gradient of a parameter covers, where several ranks of the tensor axis hold the same elements:
+
+    tokens    what the tokens of this rank say. With parallel.sequence these are some of the row's, and ranks add their gradients up;
+              without it every rank has all tokens and the same gradient.
+    part      what its heads, inputs or outputs say: ranks always add up.
+    all       everything, on every rank: never added up.
+"""
+Start = Literal["normal", "residual", "table", "norm", "zero", "uniform", "gates", "given"]
+"""How a parameter begins (init.py):
+
+    normal      normal with the config's spread          residual   the same, smaller with depth: a matrix that adds to the stream
+    norm        the factor that changes nothing          zero       0
+    uniform     as torch initializes a linear            gates      as the config's head gates say
+    table       of vectors that are looked up and added to a stream, in the towers of an aligner
+    given       whoever adds it says: an adapter, the objective
+"""
+Group = Literal[
+    "embedding", "norm", "bias", "linear", "expert", "adapter", "projector", "aligner", "gates", "score", "router_bias", "objective"
+]  # fmt: skip
+"""What a parameter belongs to; it may be in several. `linear`: the matrix of a linear that an adapter may change; `expert`: stacked
+over experts along dim 0; `router_bias`: by which a router balances experts without a loss; `aligner`: a head of phase 1."""
+
+
+def in_groups(*groups: Group) -> frozenset[Group]:
+    """These groups."""
+    return frozenset(groups)
+
 
 EMBEDDING = "model.embed_tokens.weight"
 POSITIONS = "model.embed_positions.weight"
@@ -31,9 +63,12 @@ DECIDED = 10.0
 STACKED = 3
 """Dims of a matrix that is stacked over experts."""
 EXPERTS = ".mlp.experts."
-"""Part of the name of every parameter that is stacked over experts, along dim 0."""
+"""Between the path of a layer and the names of its experts' parameters."""
 ROUTER_BIAS = "e_score_correction_bias"
 """Last part of the name of the bias by which a router balances experts without a loss; fp32 and whole on every rank, never trained."""
+NORM = in_groups("norm")
+WIDE = in_groups("gates", "router_bias", "objective")
+"""Groups whose parameters are always fp32."""
 SPLIT_DIM: dict[Split, int | None] = {"column": 0, "row": 1, "vocab": 0, "replicated": None}
 
 
@@ -52,17 +87,58 @@ class ParamSpec:
     """A shard along the split dim is a multiple of this: heads stay whole."""
     tied_to: str | None = None
     """The parameter this one also serves as: a tied embedding is the head too."""
+    covers: Coverage = "tokens"
+    """What a tensor rank's gradient covers, where the rank shares its elements."""
+    of_kv_heads: bool = False
+    """The split dim counts KV heads: where they are fewer than ranks, neighbouring ranks hold the same head."""
+    start: Start = "normal"
+    """Its initial value."""
+    groups: frozenset[Group] = frozenset()
+    """What it belongs to: patterns of a recipe choose by it."""
 
     @property
     def split_dim(self) -> int | None:
         """The dim along which it may be split."""
         dim = SPLIT_DIM[self.split]
-        return dim + 1 if dim is not None and EXPERTS in self.name else dim
+        if dim is None or "expert" not in self.groups:
+            return dim
+        return dim + 1
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """A matrix or a stack of them; the biases of stacked experts have two dims and are none."""
+        return len(self.shape) >= 2 and "bias" not in self.groups
+
+    @property
+    def is_wide(self) -> bool:
+        """Always fp32 and, with fsdp, whole on every rank."""
+        return not self.groups.isdisjoint(WIDE)
+
+
+def spec_by_name(name: str, shape: tuple[int, ...], stage: Stage = "first") -> ParamSpec:
+    """What can be told of a parameter by its name, for models that say no more: a user's, a class of transformers, an aligner."""
+    path, _, leaf = name.rpartition(".")
+    module = path.rpartition(".")[2]
+    groups: set[Group] = set()
+    if leaf == "bias":
+        groups.add("bias")
+    if "norm" in module:
+        groups.add("norm")
+    if "embed_tokens" in name or name.startswith("lm_head"):
+        groups.add("embedding")
+    start: Start = "normal"
+    if leaf.endswith("bias"):
+        start = "zero"
+    elif leaf == "weight" and module.endswith("norm"):
+        start = "norm"
+    elif leaf == "weight" and module in ("o_proj", "down_proj"):
+        start = "residual"
+    return ParamSpec(name, shape, stage=stage, start=start, groups=frozenset(groups))
 
 
 def param_specs(config: ModelConfig) -> list[ParamSpec]:
@@ -71,28 +147,64 @@ def param_specs(config: ModelConfig) -> list[ParamSpec]:
         from headway.model.stock.facts import facts_of  # a class of transformers says it itself
 
         return list(facts_of(config).specs)
-    tied = HEAD if config.ties_head else None
-    specs = (
-        [ParamSpec(GATES, (config.num_layers, config.kv_heads), "replicated", "first")]
-        if config.head_gates
-        else []
-    )
-    media = {} if config.media is None else config.media.parameters(config.hidden_size)
-    specs += [ParamSpec(name, shape, "replicated", "first") for name, shape in media.items()]
-    specs += [
-        ParamSpec(EMBEDDING, (config.vocab, config.hidden_size), "vocab", "first", tied_to=tied)
-    ]
-    if config.positions == "learned":
+    specs: list[ParamSpec] = []
+    if config.head_gates:
+        gates = (config.num_layers, config.kv_heads)
         specs.append(
-            ParamSpec(POSITIONS, (config.max_seq_len, config.hidden_size), "replicated", "first")
+            ParamSpec(GATES, gates, covers="part", start="gates", groups=in_groups("gates"))
         )
+    if config.media is not None:
+        specs += media_specs(config.media, config.hidden_size)
+    embedding = (config.vocab, config.hidden_size)
+    tied = HEAD if config.ties_head else None
+    words = in_groups("embedding")
+    specs.append(ParamSpec(EMBEDDING, embedding, "vocab", "first", tied_to=tied, groups=words))
+    if config.positions == "learned":
+        specs.append(ParamSpec(POSITIONS, (config.max_seq_len, config.hidden_size)))
     for layer in range(config.num_layers):
         specs += _block(config, layer)
     specs += _norm(config, "model.norm", "last")
     if config.score_head:
-        specs.append(ParamSpec(SCORE, (1, config.hidden_size), "replicated", "last"))
+        score = in_groups("score")
+        specs.append(
+            ParamSpec(SCORE, (1, config.hidden_size), stage="last", covers="part", groups=score)
+        )
     elif not config.tie_embeddings:
-        specs.append(ParamSpec(HEAD, (config.vocab, config.hidden_size), "vocab", "last"))
+        specs.append(
+            ParamSpec(HEAD, embedding, "vocab", "last", groups=words | in_groups("linear"))
+        )
+    return specs
+
+
+def media_specs(media: MediaShape, hidden_size: int) -> list[ParamSpec]:
+    """The parameters of media inputs, in the order of the forward; `hidden_size` is the language model's."""
+    specs: list[ParamSpec] = []
+    if media.aligned is not None:
+        head = partial(ParamSpec, groups=in_groups("aligner"))
+        norm = in_groups("aligner", "norm")
+        for one in media.inputs:
+            at = f"{ALIGNER}{one.modality}."
+            specs += [
+                ParamSpec(at + "norm.weight", (one.width,), start="norm", groups=norm),
+                ParamSpec(
+                    at + "norm.bias", (one.width,), start="zero", groups=norm | in_groups("bias")
+                ),
+                head(at + "fc.weight", (media.aligned, one.width)),
+            ]
+    projector = in_groups("projector")
+    matrix = partial(ParamSpec, start="uniform", groups=projector)
+    bias = partial(ParamSpec, start="zero", groups=projector | in_groups("bias"))
+    for one in media.inputs[:1] if media.shared else media.inputs:
+        at = f"{PROJECTOR}{SHARED if media.shared else one.modality}."
+        tokens = one.tokens if one.is_pooled else 1
+        outputs = hidden_size * tokens
+        specs += [
+            ParamSpec(at + "missing", (tokens, hidden_size), groups=projector),
+            matrix(at + "up.weight", (media.hidden, media.aligned or one.width)),
+            bias(at + "up.bias", (media.hidden,)),
+            matrix(at + "down.weight", (outputs, media.hidden)),
+            bias(at + "down.bias", (outputs,)),
+        ]
     return specs
 
 
@@ -119,22 +231,21 @@ def attention_specs(config: ModelConfig, at: str = "", layer: int = 0) -> list[P
         return _latent(config, at, layer)
     width, head, specs = config.hidden_size, config.head_size, list[ParamSpec]()
     queries, keys = config.num_heads * head, config.kv_heads * head
-    for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        specs += _linear(
-            at + name, (outputs, width), "column", layer, bias=config.qkv_bias, unit=head
-        )
-    if config.qk_norm:
-        for name, size in (("q_norm", queries), ("k_norm", keys)):
-            by_head = config.qk_norm_over == "head"
-            shape, split, unit = (
-                ((head,), "replicated", 1) if by_head else ((size,), "column", head)
-            )
-            specs.append(ParamSpec(f"{at}{name}.weight", shape, split, layer, unit))
+    inner = _Linear(layer, unit=head, bias=config.qkv_bias)
+    specs += inner.of(at + "q_proj", (queries, width), "column")
+    specs += inner.of(at + "k_proj", (keys, width), "column", of_kv_heads=True)
+    specs += inner.of(at + "v_proj", (keys, width), "column", of_kv_heads=True)
+    if config.qk_norm and config.qk_norm_over == "head":
+        specs.append(_inner_norm(at + "q_norm", head, layer))
+        specs.append(_inner_norm(at + "k_norm", head, layer))
+    elif config.qk_norm:
+        norm = partial(ParamSpec, split="column", stage=layer, unit=head, start="norm", groups=NORM)
+        specs.append(norm(at + "q_norm.weight", (queries,)))
+        specs.append(norm(at + "k_norm.weight", (keys,), of_kv_heads=True))
     if config.attention_sinks:
         specs.append(ParamSpec(at + "sinks", (config.num_heads,), "column", layer))
-    return specs + _linear(
-        at + "o_proj", (width, queries), "row", layer, bias=config.output_bias, unit=head
-    )
+    outer = _Linear(layer, unit=head, bias=config.output_bias)
+    return specs + outer.of(at + "o_proj", (width, queries), "row")
 
 
 def attention_weights(config: ModelConfig) -> int:
@@ -143,84 +254,106 @@ def attention_weights(config: ModelConfig) -> int:
 
 
 def _latent(config: ModelConfig, at: str, layer: int) -> list[ParamSpec]:
-    latent, width, heads, bias = (
-        config.latent_attention,
-        config.hidden_size,
-        config.num_heads,
-        config.qkv_bias,
-    )
+    latent, width, heads = config.latent_attention, config.hidden_size, config.num_heads
     assert latent is not None
     head, value, specs = latent.head_size, latent.value_head_dim, list[ParamSpec]()
+    shared = _Linear(layer, bias=config.qkv_bias)  # whole on every rank, each uses it for its heads
+    by_head = _Linear(layer, unit=head)
     if latent.q_rank is None:
-        specs += _linear(
-            at + "q_proj", (heads * head, width), "column", layer, bias=False, unit=head
-        )
+        specs += by_head.of(at + "q_proj", (heads * head, width), "column")
     else:
-        specs += _linear(at + "q_a_proj", (latent.q_rank, width), "replicated", layer, bias=bias)
-        specs.append(ParamSpec(at + "q_a_layernorm.weight", (latent.q_rank,), "replicated", layer))
-        specs += _linear(
-            at + "q_b_proj", (heads * head, latent.q_rank), "column", layer, bias=False, unit=head
-        )
-    specs += _linear(
-        at + "kv_a_proj_with_mqa", (latent.stored_size, width), "replicated", layer, bias=bias
-    )
-    specs.append(ParamSpec(at + "kv_a_layernorm.weight", (latent.kv_rank,), "replicated", layer))
+        specs += shared.of(at + "q_a_proj", (latent.q_rank, width), "replicated")
+        specs.append(_inner_norm(at + "q_a_layernorm", latent.q_rank, layer))
+        specs += by_head.of(at + "q_b_proj", (heads * head, latent.q_rank), "column")
+    specs += shared.of(at + "kv_a_proj_with_mqa", (latent.stored_size, width), "replicated")
+    specs.append(_inner_norm(at + "kv_a_layernorm", latent.kv_rank, layer))
     each = latent.nope_head_dim + value
-    specs += _linear(
-        at + "kv_b_proj", (heads * each, latent.kv_rank), "column", layer, bias=False, unit=each
-    )
-    return specs + _linear(
-        at + "o_proj", (width, heads * value), "row", layer, bias=config.output_bias, unit=value
-    )
+    expanded = _Linear(layer, unit=each)
+    specs += expanded.of(at + "kv_b_proj", (heads * each, latent.kv_rank), "column")
+    outer = _Linear(layer, unit=value, bias=config.output_bias)
+    return specs + outer.of(at + "o_proj", (width, heads * value), "row")
 
 
 def _feed_forward(config: ModelConfig, at: str, layer: int, ffn: int) -> list[ParamSpec]:
     width, specs = config.hidden_size, list[ParamSpec]()
+    linear = _Linear(layer, bias=config.ffn_bias)
     for name in ("gate_proj", "up_proj") if config.ffn_gate else ("up_proj",):
-        specs += _linear(at + name, (ffn, width), "column", layer, bias=config.ffn_bias)
-    return specs + _linear(at + "down_proj", (width, ffn), "row", layer, bias=config.ffn_bias)
+        specs += linear.of(at + name, (ffn, width), "column")
+    return specs + linear.of(at + "down_proj", (width, ffn), "row")
 
 
 def _mixture(config: ModelConfig, at: str, layer: int, _ffn: int) -> list[ParamSpec]:
     assert config.experts is not None
     num, width, ffn = config.experts.num, config.hidden_size, config.expert_size
-    specs = [ParamSpec(at + "gate.weight", (num, width), "replicated", layer)]
+    router = partial(ParamSpec, stage=layer, covers="part")  # of the experts' parts on this rank
+    specs = [router(at + "gate.weight", (num, width))]
     if config.experts.router_bias:
-        specs.append(ParamSpec(at + "gate.bias", (num,), "replicated", layer))
+        specs.append(router(at + "gate.bias", (num,), start="zero", groups=in_groups("bias")))
     if config.experts.bias_rate is not None:
-        specs.append(ParamSpec(f"{at}gate.{ROUTER_BIAS}", (num,), "replicated", layer))
-    bias = config.experts.bias
+        balancing = in_groups("router_bias")
+        specs.append(router(f"{at}gate.{ROUTER_BIAS}", (num,), start="zero", groups=balancing))
+    linear = _Linear(layer, bias=config.experts.bias, groups=in_groups("expert"))
     for name in ("gate_proj", "up_proj"):
-        specs += _linear(f"{at}experts.{name}", (num, ffn, width), "column", layer, bias=bias)
-    specs += _linear(at + "experts.down_proj", (num, width, ffn), "row", layer, bias=bias)
+        specs += linear.of(f"{at}experts.{name}", (num, ffn, width), "column")
+    specs += linear.of(at + "experts.down_proj", (num, width, ffn), "row")
     shared = config.experts.shared_ffn_size
     return specs + (_feed_forward(config, at + "shared_experts.", layer, shared) if shared else [])
 
 
 def _norm(config: ModelConfig, name: str, stage: Stage) -> list[ParamSpec]:
-    parts = ("weight", "bias") if config.norm == "layernorm" else ("weight",)
-    return [
-        ParamSpec(f"{name}.{part}", (config.hidden_size,), "replicated", stage) for part in parts
-    ]
-
-
-def _linear(
-    name: str, shape: tuple[int, ...], split: Split, stage: Stage, *, bias: bool, unit: int = 1
-) -> list[ParamSpec]:
-    specs = [ParamSpec(name + ".weight", shape, split, stage, unit)]
-    if bias:
-        # The bias of a row-split projection is added once, after the sum over ranks.
-        column = split == "column"
-        specs.append(
-            ParamSpec(
-                name + ".bias",
-                shape[:-1],
-                split if column else "replicated",
-                stage,
-                unit if column else 1,
-            )
-        )
+    """A norm of the stream."""
+    shape = (config.hidden_size,)
+    specs = [ParamSpec(name + ".weight", shape, stage=stage, start="norm", groups=NORM)]
+    if config.norm == "layernorm":
+        biases = NORM | in_groups("bias")
+        specs.append(ParamSpec(name + ".bias", shape, stage=stage, start="zero", groups=biases))
     return specs
+
+
+def _inner_norm(name: str, size: int, layer: int) -> ParamSpec:
+    """A norm inside of attention that all ranks have whole: each uses it for its heads."""
+    return ParamSpec(
+        name + ".weight", (size,), stage=layer, covers="part", start="norm", groups=NORM
+    )
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """What the linears of one place have in common."""
+
+    stage: Stage
+    unit: int = 1
+    bias: bool = False
+    groups: frozenset[Group] = frozenset()
+
+    def of(
+        self, name: str, shape: tuple[int, ...], split: Split, *, of_kv_heads: bool = False
+    ) -> list[ParamSpec]:
+        """The weight of a linear, and its bias."""
+        weight = ParamSpec(
+            name + ".weight",
+            shape,
+            split,
+            self.stage,
+            self.unit,
+            covers="part",
+            of_kv_heads=of_kv_heads,
+            start="residual" if split == "row" else "normal",
+            groups=self.groups | in_groups("linear"),
+        )
+        if not self.bias:
+            return [weight]
+        bias = replace(
+            weight,
+            name=name + ".bias",
+            shape=shape[:-1],
+            start="zero",
+            groups=self.groups | in_groups("bias"),
+        )
+        if split != "column":
+            # The bias of a row-split projection is added once, after the sum over ranks.
+            bias = replace(bias, split="replicated", unit=1)
+        return [weight, bias]
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -228,15 +361,13 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(spec.size for spec in param_specs(config))
 
 
-def active_share(config: ModelConfig, name: str) -> float:
+def active_share(config: ModelConfig, spec: ParamSpec) -> float:
     """The part of a parameter that one token passes: a few of stacked experts, all of everything else."""
-    return (
-        1.0
-        if config.experts is None or EXPERTS not in name
-        else config.experts.per_token / config.experts.num
-    )
+    if config.experts is None or "expert" not in spec.groups:
+        return 1.0
+    return config.experts.per_token / config.experts.num
 
 
 def active_parameters(config: ModelConfig) -> int:
     """The parameters that one token passes, a tied matrix counted once."""
-    return round(sum(spec.size * active_share(config, spec.name) for spec in param_specs(config)))
+    return round(sum(spec.size * active_share(config, spec) for spec in param_specs(config)))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError, first_line
+from headway.model.layout import media_specs
 from headway.model.media_encoders import ALIGNER_KEY, open_encoder
 from headway.model.media_shape import ALIGNER, PROJECTOR, MediaShape
 from headway.runtime.digests import DIGESTS, write_digests
@@ -139,7 +140,7 @@ def read_media_files(
     try:
         shape = MediaShape.parse(given["shape"])
         sums = dict(given["files"])
-        wanted = shape.parameters(hidden_size)
+        wanted = {spec.name: spec.shape for spec in media_specs(shape, hidden_size)}
         wrong = shape.problem() if given["version"] == VERSION else f"version {given['version']!r}"
         if wrong:
             raise ValueError(wrong)

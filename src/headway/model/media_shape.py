@@ -92,25 +92,3 @@ class MediaShape:
             )
             return f"a shared projector needs the same width and tokens for every modality, and they are {listed}"
         return None
-
-    def parameters(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter, in the order of the forward; `hidden_size` is the language model's."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for one in self.inputs if self.aligned is not None else ():
-            at, aligned = f"{ALIGNER}{one.modality}.", self.aligned or 0
-            shapes |= {
-                f"{at}norm.weight": (one.width,),
-                f"{at}norm.bias": (one.width,),
-                f"{at}fc.weight": (aligned, one.width),
-            }
-        for one in self.inputs[:1] if self.shared else self.inputs:
-            at = f"{PROJECTOR}{SHARED if self.shared else one.modality}."
-            outputs = hidden_size * (one.tokens if one.is_pooled else 1)
-            shapes |= {
-                f"{at}missing": (one.tokens if one.is_pooled else 1, hidden_size),
-                f"{at}up.weight": (self.hidden, self.aligned or one.width),
-                f"{at}up.bias": (self.hidden,),
-                f"{at}down.weight": (outputs, self.hidden),
-                f"{at}down.bias": (outputs,),
-            }
-        return shapes

@@ -5,8 +5,8 @@
     kept        no sequence holds it, but its content has a name: the hash of all tokens up to its end; given back when room is needed,
                 least recently used first
 
-A sequence that begins with the tokens of kept or used pages takes them as they are (`match`). Streaming and windowed heads store less than
-the whole past, so there a prefix can be continued only where a copy of the rings was kept (`rings`).
+A sequence that begins with the tokens of kept or used pages takes them as they are (`match`). Pages do not hold the state of heads that
+forget, so there a prefix can be continued only where a snapshot was kept (`StateBlocks` in cache_blocks.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,33 +31,17 @@ def extend_names(
         )
 
 
-@dataclass(frozen=True)
-class PrefixMatch:
-    """What the pool has of a sequence's beginning."""
-
-    pages: tuple[int, ...]
-    """Whole pages that can be shared."""
-    ring: int | None
-    """The kept rings at the end of these pages, for a cache that has rings."""
-    known: int
-    """Whole pages whose content the pool has; more than `pages` where no rings were kept there."""
-
-
 class PagePool:
-    """Pages and kept rings of one cache."""
+    """Pages of one cache."""
 
-    def __init__(self, pages: int, rings: Sequence[int], *, needs_rings: bool) -> None:
+    def __init__(self, pages: int) -> None:
         self.num_pages = pages
-        self._needs_rings = needs_rings
         self._free = list(range(pages - 1, -1, -1))
         self._users = [0] * pages
         self._name: list[bytes | None] = [None] * pages
         self._page: dict[bytes, int] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()
         """Pages without users that have a name, least recently used first."""
-        self._free_rings = list(rings)
-        self._rings: OrderedDict[bytes, int] = OrderedDict()
-        """Copies of rings, by the name of the page before them."""
 
     @property
     def num_available(self) -> int:
@@ -69,11 +52,6 @@ class PagePool:
     def num_used(self) -> int:
         """Pages that a sequence holds."""
         return self.num_pages - self.num_available
-
-    @property
-    def num_kept_rings(self) -> int:
-        """Copies of rings."""
-        return len(self._rings)
 
     def allocate(self) -> int:
         """A page without content."""
@@ -108,49 +86,24 @@ class PagePool:
         if self._name[page] is None and name not in self._page:
             self._name[page], self._page[name] = name, page
 
-    def match(self, names: Sequence[bytes]) -> PrefixMatch:
-        """The longest beginning that can be shared; the caller takes its pages before it allocates others."""
+    def match(self, names: Sequence[bytes]) -> list[int]:
+        """The pages of the longest known beginning.
+
+        The caller takes those it shares before it allocates others."""
         pages: list[int] = []
         for name in names:
             page = self._page.get(name)
             if page is None:
                 break
             pages.append(page)
-        if not self._needs_rings:
-            return PrefixMatch(tuple(pages), None, len(pages))
-        for count in range(len(pages), 0, -1):
-            ring = self._rings.get(names[count - 1])
-            if ring is not None:
-                self._rings.move_to_end(names[count - 1])
-                return PrefixMatch(tuple(pages[:count]), ring, len(pages))
-        return PrefixMatch((), None, len(pages))
-
-    def has_ring(self, name: bytes) -> bool:
-        """A copy of the rings at the end of this page is kept."""
-        return name in self._rings
-
-    def keep_ring(self, name: bytes) -> int | None:
-        """Where to copy the rings at the end of a page; None where copies have no room at all or there is one."""
-        if name in self._rings:
-            self._rings.move_to_end(name)
-            return None
-        if self._free_rings:
-            ring = self._free_rings.pop()
-        elif self._rings:
-            _, ring = self._rings.popitem(last=False)
-        else:
-            return None
-        self._rings[name] = ring
-        return ring
+        return pages
 
     def forget_all(self) -> None:
-        """Give back every page without users and every copy of rings."""
+        """Give back every page without users."""
         while self._kept:
             page, _ = self._kept.popitem()
             self._forget(page)
             self._free.append(page)
-        self._free_rings += self._rings.values()
-        self._rings.clear()
 
     def _forget(self, page: int) -> None:
         name = self._name[page]

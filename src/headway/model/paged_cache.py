@@ -2,16 +2,17 @@
 
 A sequence that runs has a slot. Position p of a slot is stored, in each layer,
 
-    full heads                 in page table[slot, p // P], at p % P; the same page number in every layer
+    full heads                 in a page of the slot's row in the block table; the same page number in every layer
     streaming, windowed heads  in the slot's ring: S sinks, then the last W positions and some more, so that a few can be taken back
 
-Pages may be shared by sequences with the same beginning; rings are copied. `PagePool` counts them. All memory is allocated at the start.
+Pages may be shared by sequences with the same beginning (`PagePool`); rings are state, of which snapshots are kept (`StateBlocks`). All
+memory is allocated at the start.
 
-    PagedCache    memory, tables, lengths; decode and prefill batches are made from it
+    PagedCache    memory, block table, state, lengths; decode and prefill batches are made from it
     PagedDecode   one token in each row of a batch of slots
     PagedPrefill  pieces of several prompts, packed in one row
 
-Both batches have the methods a model calls on a KV cache: `attend`, `is_empty`, `advance`.
+Both batches are what a model sees of the cache (`AttentionCache`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import torch
 
 from headway.kernels.paged_attention import PagedWorkspace
 from headway.model.base import Expander
+from headway.model.cache_blocks import BlockTable, StateBlocks, to_device
 from headway.model.config import ModelConfig
-from headway.model.head_masks.masks import HeadMasks
-from headway.model.kv_layer import group_heads
+from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
 from headway.model.page_pool import PagePool
 from headway.model.paged_layer import LayerPages, PrefillPiece, PrefillPlan, RingHeads
 
@@ -44,23 +45,39 @@ class CacheShape:
     """Positions that can be taken back from rings; at least one page's."""
 
     def groups(self, layer: int) -> tuple[tuple[int, ...], list[RingHeads]]:
-        """The full heads of a layer, and its rings."""
-        full: tuple[int, ...] = ()
-        rings: list[RingHeads] = []
-        for group in group_heads(self.config, layer, self.context, self.masks):
-            if group.sinks == 0 and group.window == self.context:
-                full += group.heads
+        """The full heads of a layer, and its rings; every KV head is in one of them."""
+        full: list[int] = []
+        rings: dict[tuple[int, int, int | None], list[int]] = {}
+        for head in range(self.config.cached_heads):
+            kept = self._kept(layer, head)
+            if kept is None:
+                full.append(head)
             else:
-                rings.append(
-                    RingHeads(
-                        group.heads,
-                        group.sinks,
-                        group.window + max(self.spare, self.page_tokens),
-                        group.window,
-                        group.reach,
-                    )
-                )
-        return full, rings
+                rings.setdefault(kept, []).append(head)
+        spare = max(self.spare, self.page_tokens)
+        return tuple(full), [
+            RingHeads(tuple(heads), sinks, window + spare, window, reach)
+            for (sinks, window, reach), heads in rings.items()
+        ]
+
+    def _kept(self, layer: int, head: int) -> tuple[int, int, int | None] | None:
+        """(sinks, window, reach of the sinks) of a head.
+
+        None where it sees every position of the longest sequence."""
+        own = self.config.window_of(layer)
+        if own is not None and own >= self.context:
+            own = None
+        whole = None if own is None else (0, own, None)
+        if self.masks is None or self.masks.full[layer][head]:
+            return whole
+        window = DEFAULT_WINDOW if self.masks.window is None else self.masks.window
+        sinks = DEFAULT_SINKS if self.masks.sinks is None else self.masks.sinks
+        if own is not None and own <= window:
+            return whole
+        if sinks + window >= self.context:
+            return whole
+        # A sink is seen no farther than the layer's own window.
+        return sinks, window, own
 
     @property
     def page_bytes(self) -> int:
@@ -96,26 +113,27 @@ class PagedCache:
         *,
         slots: int,
         pages: int,
-        kept_rings: int,
+        snapshots: int,
         device: torch.device,
-        needs_rings: bool | None = None,
+        needs_state: bool | None = None,
     ) -> None:
-        """`needs_rings`: a prefix is kept with a copy of rings, also where only other ranks' heads have some; None: as the shape says."""
+        """`needs_state`: a prefix is kept with one of the `snapshots`; None: as the shape says.
+
+        A rank whose own heads have no rings needs it where other ranks' heads have some."""
         if shape.masks is not None:
             shape.masks.check(shape.config)
         self.shape, self.slots, self.device = shape, slots, device
-        self.needs_rings = shape.ring_bytes > 0 if needs_rings is None else needs_rings
-        self.pool = PagePool(pages, range(slots, slots + kept_rings), needs_rings=self.needs_rings)
-        rows = slots + kept_rings if self.needs_rings else 0
+        self.needs_state = shape.ring_bytes > 0 if needs_state is None else needs_state
+        self.pool = PagePool(pages)
+        self.table = BlockTable(slots, shape.pages_per_slot, shape.page_tokens, device)
+        blocks = slots + snapshots if self.needs_state else 0
         groups = [shape.groups(layer) for layer in range(shape.config.num_layers)]
         self.layers = [
-            LayerPages(
-                shape.config, full, rings, (pages, shape.page_tokens), rows, device, shape.dtype
-            )
+            LayerPages(shape.config, full, rings, self.table, (pages, blocks), device, shape.dtype)
             for full, rings in groups
         ]
+        self.states = StateBlocks(slots, snapshots, self.layers)
         # One more slot than there are sequences, for rows of a batch that take no part: its length stays -1.
-        self.table = torch.zeros(slots + 1, shape.pages_per_slot, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.lengths[slots] = -1
         self.workspace = PagedWorkspace(device)
@@ -125,12 +143,10 @@ class PagedCache:
         """Bytes of all keys and values it has room for."""
         return sum(layer.num_bytes for layer in self.layers)
 
-    @torch.inference_mode()
-    def set_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
-        """Enter (slot, number of the page in the sequence, page)."""
-        if entries:
-            at = to_device(torch.tensor(entries, dtype=torch.int64).t(), self.device)
-            self.table[at[0], at[1]] = at[2].int()
+    def forget_all(self) -> None:
+        """Give back every page without users and every snapshot."""
+        self.pool.forget_all()
+        self.states.free()
 
     @torch.inference_mode()
     def clear_page(self, page: int) -> None:
@@ -146,25 +162,17 @@ class PagedCache:
         at = to_device(torch.tensor([list(slots), list(lengths)]), self.device)
         self.lengths[at[0]] = at[1]
 
-    @torch.inference_mode()
-    def copy_ring(self, source: int, target: int) -> None:
-        """The rings of one slot or kept copy become those of another."""
-        for layer in self.layers:
-            layer.copy_ring(source, target)
-
     def decode_batch(self, rows: int) -> PagedDecode:
         """A batch of `rows` slots, entered by its caller."""
         return PagedDecode(self, rows)
 
     def prefill_batch(self, pieces: Sequence[PrefillPiece]) -> PagedPrefill:
-        """Pieces of several prompts, whose pages are known."""
-        return PagedPrefill(self, PrefillPlan.of(pieces, self.shape.page_tokens, self.device))
+        """Pieces of several prompts, whose slots have their pages."""
+        return PagedPrefill(self, PrefillPlan.of(pieces, self.device))
 
 
 class PagedDecode:
     """One token in each row."""
-
-    is_empty = False
 
     def __init__(self, cache: PagedCache, rows: int) -> None:
         self.cache, self.rows = cache, rows
@@ -182,7 +190,6 @@ class PagedDecode:
         k: torch.Tensor,
         v: torch.Tensor,
         position: torch.Tensor,
-        whole: object = None,
         sinks: torch.Tensor | None = None,
         expand: Expander | None = None,
     ) -> torch.Tensor:
@@ -190,14 +197,9 @@ class PagedDecode:
         assert expand is None, "single steps meet what is stored"
         return self.cache.layers[layer].step(q, k, v, position[:, 0], self, sinks)
 
-    def advance(self, tokens: int) -> None:
-        """Lengths are the caller's."""
-
 
 class PagedPrefill:
     """Pieces of prompts, packed in one row."""
-
-    is_empty = False
 
     def __init__(self, cache: PagedCache, plan: PrefillPlan) -> None:
         self.cache, self.plan, self.capacity = cache, plan, cache.shape.context
@@ -209,17 +211,8 @@ class PagedPrefill:
         k: torch.Tensor,
         v: torch.Tensor,
         position: torch.Tensor,
-        whole: object = None,
         sinks: torch.Tensor | None = None,
         expand: Expander | None = None,
     ) -> torch.Tensor:
         """o [1,N,H,hd] of q [1,N,H,hd]; each piece sees what its slot holds and itself; k and v [1,N,KV,hd] are stored."""
         return self.cache.layers[layer].prefill(q[0], k[0], v[0], self.plan, sinks, expand)[None]
-
-    def advance(self, tokens: int) -> None:
-        """Lengths are the caller's."""
-
-
-def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor on the device, without waiting for it."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

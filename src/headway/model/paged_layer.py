@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,8 +33,8 @@ from headway.kernels.past_attention import cudnn_part, has_cudnn
 from headway.kernels.sinks import add_sinks
 from headway.kernels.streaming_pieces import flash
 from headway.model.base import Expander
+from headway.model.cache_blocks import BlockTable, to_device
 from headway.model.config import ModelConfig
-from headway.model.kv_layer import copies_of_head, put_heads, rule_of_heads, take_heads
 from headway.model.ring_prefill import RingHeads, RingPlan, attend_windows
 
 if TYPE_CHECKING:
@@ -52,13 +53,44 @@ class PrefillPiece:
     start: int
     """Tokens of the slot before these."""
     count: int
-    pages: Sequence[int]
-    """Of all positions up to the last of these."""
 
     @property
     def end(self) -> int:
         """Tokens of the slot after these."""
         return self.start + self.count
+
+
+@dataclass(frozen=True)
+class PagePlaces:
+    """Where one group of heads stores packed tokens, and what it sees."""
+
+    page: torch.Tensor
+    """int64 [N]: the page of each token"""
+    offset: torch.Tensor
+    """int64 [N]: its place there"""
+    seen: tuple[torch.Tensor, torch.Tensor] | None
+    """int64 [M] each: page and offset of every position the pieces see; None where all pieces begin their prompts."""
+
+    @staticmethod
+    def of(pieces: Sequence[PrefillPiece], table: BlockTable, device: torch.device) -> PagePlaces:
+        """Made on the host; the device does not wait."""
+        size = table.page_tokens
+        new: list[torch.Tensor] = []
+        whole: list[torch.Tensor] = []
+        for piece in pieces:
+            pages = torch.tensor(table.pages(piece.slot)[: table.num_pages(piece.end)])
+            places = (pages[:, None] * size + torch.arange(size)).flatten()
+            new.append(places[piece.start : piece.end])
+            whole.append(places[: piece.end])
+        fresh = all(piece.start == 0 for piece in pieces)
+        joined = to_device(torch.cat(new if fresh else new + whole), device)
+        page = joined // size
+        offset = joined % size
+        count = sum(piece.count for piece in pieces)
+        seen = None
+        if not fresh:
+            seen = (page[count:], offset[count:])
+        return PagePlaces(page[:count], offset[:count], seen)
 
 
 @dataclass
@@ -69,51 +101,24 @@ class PrefillPlan:
     spans: tuple[slice, ...]
     """Of each piece among the packed tokens."""
     device: torch.device
-    page: torch.Tensor
-    """int64 [N]: the page of each token"""
-    offset: torch.Tensor
-    """int64 [N]: its place there"""
-    seen: tuple[torch.Tensor, torch.Tensor] | None
-    """int64 [M] each: page and offset of every position the pieces see; None where all pieces begin their prompts."""
     starts_q: torch.Tensor
     starts_k: torch.Tensor
     longest_q: int
     longest_k: int
-    rings: dict[RingHeads, RingPlan] = field(default_factory=dict)
+    _places: dict[BlockTable, PagePlaces] = field(default_factory=dict)
+    _rings: dict[RingHeads, RingPlan] = field(default_factory=dict)
 
     @staticmethod
-    def of(pieces: Sequence[PrefillPiece], page_tokens: int, device: torch.device) -> PrefillPlan:
+    def of(pieces: Sequence[PrefillPiece], device: torch.device) -> PrefillPlan:
         """Made on the host; the device does not wait."""
-        spans: list[slice] = []
-        new: list[torch.Tensor] = []
-        whole: list[torch.Tensor] = []
-        begin = 0
-        for piece in pieces:
-            spans.append(slice(begin, begin + piece.count))
-            begin += piece.count
-            places = (
-                torch.tensor(piece.pages)[:, None] * page_tokens + torch.arange(page_tokens)
-            ).flatten()
-            new.append(places[piece.start : piece.end])
-            whole.append(places[: piece.end])
-        fresh = all(piece.start == 0 for piece in pieces)
-        joined = torch.cat(new if fresh else new + whole)
-        starts = (
-            torch.tensor(
-                [[0, *(piece.count for piece in pieces)], [0, *(piece.end for piece in pieces)]]
-            )
-            .cumsum(1)
-            .int()
-        )
-        if device.type == "cuda":
-            joined, starts = (
-                x.pin_memory().to(device, non_blocking=True) for x in (joined, starts)
-            )
-        page, offset = joined // page_tokens, joined % page_tokens
+        counts = [0, *(piece.count for piece in pieces)]
+        ends = [0, *(piece.end for piece in pieces)]
+        starts = to_device(torch.tensor([counts, ends]).cumsum(1).int(), device)
+        bounds = torch.tensor(counts).cumsum(0).tolist()
+        spans = tuple(slice(first, stop) for first, stop in pairwise(bounds))
         return PrefillPlan(
-            tuple(pieces), tuple(spans), device, page[:begin], offset[:begin], None if fresh else (page[begin:], offset[begin:]),
-            starts[0], starts[1], max(piece.count for piece in pieces), max(piece.end for piece in pieces),
-        )  # fmt: skip
+            tuple(pieces), spans, device, starts[0], starts[1], max(counts), max(ends)
+        )
 
     @property
     def is_regular(self) -> bool:
@@ -131,13 +136,19 @@ class PrefillPlan:
             self.device,
         )
 
+    def places(self, table: BlockTable) -> PagePlaces:
+        """Where the heads of a table's group store the tokens."""
+        if table not in self._places:
+            self._places[table] = PagePlaces.of(self.pieces, table, self.device)
+        return self._places[table]
+
     def ring(self, heads: RingHeads) -> RingPlan:
         """Where these heads store the tokens."""
-        if heads not in self.rings:
-            self.rings[heads] = RingPlan.of(
+        if heads not in self._rings:
+            self._rings[heads] = RingPlan.of(
                 heads, [(one.slot, one.start, one.count) for one in self.pieces], self.device
             )
-        return self.rings[heads]
+        return self._rings[heads]
 
 
 class LayerPages:
@@ -148,31 +159,30 @@ class LayerPages:
         config: ModelConfig,
         full: tuple[int, ...],
         rings: list[RingHeads],
-        pages: tuple[int, int],
-        rows: int,
+        table: BlockTable,
+        sizes: tuple[int, int],
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """`pages`: (number, positions of each); `rows`: rings of slots and kept copies."""
-        self.full, self.rings, self.rows, self.kv_heads, self.head_size = (
-            full,
-            rings,
-            rows,
-            config.cached_heads,
-            config.cached_size,
-        )
-        self.num_pages, self.page_tokens = pages
+        """`table`: of the full heads; `sizes`: (number of pages, number of state blocks)."""
+        self.full = full
+        self.rings = rings
+        self.table = table
+        self.num_pages, self.rows = sizes
+        self.kv_heads = config.cached_heads
+        self.head_size = config.cached_size
+        self.page_tokens = table.page_tokens
         self.rule = ScoreRule(config.attention_softcap)
-        sizes = [
+        extents = [
             self.num_pages * len(full) * self.page_tokens,
-            *(rows * len(ring.heads) * ring.indices for ring in rings),
+            *(self.rows * len(ring.heads) * ring.indices for ring in rings),
         ]
         # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
-        self.keys = torch.zeros(sum(sizes) * self.head_size, device=device, dtype=dtype)
+        self.keys = torch.zeros(sum(extents) * self.head_size, device=device, dtype=dtype)
         self.values = (
             self.keys if config.latent_attention is not None else torch.zeros_like(self.keys)
         )
-        self._begin = [sum(sizes[:index]) for index in range(len(sizes))]
+        self._begin = [sum(extents[:index]) for index in range(len(extents))]
         self._plans: dict[int, PagedPlan] = {}
         self._ring_table: torch.Tensor | None = None
 
@@ -202,21 +212,36 @@ class LayerPages:
         )
         return keys, values
 
-    def copy_ring(self, source: int, target: int) -> None:
-        """The rings of one row become those of another."""
+    def copy_state(self, source: int, target: int) -> None:
+        """The rings of one block become those of another."""
         for number in range(len(self.rings)):
             for view in self.ring(number):
                 view[target] = view[source]
 
     def _heads(self, x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
-        """The heads [B,T,heads,hd] of x; query heads follow their KV head."""
-        return take_heads(x, heads, self.kv_heads)
+        """The heads [B,T,heads,hd] of x that belong to some KV heads, with their query heads.
+
+        Neighbours are copied as one piece: an index would have to go to the device."""
+        if len(heads) == self.kv_heads:
+            return x
+        per_head = x.shape[2] // self.kv_heads
+        pieces = [x[:, :, first * per_head : stop * per_head] for first, stop in _runs(heads)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def _put(self, o: torch.Tensor, result: torch.Tensor, heads: tuple[int, ...]) -> None:
-        put_heads(o, result, heads, self.kv_heads)
+        """Write the result [B,T,heads,hd] of some KV heads to its place in o [B,T,H,hd]."""
+        per_head = o.shape[2] // self.kv_heads
+        begin = 0
+        for first, stop in _runs(heads):
+            count = (stop - first) * per_head
+            o[:, :, first * per_head : stop * per_head] = result[:, :, begin : begin + count]
+            begin += count
 
     def _rule(self, sinks: torch.Tensor | None, heads: tuple[int, ...]) -> ScoreRule:
-        return rule_of_heads(self.rule, sinks, heads, self.kv_heads)
+        """The layer's rule with the sinks [H] of the query heads that belong to some KV heads."""
+        if sinks is None:
+            return self.rule
+        return replace(self.rule, sinks=self._heads(sinks[None, None], heads)[0, 0])
 
     def step(
         self,
@@ -230,7 +255,7 @@ class LayerPages:
         """One new token in each row of a batch. `sinks` [H]: a logit of each head beside its keys (`ScoreRule`)."""
         if q.is_cuda:
             return self._step_cuda(q, k, v, position, batch, sinks)
-        o, table = torch.zeros_like(q), batch.cache.table
+        o, table = torch.zeros_like(q), self.table.tensor
         if self.full:
             page, offset = (
                 table[batch.slots, position // self.page_tokens].long(),
@@ -295,7 +320,7 @@ class LayerPages:
             plan = replace(plan, rule=replace(plan.rule, sinks=sinks))
         if times > 1:
             k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
-        step = PagedStep(batch.slots, position.contiguous(), batch.cache.table)
+        step = PagedStep(batch.slots, position.contiguous(), self.table.tensor)
         return paged_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, step, plan)[
             :, None
         ]
@@ -336,10 +361,12 @@ class LayerPages:
         o = torch.empty_like(q)
         if self.full:
             some_q, some_k, some_v = (self._heads(x[None], self.full)[0] for x in (q, k, v))
+            places = plan.places(self.table)
             for pool, x in zip(self.pages(), (some_k, some_v), strict=True):
-                pool[plan.page, :, plan.offset] = x
-            if plan.seen is not None:
-                some_k, some_v = (pool[plan.seen[0], :, plan.seen[1]] for pool in self.pages())
+                pool[places.page, :, places.offset] = x
+            if places.seen is not None:
+                page, offset = places.seen
+                some_k, some_v = (pool[page, :, offset] for pool in self.pages())
             if expand is not None:
                 some_k, some_v = expand(some_k)
             self._put(
@@ -409,11 +436,33 @@ class LayerPages:
                 found = cudnn_part(q[None, span], keys, values, causal=True)
                 o[span] = (found if rule.sinks is None else add_sinks(*found, rule.sinks))[0][0]
                 continue
-            position = torch.arange(piece.start, piece.end, device=q.device)[None]
-            o[span] = attend_chunk(
-                q[None, span], keys, values, start=piece.start, position=position, rule=rule
-            )[0]
+            o[span] = attend_chunk(q[None, span], keys, values, start=piece.start, rule=rule)[0]
         return o
+
+
+MOST_QUERIES = 16
+"""Query heads of one KV head that a program of the decoding kernels takes, where these are wide."""
+WIDE = 256
+
+
+def copies_of_head(queries: int, kv_heads: int, width: int) -> int:
+    """How often the kernels of single steps see a stored head, each time with some query heads.
+
+    All query heads of a wide head do not fit one program."""
+    if width <= WIDE:
+        return 1
+    per_head = queries // kv_heads
+    return per_head // max(n for n in range(1, MOST_QUERIES + 1) if per_head % n == 0)
+
+
+@cache
+def _runs(heads: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Neighbouring heads as (first, behind the last)."""
+    starts = [n for n, head in enumerate(heads) if n == 0 or head != heads[n - 1] + 1]
+    return tuple(
+        (heads[n], heads[n] + stop - n)
+        for n, stop in zip(starts, [*starts[1:], len(heads)], strict=True)
+    )
 
 
 def uses_kernels(q: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from headway.kernels.attention import ScoreRule, dense
+from headway.model.cache_blocks import to_device
 
 if TYPE_CHECKING:
     from headway.model.paged_layer import PrefillPlan
@@ -86,7 +87,8 @@ class RingPlan:
             rows.append(np.full(len(wanted), slot))
             begin += count
         self.row, self.token, position = (
-            self._moved(np.concatenate(one)) for one in (rows, tokens, positions)
+            to_device(torch.from_numpy(np.concatenate(one)), device)
+            for one in (rows, tokens, positions)
         )
         self.index = heads.index(position)
 
@@ -96,14 +98,6 @@ class RingPlan:
     ) -> RingPlan:
         """Pieces: (slot, start, count)."""
         return RingPlan(heads, pieces, device)
-
-    def _moved(self, host: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(host))
-        return (
-            tensor.pin_memory().to(self.device, non_blocking=True)
-            if self.device.type == "cuda"
-            else tensor
-        )
 
 
 QUERY_BLOCK = 256

@@ -2,7 +2,7 @@
 
     x [B,T,D] -> logits [B,T,E] -> scores [B,T,E] -> the k best experts and their weights [B,T,k]
 
-`Routing` sums up what a router did, for the losses of balance (`objective/balance.py`) and for metrics.
+`Routing` sums up what a router did, for the losses of balance (`tasks/balance.py`) and for metrics.
 Shapes: B rows, T tokens, D width, E experts, k experts per token.
 """
 

@@ -29,7 +29,6 @@ from headway.model.base import (
     AttentionCore,
     CachedForward,
     Compiler,
-    DecodeStep,
     LayerSplit,
     LMHead,
     Model,
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     from headway.kernels.vocab_loss import VocabShard
     from headway.model.config import ModelConfig
     from headway.model.head_gates import GateDraw
-    from headway.model.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -242,8 +240,6 @@ class Transformer(Model):
         self.rotation = Rotation(config)
         self.is_random = config.dropout > 0
         self._vocab: VocabShard | None = None
-        self._prefill_halves: dict[int, CachedHalves] = {}
-        """Compiled halves of every block, for many tokens that go into a cache."""
         self._counts = True
         """Whether gradients of what routers did and of scores count on this rank; ranks that share the layers compute the same."""
         self._own_tokens: Callable[[Tensor], Tensor] | None = None
@@ -343,9 +339,8 @@ class Transformer(Model):
         return found
 
     def param_specs(self) -> list[ParamSpec]:
-        """The layout of the config, and the parameters of adapters."""
-        known = {spec.name: spec for spec in param_specs(self.config)}
-        return [known.get(spec.name, spec) for spec in super().param_specs()]
+        """The layout of the config."""
+        return param_specs(self.config)
 
     @property
     def head_parameter(self) -> str | None:
@@ -398,40 +393,24 @@ class Transformer(Model):
         self,
         tokens: Tensor,
         position: Tensor,
-        mask: AttentionMask | None,
-        cache: KVCache | None = None,
+        mask: AttentionMask,
         media: MediaTensors | None = None,
         counted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
-        """Hidden [B,T,D] after the final norm. Tokens that continue what a cache holds need no mask: each row is one document.
+        """Hidden [B,T,D] after the final norm.
 
         With `counted` tokens [B,T], also what the routers of all mixtures did with them: [layers,B,...]."""
-        assert cache is None or (mask is None) == (not cache.is_empty)
         x = self.embed(tokens, media, position=position)
-        cos, sin = self.rotation(position, None if cache is None else cache.capacity)
+        cos, sin = self.rotation(position)
         routings: list[Routing] = []
-        for layer, block in enumerate(self.blocks().values()):
-            if cache is None:
-                assert mask is not None
-                x = (
-                    block(x, cos, sin, mask)
-                    if counted is None
-                    else block(x, cos, sin, mask, counted)
-                )
-                if not isinstance(x, Tensor):
-                    x, routing = x
-                    routings.append(routing)
+        for block in self.blocks().values():
+            if counted is None:
+                x = block(x, cos, sin, mask)
             else:
-                before, after, expand = (self._prefill_halves.get(layer) or CachedHalves(block)).of(
-                    tokens
-                )
-                q, k, v = before(x, cos, sin)
-                whole = None if mask is None else partial(block.core, **block.core_settings(mask))
-                x = after(
-                    x, cache.attend(layer, q, k, v, position, whole, block.self_attn.sinks, expand)
-                )
-        if cache is not None:
-            cache.advance(tokens.shape[1])
+                x = block(x, cos, sin, mask, counted)
+            if not isinstance(x, Tensor):
+                x, routing = x
+                routings.append(routing)
         hidden = self.model.norm(x)
         return (hidden, stack_routings(routings)) if routings else hidden
 
@@ -459,34 +438,12 @@ class Transformer(Model):
             block.enter, block.leave, block.drop = split.enter, split.leave, split.drop
             block.self_attn.mean_over_ranks = split.mean
 
-    def prefill(
-        self,
-        tokens: Tensor,
-        position: Tensor,
-        cache: KVCache | None = None,
-        media: MediaTensors | None = None,
+    def hidden_states(
+        self, tokens: Tensor, position: Tensor, media: MediaTensors | None = None
     ) -> Tensor:
-        """Rows that continue what a cache holds need no mask: each is one document."""
+        """Under a causal mask."""
         rows, length = tokens.shape
-        mask = causal_mask(rows, length, tokens.device) if cache is None or cache.is_empty else None
-        return self(tokens, position, mask, cache, media)
-
-    def compile_prefill(self, compiler: Compiler) -> None:
-        """Once: forwards into a cache run compiled halves, of any number of tokens. Training and single steps stay as they are."""
-        if not self._prefill_halves:
-            self._prefill_halves = {
-                layer: CachedHalves(block, compiler)
-                for layer, block in enumerate(self.blocks().values())
-            }
-
-    def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
-        """A step reads and writes the cache; its caller advances the cache."""
-        forward = self.cached_forward(compiler)
-
-        def step(token: Tensor, position: Tensor) -> Tensor:
-            return self.logits(forward(token[:, None], position[:, None], cache)[:, 0]).float()
-
-        return step
+        return self(tokens, position, causal_mask(rows, length, tokens.device), media)
 
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
         """The blocks' halves are compiled, attention between them is the cache's."""
@@ -503,7 +460,7 @@ class Transformer(Model):
             for layer, both in enumerate(halves):
                 before, after, expand = both.of(tokens)
                 q, k, v = before(x, cos, sin)
-                x = after(x, cache.attend(layer, q, k, v, position, None, both.sinks, expand))
+                x = after(x, cache.attend(layer, q, k, v, position, both.sinks, expand))
             return self.model.norm(x)
 
         return forward

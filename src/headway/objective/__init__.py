@@ -1,13 +1,1 @@
-"""Losses. `KINDS` names the modules that a recipe's `objective.kind` may choose."""
-
-KINDS = (
-    "contrastive",
-    "distill",
-    "dpo",
-    "head_sparsity",
-    "kto",
-    "next_token",
-    "orpo",
-    "reward",
-    "simpo",
-)
+"""The former name of `headway.tasks`, kept for one release. Plug-ins import from `headway.plugin`."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from headway.model.layout import ParamSpec
+
 
 @dataclass(frozen=True)
 class Hyper:
@@ -163,7 +165,7 @@ class OptimConfig(KindConfig):
         """The hyperparameters of a group without a rule, at one step."""
         raise ConfigError(f"{type(self).__module__} defines no Config.hyper; a kind needs one.")
 
-    def parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    def parts(self, specs: Mapping[str, ParamSpec]) -> dict[str, str]:
         """The part that updates each parameter, by name; what is missing belongs to the part ""."""
         return {}
 

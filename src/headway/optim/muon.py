@@ -17,6 +17,7 @@ from headway.optim.base import Hyper, OptimConfig, Optimizer, check_betas
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headway.model.layout import ParamSpec
     from headway.optim.base import Guard
     from headway.optim.state_storage import StateStorage
 
@@ -67,20 +68,20 @@ class Config(OptimConfig):
     )
     adamw: AdamWPart = setting(AdamWPart, "AdamW for embeddings, head, norms and biases.")
 
-    def parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    def parts(self, specs: Mapping[str, ParamSpec]) -> dict[str, str]:
         """AdamW's part; every other parameter is a hidden matrix."""
-        from headway.optim.groups import is_matrix, is_wide, select
+        from headway.optim.groups import select
 
         other = select(
             self.adamw.match,
-            shapes,
+            specs,
             "optim.adamw.match",
             may_be_empty=("embeddings", "gates", "objective", "adapter"),
         )
         return {
             name: REST
-            for name, shape in shapes.items()
-            if not is_matrix(name, shape) or is_wide(name) or name in other
+            for name, spec in specs.items()
+            if not spec.is_matrix or spec.is_wide or name in other
         }
 
     def part(self, name: str) -> OptimConfig:

@@ -15,11 +15,9 @@ import torch
 from headway.errors import ConfigError, ParallelError
 from headway.kernels.fp8 import MULTIPLE, Scaling, convert
 from headway.model.adapter.lora import adapt, pack_linears
-from headway.model.base import Model, build_model, compile_method
-from headway.model.layout import GATES
-from headway.objective.balance import with_balance
-from headway.objective.base import Objective
-from headway.optim.groups import OBJECTIVE, ParamGroup, make_groups, trainable
+from headway.model.base import Model, build_model, compile_method, model_specs
+from headway.model.layout import GATES, ParamSpec
+from headway.optim.groups import ParamGroup, make_groups, objective_specs, trainable
 from headway.parallel.base import needs_gradient
 from headway.parallel.context import share_rows
 from headway.parallel.engine import EngineSpec
@@ -28,6 +26,8 @@ from headway.parallel.offload_activations import ActivationOffload
 from headway.parallel.pipeline.stages import PipelinePart, pipeline_part, with_training
 from headway.parallel.recompute import recompute_method, recompute_whole
 from headway.parallel.tensor import local_heads, split_model
+from headway.tasks.balance import with_balance
+from headway.tasks.base import Task
 
 if TYPE_CHECKING:
     from headway.parallel.fsdp import FsdpEngine
@@ -37,9 +37,10 @@ def assemble(spec: EngineSpec) -> FlatEngine | FsdpEngine:
     """Make the engine of this rank; its parameters are still zero."""
     spec.parallel.check(spec.ranks.mesh, str(spec.dtype).removeprefix("torch."))
     model, objective = meta_model(spec), with_balance(spec.objective.build(), spec.model)
-    groups = group_parameters(model, objective, spec)
-    part = keep_stages(model, objective, groups, spec)
-    local = replace(split_model(model, spec), part=part)
+    specs = whole_specs(model, objective)
+    groups = group_parameters(specs, spec)
+    part = keep_stages(model, objective, groups, specs, spec)
+    local = replace(split_model(model, spec), specs=specs, part=part)
     if spec.ranks.tensor.size * spec.ranks.expert.size > 1 and any(
         GATES in group.names for group in groups
     ):
@@ -68,7 +69,11 @@ def meta_model(spec: EngineSpec) -> Model:
 
 
 def keep_stages(
-    model: Model, objective: Objective, groups: list[ParamGroup], spec: EngineSpec
+    model: Model,
+    objective: Task,
+    groups: list[ParamGroup],
+    specs: dict[str, ParamSpec],
+    spec: EngineSpec,
 ) -> PipelinePart | None:
     """Remove from a model without memory what other ranks of the pipeline have; None where there is no pipeline."""
     pipeline = spec.ranks.pipeline
@@ -80,9 +85,7 @@ def keep_stages(
             "a compiled backward computes both at once. Set kernels.compile=false, or use schedule 1f1b or interleaved."
         )
     seq_len = spec.seq_len or spec.model.max_seq_len
-    part = pipeline_part(
-        spec.parallel, spec.model, seq_len, pipeline.rank, whole_shapes(model, objective)
-    )
+    part = pipeline_part(spec.parallel, spec.model, seq_len, pipeline.rank, specs)
     part = with_training(part, {name for group in groups for name in group.names}, model.blocks())
     model.keep_layers(part.own_layers, first=part.is_first, last=part.is_last)
     if not part.is_last:
@@ -103,26 +106,19 @@ def convert_to_fp8(model: Model, scaling: Scaling) -> None:
         )
 
 
-def group_parameters(model: Model, objective: Objective, spec: EngineSpec) -> list[ParamGroup]:
+def group_parameters(specs: dict[str, ParamSpec], spec: EngineSpec) -> list[ParamGroup]:
     """The groups of what trains: parameters of the model and of the objective."""
-    shapes = whole_shapes(model, objective)
-    training, rules = trainable(shapes, spec.freeze, spec.train), spec.objective.rules
+    training, rules = trainable(specs, spec.freeze, spec.train), spec.objective.rules
     if any("gates" in rule.match for rule in rules) and GATES not in training:
         raise ConfigError(
             "freeze contains the head gates, which this objective trains. Use objective next_token with frozen gates."
         )
-    return make_groups(spec.optim, shapes, training, rules)
+    return make_groups(spec.optim, specs, training, rules)
 
 
-def whole_shapes(model: Model, objective: Objective) -> dict[str, tuple[int, ...]]:
-    """Every parameter of a model and an objective, in order."""
-    shapes = {param.name: param.shape for param in model.param_specs()}
-    if objective.module is not None:
-        shapes |= {
-            OBJECTIVE + name: tuple(parameter.shape)
-            for name, parameter in objective.module.named_parameters()
-        }
-    return shapes
+def whole_specs(model: Model, objective: Task) -> dict[str, ParamSpec]:
+    """Every parameter of a whole model and an objective, in order."""
+    return model_specs(model) | objective_specs(objective.module)
 
 
 def _engine_class(spec: EngineSpec) -> type[FlatEngine] | type[FsdpEngine]:

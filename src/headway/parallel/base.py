@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from headway.data.batch import Batch
 from headway.model.base import Model
-from headway.objective.base import MetricSums, Objective, StepInfo
+from headway.model.layout import ParamSpec
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup
 from headway.optim.scaler import Scaler
+from headway.parallel.box import Box, Ints, ParamBox, StateTensor
 from headway.parallel.collectives import RankGroup, RankGroups
-from headway.parallel.engine import Box, EngineSpec, ReadTensor, StateTensor, Update
+from headway.parallel.engine import EngineSpec, ReadTensor, Update
 from headway.parallel.offload_optimizer import HostStateOptimizer, LocalTensors
-from headway.parallel.param_box import Ints, ParamBox
 from headway.parallel.passes import Passes
 from headway.parallel.pipeline.passes import PipelinePasses
 from headway.parallel.pipeline.stages import PipelinePart
@@ -36,6 +36,7 @@ from headway.parallel.update_rules import (
     check_whole,
 )
 from headway.runtime.device import wide
+from headway.tasks.base import MetricSums, StepInfo, Task
 
 NORM_BLOCK = 1024
 """Elements whose squares are added up in fp32 on the CPU. One fp32 sum over 50 million elements is 0.8 % too small; this is as fast."""
@@ -47,6 +48,8 @@ class LocalModel:
 
     boxes: dict[str, ParamBox]
     sums: dict[int, RankGroup] = field(default_factory=dict)
+    specs: dict[str, ParamSpec] = field(default_factory=dict)
+    """Every parameter of the whole model and of the objective, in order."""
     part: PipelinePart | None = None
     """This rank's stages, where there is a pipeline."""
 
@@ -56,8 +59,8 @@ class ParamShard:
     """What this rank holds of one parameter: boxes of the whole tensor, stored one after another in flat tensors."""
 
     name: str
-    boxes: list[tuple[Ints, Ints, int]]
-    """(offset in the whole parameter, shape, start in `values`); empty: this rank holds nothing of it."""
+    boxes: list[tuple[Box, int]]
+    """Of the whole parameter, each with its start in `values`; empty: this rank holds nothing of it."""
     values: Tensor
     """Flat: the fp32 master weights, or the parameter itself if it does not train."""
     trains: bool
@@ -76,7 +79,7 @@ class BaseEngine(ABC):
     def __init__(
         self,
         model: Model,
-        objective: Objective,
+        objective: Task,
         groups: Sequence[ParamGroup],
         spec: EngineSpec,
         local: LocalModel,
@@ -90,17 +93,17 @@ class BaseEngine(ABC):
         )
         self.homes = parameter_homes(model, objective)
         self.local, self._expert_ranks = local, spec.ranks.of_experts()
+        self.specs = local.specs
+        self.shapes = {name: one.shape for name, one in self.specs.items()}
         self.boxes = {
-            name: local.boxes[name] if name in local.boxes else self._objective_box(home)
-            for name, home in self.homes.items()
+            name: local.boxes[name] if name in local.boxes else self._objective_box(name)
+            for name in self.homes
         }
-        self.shapes = {name: box.shape for name, box in self.boxes.items()}
         if part is not None:
             self.boxes = {
                 name: replace(box, of_earlier_stage=part.is_copy(name))
                 for name, box in self.boxes.items()
             }
-            self.shapes = dict(part.shapes)
         self.rules = build_rules(spec.optim, groups)
         """The update rule of every group."""
         self.rule_of = {name: self.rules[group.name] for group in groups for name in group.names}
@@ -111,17 +114,17 @@ class BaseEngine(ABC):
                 for name, rule in self.rule_of.items()
                 if rule.matrices is not None and self.holds(name)
             ],
-            {name: (box.stacked_shape, box.local_shape) for name, box in self.boxes.items()},
+            {name: (box.stacked_shape, box.shape) for name, box in self.boxes.items()},
         )
         self.host_state = host_optimizers(self.rules, spec.device) if spec.state_on_host else None
         self.scaler = Scaler(spec.loss_scale, spec.device) if spec.dtype == torch.float16 else None
         self.skipped = torch.zeros((), dtype=torch.float32, device=spec.device)
         self._one = torch.ones((), dtype=torch.float32, device=spec.device)
 
-    def _objective_box(self, home: tuple[nn.Module, str]) -> ParamBox:
+    def _objective_box(self, name: str) -> ParamBox:
         """Parameters of the objective are whole on every rank, and every rank computes all of their gradient."""
-        shape, tensor = tuple(parameter_at(home).shape), self.ranks.tensor
-        return ParamBox(shape, (0,) * len(shape), shape, tensor.size, tensor.rank)
+        spec, tensor = self.specs[name], self.ranks.tensor
+        return ParamBox.whole(spec, tensor.size, tensor.rank)
 
     @abstractmethod
     def shards(self) -> Iterator[ParamShard]:
@@ -167,7 +170,7 @@ class BaseEngine(ABC):
             return {
                 name: parameter_at(home).detach().clone()
                 for name, home in self.homes.items()
-                if name.startswith(OBJECTIVE)
+                if "objective" in self.specs[name].groups
             }
 
     @contextmanager
@@ -221,7 +224,7 @@ class BaseEngine(ABC):
         part = self._over_tensor(box, value)
         if box.expert_ranks == 1:
             return part
-        whole = part.new_empty(box.shape)
+        whole = part.new_empty(box.spec.shape)
         expert.all_gather(whole.view(-1), part.reshape(-1)).wait()
         return whole
 
@@ -286,14 +289,10 @@ class BaseEngine(ABC):
                 else index % ranks.replicate.size == ranks.replicate.rank
             )
             for role, whole in self._roles(shard).items():
-                yield (
-                    shard.name,
-                    role,
-                    whole,
-                    self._boxes(shard, role)
-                    if writes and not self.boxes[shard.name].is_copy
-                    else [],
-                )
+                boxes: list[tuple[Ints, Tensor]] = []
+                if writes and not self.boxes[shard.name].is_copy:
+                    boxes = self._boxes(shard, role)
+                yield StateTensor(shard.name, role, whole, boxes)
 
     def _roles(self, shard: ParamShard) -> dict[str, Ints]:
         """What is saved of a parameter: role -> shape of the whole tensor."""
@@ -304,7 +303,7 @@ class BaseEngine(ABC):
             else {"param": shape}
         )
 
-    def _boxes(self, shard: ParamShard, role: str) -> list[Box]:
+    def _boxes(self, shard: ParamShard, role: str) -> list[tuple[Ints, Tensor]]:
         """What this rank has of a parameter in one role."""
         if shard.whole_state is not None and role != "master":
             return [
@@ -319,7 +318,7 @@ class BaseEngine(ABC):
             flat = self.rule_of[shard.name].storage.read(
                 shard.state, role, shard.state_start, flat.numel()
             )
-        return [(offset, view(flat, start, shape)) for offset, shape, start in shard.boxes]
+        return [(box.offset, view(flat, start, box.shape)) for box, start in shard.boxes]
 
     def _state_offset(self, name: str, held: Tensor) -> Ints:
         """Where the state of a whole parameter begins in that of all experts, which is stacked as the parameter is."""
@@ -366,7 +365,7 @@ class BaseEngine(ABC):
                     )
             return
         parts = [
-            read(shard.name, role, offset, shape).reshape(-1) for offset, shape, _ in shard.boxes
+            read(shard.name, role, box.offset, box.shape).reshape(-1) for box, _ in shard.boxes
         ]
         if not parts:
             return
@@ -396,7 +395,7 @@ def needs_gradient(_block: nn.Module, inputs: tuple[Any, ...]) -> None:
         inputs[0].requires_grad_()
 
 
-def parameter_homes(model: nn.Module, objective: Objective) -> dict[str, tuple[nn.Module, str]]:
+def parameter_homes(model: nn.Module, objective: Task) -> dict[str, tuple[nn.Module, str]]:
     """Where each parameter is registered: name -> (module, attribute), in the order of the model."""
     homes: dict[str, tuple[nn.Module, str]] = {}
     roots: list[tuple[str, nn.Module]] = [("", model)]

@@ -12,12 +12,12 @@ from headway.config.section import Section, setting
 from headway.errors import ParallelError
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
-from headway.objective.base import ObjectiveConfig
 from headway.parallel.hooks.base import HookConfig
 from headway.parallel.layout_rules import LayoutCase, check_layout
 from headway.parallel.mesh import Mesh, plan_mesh
 from headway.parallel.pipeline.program import PipelineShape
 from headway.parallel.pipeline_order import ScheduleName
+from headway.tasks.base import TaskConfig
 
 Offload = Literal["activations", "optimizer"]
 
@@ -166,7 +166,7 @@ class ParallelConfig(Section):
         self,
         model: ModelConfig,
         seq_len: int,
-        objective: ObjectiveConfig,
+        objective: TaskConfig,
         adapter: AdapterConfig | None,
     ) -> None:
         """Refuse a layout that this model, these rows or this objective cannot be trained on exactly; the rules are in layout_rules.py."""

@@ -31,7 +31,6 @@ from headway.errors import ParallelError
 from headway.kernels.attention import AttentionMask, ScoreRule
 from headway.model.base import AttentionCore, Model
 from headway.model.projector import SLOT
-from headway.optim.groups import is_wide
 from headway.parallel.collectives import RankGroup, RankGroups, split_context
 from headway.parallel.mesh import ring_ranks
 from headway.parallel.ring import RingCore, ring_order
@@ -80,8 +79,9 @@ def share_rows(model: Model, ranks: RankGroups, heads: slice, attention: str = "
         )
     around, group = split_context(ranks, ring)
     each = kv_heads // group.size
+    wide = {spec.name for spec in model.param_specs() if spec.is_wide}
     gates_train = any(
-        parameter.requires_grad for name, parameter in model.named_parameters() if is_wide(name)
+        parameter.requires_grad for name, parameter in model.named_parameters() if name in wide
     )
     first = heads.start + group.rank * each
     model.shard_attention(

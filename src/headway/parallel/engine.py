@@ -14,15 +14,15 @@ from headway.data.batch import Batch, StepBatch
 from headway.kernels.fp8 import Scaling
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
-from headway.objective.base import MetricSums, ObjectiveConfig, StepInfo
+from headway.model.layout import ParamSpec
 from headway.optim.base import Hyper, OptimConfig
 from headway.optim.groups import ParamGroup
 from headway.optim.scaler import ScalerConfig
+from headway.parallel.box import StateTensor
 from headway.parallel.collectives import RankGroups
 from headway.parallel.config import MemoryConfig, ParallelConfig
+from headway.tasks.base import MetricSums, StepInfo, TaskConfig
 
-Box = tuple[tuple[int, ...], Tensor]
-StateTensor = tuple[str, str, tuple[int, ...], list[Box]]
 ReadTensor = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
 """(name, role, offset, shape) -> tensor: how a checkpoint's content reaches an engine, saved from any layout."""
 
@@ -34,7 +34,7 @@ class EngineSpec:
     """Everything that decides an engine: what trains, in which precision and memory, and how ranks share the work."""
 
     model: ModelConfig
-    objective: ObjectiveConfig
+    objective: TaskConfig
     optim: OptimConfig
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
@@ -118,8 +118,10 @@ class Engine(Protocol):
     """Holds the model, the gradients and the optimizer state of this rank."""
 
     groups: list[ParamGroup]
+    specs: dict[str, ParamSpec]
+    """Every parameter of the whole model and of the objective, in the order of the model."""
     shapes: dict[str, tuple[int, ...]]
-    """Every parameter's whole shape, in the order of the model."""
+    """Their shapes."""
 
     def holds(self, name: str) -> bool:
         """Whether this rank has any part of a parameter; ranks of a pipeline hold those of their stages."""
@@ -142,7 +144,7 @@ class Engine(Protocol):
         ...
 
     def tensors(self) -> Iterator[StateTensor]:
-        """Everything to save: (name, role, global shape, [(offset, local view)]); what several ranks hold is given by one of them."""
+        """Everything to save; what several ranks hold is given by one of them."""
         ...
 
     def scalars(self) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from headway.data.batch import StepBatch
 from headway.model.base import Model
-from headway.model.layout import EXPERTS, GATES
-from headway.objective.base import Objective, StepInfo
+from headway.model.layout import GATES
+from headway.model.moe import MixtureOfExperts
 from headway.optim.base import Guard, Hyper
-from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
+from headway.optim.groups import ParamGroup
 from headway.parallel.base import (
     BaseEngine,
     LocalModel,
@@ -38,11 +38,13 @@ from headway.parallel.base import (
     parameter_at,
     square_norm,
 )
+from headway.parallel.box import Box
 from headway.parallel.collectives import RankGroups
 from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StepResult
 from headway.parallel.fsdp_matrices import ShardedMember, owners, update_whole
 from headway.parallel.offload_optimizer import LocalTensors
 from headway.parallel.update_rules import WholeParameter
+from headway.tasks.base import StepInfo, Task
 
 
 @dataclass
@@ -92,7 +94,7 @@ class FsdpEngine(BaseEngine):
     def __init__(
         self,
         model: Model,
-        objective: Objective,
+        objective: Task,
         groups: Sequence[ParamGroup],
         spec: EngineSpec,
         local: LocalModel,
@@ -102,7 +104,7 @@ class FsdpEngine(BaseEngine):
         group_of = {name: group.name for group in groups for name in group.names}
         for name, (owner, leaf) in self.homes.items():
             held = parameter_at((owner, leaf))
-            if name in group_of or is_wide(name):
+            if name in group_of or self.specs[name].is_wide:
                 held.requires_grad_(name in group_of)
             elif not held.is_floating_point():
                 continue  # bytes of a quantised matrix
@@ -140,10 +142,10 @@ class FsdpEngine(BaseEngine):
         """The gradients of an update, between its norm and its step."""
 
     def _is_updated_whole(self, name: str) -> bool:
-        return self.rule_of[name].matrices is not None and not is_wide(name)
+        return self.rule_of[name].matrices is not None and not self.specs[name].is_wide
 
     def _part(self, name: str, parameter: nn.Parameter, group: str | None) -> LocalParameter:
-        shape, shard = self.boxes[name].local_shape, self.ranks_of(name).shard
+        shape, shard = self.boxes[name].shape, self.ranks_of(name).shard
         local = _local(parameter.detach())
         offset = (0,) * len(shape)
         if isinstance(parameter, DTensor):
@@ -264,7 +266,7 @@ class FsdpEngine(BaseEngine):
         )
         sharded = {
             part.name: ShardedMember(
-                self.boxes[part.name].local_shape,
+                self.boxes[part.name].shape,
                 part.master,
                 self._grads[part.name],
                 part.state,
@@ -303,7 +305,7 @@ class FsdpEngine(BaseEngine):
         for part in self.parts.values():
             local = part.master
             boxes = (
-                [(self.boxes[part.name].shift(part.offset), tuple(local.shape), 0)]
+                [(self.boxes[part.name].part(Box(part.offset, tuple(local.shape))), 0)]
                 if local.numel()
                 else []
             )
@@ -330,7 +332,7 @@ class FsdpEngine(BaseEngine):
         """The model's parameters at full precision, by name, in the order of the model."""
         with self.with_averages():
             for name, part in self.parts.items():
-                if not name.startswith(OBJECTIVE):
+                if "objective" not in self.specs[name].groups:
                     box = (
                         part.parameter.full_tensor()
                         if isinstance(part.parameter, DTensor)
@@ -388,7 +390,8 @@ def shard_model(model: Model, spec: EngineSpec) -> None:
         cast_forward_inputs=False,
     )
     mesh = _device_mesh(spec.ranks, spec.device.type)
-    whole = {parameter for name, parameter in model.named_parameters() if is_wide(name)} or None
+    wide = {one.name for one in model.param_specs() if one.is_wide}
+    whole = {parameter for name, parameter in model.named_parameters() if name in wide} or None
     again = spec.parallel.fsdp.reshard_after_forward
     if spec.ranks.expert.size > 1:
         _shard_experts(model, spec, policy)
@@ -433,13 +436,13 @@ def _shard_experts(model: Model, spec: EngineSpec, policy: MixedPrecisionPolicy)
     waits = (
         "activations" in spec.memory.offload
     )  # which must know all parameters when a block begins
-    path = EXPERTS.strip(".")
     for block in model.blocks().values():
-        if any(name.startswith(path + ".") for name, _ in block.named_parameters()):
-            experts = fully_shard(
-                block.get_submodule(path), mesh=mesh, reshard_after_forward=again, mp_policy=policy
-            )
-            block.register_forward_pre_hook(_gathering(experts, wait=waits))
+        for mixture in block.modules():
+            if isinstance(mixture, MixtureOfExperts):
+                experts = fully_shard(
+                    mixture.experts, mesh=mesh, reshard_after_forward=again, mp_policy=policy
+                )
+                block.register_forward_pre_hook(_gathering(experts, wait=waits))
 
 
 def _gathering(experts: FSDPModule, *, wait: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headway.errors import ParallelError
-from headway.model.layout import EXPERTS
 from headway.parallel.layouts import Layout, LayoutShape, broken_tensor
 from headway.parallel.mesh import ring_ranks
 
 if TYPE_CHECKING:
     from headway.model.adapter.config import AdapterConfig
     from headway.model.config import ModelConfig
-    from headway.objective.base import ObjectiveConfig
     from headway.parallel.config import ParallelConfig
+    from headway.tasks.base import TaskConfig
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class LayoutCase:
     parallel: ParallelConfig
     model: ModelConfig
     seq_len: int
-    objective: ObjectiveConfig
+    objective: TaskConfig
     adapter: AdapterConfig | None = None
 
 
@@ -68,7 +67,7 @@ def _pipeline(case: LayoutCase) -> Iterator[str]:
         each = f" with {shape.virtual_stages} stages each" if shape.virtual_stages > 1 else ""
         near = max(1, layers // shape.virtual_stages)
         yield f"{is_set}{each}; every stage needs a layer, and the model has {layers}. Use pipeline {near}."
-    if case.objective.reference_spec is not None:
+    if case.objective.needs.frozen is not None:
         yield f"{is_set} and objective {case.objective.kind} needs a reference model, which has no stages. Use pipeline 1."
     split = parallel.pipeline_split
     if split and (len(split) != shape.stages or sum(split) != layers or min(split) < 1):
@@ -142,7 +141,7 @@ def _context(case: LayoutCase) -> Iterator[str]:
             f"{is_set} and data.seq_len={case.seq_len} is above rope_scaling.original_max_seq_len={scaling.original_max_seq_len}: longrope "
             "depends on the length of whole documents, which a rank does not see. Use context 1."
         )
-    if not case.objective.BY_TOKEN:
+    if case.objective.needs.whole_rows:
         yield f"objective {case.objective.kind} needs whole rows: {is_set} and must be 1."
     for key, rate in (
         ("model.dropout", model.dropout),
@@ -175,8 +174,10 @@ def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
 
 def _teacher(case: LayoutCase) -> Iterator[str]:
     """The divergence from a teacher is computed over whole rows of both heads."""
-    spec = case.objective.reference_spec
-    is_taught = case.objective.teacher_cache is not None or (spec is not None and spec.is_teacher)
+    needs = case.objective.needs
+    is_taught = needs.stored_logits is not None or (
+        needs.frozen is not None and needs.frozen.is_teacher
+    )
     if is_taught and case.parallel.tensor > 1:
         yield (
             f"parallel.tensor is {case.parallel.tensor} and objective {case.objective.kind} compares whole vocabularies. "
@@ -190,7 +191,7 @@ def _packed(case: LayoutCase) -> Iterator[str]:
     if (
         adapter is not None
         and expert > 1
-        and any(EXPERTS in name for name in adapter.layouts(case.model))
+        and any(layout.experts is not None for layout in adapter.layouts(case.model).values())
     ):
         yield (
             f"parallel.expert is {expert} and adapter.base is {adapter.base}, which quantises the experts of a layer together. "

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from headway.data.batch import TENSOR_FIELDS, Batch, StepBatch
-from headway.objective.base import StepInfo
 from headway.optim.base import Hyper
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroup, RankGroups, form_groups
@@ -27,6 +26,7 @@ from headway.parallel.engine import Engine, EngineSpec
 from headway.parallel.mesh import Mesh
 from headway.runtime.device import set_arithmetic
 from headway.runtime.process import run_in_child
+from headway.tasks.base import StepInfo
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,20 @@ from torch import Tensor
 
 from headway.data.batch import Batch, StepBatch
 from headway.model.base import Model, ModelOut
-from headway.objective.balance import LOAD, StepBalanced
-from headway.objective.base import MetricSums, MismatchObjective, Objective, StepInfo, StepObjective
 from headway.parallel.collectives import DifferentiableCollectives
 from headway.parallel.context import part_of
 from headway.parallel.engine import DeviceTimestamp, EngineSpec, StepResult
 from headway.parallel.mesh import ring_ranks
 from headway.runtime.seed import derive
+from headway.tasks.balance import LOAD
+from headway.tasks.base import (
+    FirstPass,
+    MetricSums,
+    SeenRows,
+    StepInfo,
+    Task,
+    first_passes_of,
+)
 
 FULL_HEADS = "full_heads"
 STREAMING_HEADS = "streaming_heads"
@@ -25,7 +32,7 @@ STREAMING_HEADS = "streaming_heads"
 class Passes:
     """Runs a model and an objective over microbatches."""
 
-    def __init__(self, model: Model, objective: Objective, spec: EngineSpec) -> None:
+    def __init__(self, model: Model, objective: Task, spec: EngineSpec) -> None:
         self.model, self.objective, self.spec, self.ranks = model, objective, spec, spec.ranks
         self.exchange = DifferentiableCollectives(self.ranks.reduce)
         self.ring = ring_ranks(self.ranks.context.size, spec.model.kv_heads, self.ranks.tensor.size)
@@ -45,10 +52,9 @@ class Passes:
         loss = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         sums: MetricSums = {}
         last = len(batch.microbatches) - 1
-        totals = {**batch.totals, "tokens": float(batch.stats.tokens), "step": 1.0}
-        totals["microbatches"] = float(len(batch.microbatches) * self.ranks.reduce.size)
+        totals = self._totals(batch)
         self.model.begin_step()
-        microbatches, at = self._surveyed(batch.microbatches, at, batch.first_microbatch)
+        microbatches, at = self._after_first_passes(batch.microbatches, at, batch.first_microbatch)
         window: list[DeviceTimestamp] = []
         for index, micro in enumerate(microbatches):
             number = batch.first_microbatch + index
@@ -72,6 +78,15 @@ class Passes:
             window.append(DeviceTimestamp.now(self.spec.device))
         return StepResult(loss, sums, compute_window=(window[0], window[1]))
 
+    def _totals(self, batch: StepBatch) -> dict[str, float]:
+        """What the terms of a step may be divided by."""
+        return {
+            **batch.totals,
+            "tokens": float(batch.stats.tokens),
+            "step": 1.0,
+            "microbatches": float(len(batch.microbatches) * self.ranks.reduce.size),
+        }
+
     def _copy_shared(self, metrics: MetricSums) -> MetricSums:
         """Metrics that do not share memory with a parameter of the objective: the update must not change what is logged of the loss."""
         if self.objective.module is None:
@@ -94,7 +109,7 @@ class Passes:
         self.model.eval()
         self.model.begin_step()
         sums: MetricSums = {}
-        moved, at = self._surveyed(batches, at, 0)
+        moved, at = self._after_first_passes(batches, at, 0)
         count = len(moved) if isinstance(moved, list) else 0
         for index, micro in enumerate(moved):
             placed = self._placed(at, index, count)
@@ -125,37 +140,48 @@ class Passes:
         )
 
     @torch.no_grad()
-    def _surveyed(
+    def _after_first_passes(
         self, batches: Iterable[Batch], at: StepInfo, first: int
     ) -> tuple[Iterable[Batch], StepInfo]:
-        """Microbatches on the device. Where a loss couples the rows of a whole step, a pass without gradients comes first."""
+        """Microbatches on the device, and the step with what its first passes read. Without first passes nothing is read ahead."""
         moved = map(self._moved, batches)
-        if not isinstance(self.objective, StepObjective) or (
-            not at.training and isinstance(self.objective, StepBalanced)
-        ):
+        passes = [
+            one for one in first_passes_of(self.objective) if at.training or one.in_evaluation
+        ]
+        if not passes:
             return moved, at
-        batches = list(moved)
-        if len(batches) * self.ranks.reduce.size == 1 and not isinstance(
-            self.objective, MismatchObjective
-        ):
-            return batches, at
-        seen: list[Tensor] = []
-        for index, micro in enumerate(batches):
+        microbatches = list(moved)
+        is_whole_step = len(microbatches) * self.ranks.reduce.size == 1
+        seen: dict[str, SeenRows] = {}
+        for one in passes:
+            if is_whole_step and one.rows is None:
+                continue
+            values = self._read_rows(one, microbatches, at, first)
+            if values is not None:
+                seen[one.name] = SeenRows(self.exchange.gather(values))
+        return microbatches, replace(at, seen=seen)
+
+    def _read_rows(
+        self, first_pass: FirstPass, microbatches: list[Batch], at: StepInfo, first: int
+    ) -> Tensor | None:
+        """What a first pass reads from this rank's microbatches; None on ranks without the model's output."""
+        values: list[Tensor] = []
+        for index, micro in enumerate(microbatches):
             self._reseed(at, first + index)
-            rows = (
-                self.objective.surveyed_rows(micro)
-                if isinstance(self.objective, MismatchObjective)
-                else micro
-            )
-            seen.append(self.objective.survey(self._forward(rows, at, first + index), rows))
-        return batches, replace(at, survey=self.exchange.gather(torch.cat(seen)))
+            rows = micro if first_pass.rows is None else first_pass.rows(micro)
+            values.append(first_pass.read(self._forward(rows, at, first + index), rows))
+        return torch.cat(values)
 
     def _placed(self, at: StepInfo, index: int, count: int) -> StepInfo:
-        """The step as one of this rank's `count` microbatches sees it: it knows where its rows are in the survey."""
-        if at.survey is None:
+        """The step as one of this rank's `count` microbatches sees it: it knows where its rows are among those of first passes."""
+        if not at.seen:
             return at
-        rows = len(at.survey) // (count * self.ranks.reduce.size)
-        return replace(at, survey_start=(self.ranks.reduce.rank * count + index) * rows)
+        number = self.ranks.reduce.rank * count + index
+        seen = {
+            name: SeenRows(values, number * (len(values) // (count * self.ranks.reduce.size)))
+            for name, (values, _) in at.seen.items()
+        }
+        return replace(at, seen=seen)
 
     def _forward(self, batch: Batch, at: StepInfo, microbatch: int) -> ModelOut:
         """One pass. What the model samples itself is the same on all ranks that share a microbatch; in evaluation it samples nothing."""

@@ -8,7 +8,8 @@ with the exchanges in its layers, and a box for every parameter.
     whole    norms, biases of row-split products, head gates, A of column-split and B of row-split adapters
 
 What is whole on several ranks is trained by each of them, with the same updates. Where a rank's gradient covers its heads, its tokens or
-its inputs only, the ranks add theirs up before the update (`is_partial`). The bias of a row-split product is added by the first rank.
+its inputs only (`ParamSpec.covers`), the ranks add theirs up before the update (`is_partial`). The bias of a row-split product is added
+by the first rank.
 Fewer KV heads than ranks: each head is on tensor / num_kv_heads neighbouring ranks, which add up its gradients.
 """
 
@@ -26,42 +27,38 @@ from torch import Tensor, nn
 from headway.errors import ParallelError
 from headway.kernels.fp8 import MULTIPLE, Fp8Linear, LinearSplit
 from headway.kernels.vocab_loss import VocabShard
-from headway.model.adapter.config import PARTS
 from headway.model.adapter.lora import AdaptedLinear
-from headway.model.base import LayerSplit, Model, build_model, keep_wide
+from headway.model.base import LayerSplit, Model, build_model, keep_wide, model_specs
 from headway.model.config import ModelConfig
-from headway.model.layout import EXPERTS, GATES, POSITIONS, ParamSpec
-from headway.model.media_shape import PROJECTOR
+from headway.model.layout import GATES, ParamSpec
 from headway.model.moe import ExpertLinear
-from headway.optim.groups import ADAPTER
 from headway.parallel.base import LocalModel
+from headway.parallel.box import ParamBox
 from headway.parallel.collectives import RankGroup, RankGroups, split_group
 from headway.parallel.engine import EngineSpec
 from headway.parallel.expert_exchange import ExpertExchange
-from headway.parallel.param_box import ParamBox
 from headway.parallel.tensor_exchange import TensorExchange
-
-LORA_A, LORA_B, MAGNITUDE = PARTS
 
 
 def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     """Give a model this rank's part of every parameter and the exchanges between parts. Nothing changes on axes of 1."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    specs = model_specs(model)
     group, experts = spec.ranks.tensor, spec.ranks.expert
     if experts.size > 1:
         model.share_experts(partial(ExpertExchange, group=experts))
     if group.size == 1:
-        boxes = {
-            name: expert_part(name, ParamBox.whole(shape), experts)
-            for name, shape in shapes.items()
-        }
+        boxes = {name: expert_part(ParamBox.whole(one), experts) for name, one in specs.items()}
         if experts.size > 1:
             _shrink(model, boxes)
         return LocalModel(boxes)
-    specs = {one.name: one for one in model.param_specs()}
     copies = kv_copies(model.config, group.size)
     cut = Cut(group, spec.parallel.sequence, copies)
-    boxes = {name: expert_part(name, cut.box(specs[name], specs), experts) for name in shapes}
+    for one in list(specs.values()):
+        bias = one.name.removesuffix("weight") + "bias"
+        if one.split == "row" and bias in specs:
+            # Only the first rank adds it (`_replace_modules`); its gradient is zero on the others.
+            specs[bias] = replace(specs[bias], covers="part")
+    boxes = {name: expert_part(cut.box(one), experts) for name, one in specs.items()}
     exchange = TensorExchange(group, sequence=spec.parallel.sequence)
     _shrink(model, boxes)
     _replace_modules(model, specs, boxes, exchange)
@@ -86,13 +83,17 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     return LocalModel(boxes, _sum_groups(spec.ranks, copies))
 
 
-def expert_part(name: str, box: ParamBox, group: RankGroup) -> ParamBox:
+def expert_part(box: ParamBox, group: RankGroup) -> ParamBox:
     """Of a box of stacked experts, those of this rank of the expert axis; of any other parameter, the box itself."""
-    if group.size == 1 or EXPERTS not in name:
+    if group.size == 1 or "expert" not in box.spec.groups:
         return box
-    each = box.local_shape[0] // group.size
-    offset, local = (group.rank * each, *box.offset[1:]), (each, *box.local_shape[1:])
-    return replace(box, offset=offset, local_shape=local, expert_ranks=group.size)
+    each = box.shape[0] // group.size
+    return replace(
+        box,
+        offset=(group.rank * each, *box.offset[1:]),
+        shape=(each, *box.shape[1:]),
+        expert_ranks=group.size,
+    )
 
 
 @torch.no_grad()
@@ -147,53 +148,19 @@ class Cut:
     def __init__(self, group: RankGroup, sequence: bool, copies: int) -> None:
         self.group, self.sequence, self.copies = group, sequence, copies
 
-    def box(self, spec: ParamSpec, specs: dict[str, ParamSpec]) -> ParamBox:
+    def box(self, spec: ParamSpec) -> ParamBox:
         """The box of one parameter."""
-        dim, owner = self._split_dim(spec, specs)
+        dim = spec.split_dim
         if dim is None:
-            return ParamBox(
-                spec.shape,
-                (0,) * len(spec.shape),
-                spec.shape,
-                self.group.size,
-                self.group.rank,
-                self._is_partial(spec.name),
-            )
-        copies = self.copies if owner.endswith(("k_proj", "v_proj", "k_norm")) else 1
+            is_partial = spec.covers == "part" or (spec.covers == "tokens" and self.sequence)
+            return ParamBox.whole(spec, self.group.size, self.group.rank, is_partial=is_partial)
+        copies = self.copies if spec.of_kv_heads else 1
         parts = even_parts(spec.shape[dim], self.group.size // copies)
         part = parts[self.group.rank // copies]
-        offset = tuple(part.start if at == dim else 0 for at in range(len(spec.shape)))
-        local = tuple(len(part) if at == dim else size for at, size in enumerate(spec.shape))
+        offset = tuple(part.start if index == dim else 0 for index in range(len(spec.shape)))
+        local = tuple(len(part) if index == dim else size for index, size in enumerate(spec.shape))
         sizes = tuple(len(one) for one in parts)
-        return ParamBox(
-            spec.shape, offset, local, copies, self.group.rank % copies, copies > 1, dim, sizes
-        )
-
-    def _split_dim(self, spec: ParamSpec, specs: dict[str, ParamSpec]) -> tuple[int | None, str]:
-        """(dim, path of the linear): along which dim a parameter is split; the parameters of an update follow those of their linear."""
-        if ADAPTER not in spec.name:
-            return spec.split_dim, spec.name.rpartition(".")[0]
-        part = next(one for one in PARTS if spec.name.endswith(one))
-        owner = spec.name.removesuffix("." + part)
-        if specs[f"{owner}.weight"].split == "replicated":
-            return None, owner
-        by_inputs = specs[f"{owner}.weight"].split == "row"
-        dim = (1 if part == LORA_A else None) if by_inputs else (None if part == LORA_A else 0)
-        return dim if dim is None or EXPERTS not in owner else dim + 1, owner
-
-    def _is_partial(self, name: str) -> bool:
-        """Whether gradients of what all ranks hold cover a part: some heads or inputs, or with sequence some tokens."""
-        ends = (
-            "layernorm.weight",
-            "layernorm.bias",
-            "model.norm.weight",
-            "model.norm.bias",
-            POSITIONS,
-        )
-        on_stream = (name.endswith(ends) and ".self_attn." not in name) or name.startswith(
-            PROJECTOR
-        )
-        return self.sequence if on_stream else True
+        return ParamBox(offset, local, spec, copies, self.group.rank % copies, copies > 1, sizes)
 
 
 def _shrink(model: Model, boxes: dict[str, ParamBox]) -> None:
@@ -202,7 +169,7 @@ def _shrink(model: Model, boxes: dict[str, ParamBox]) -> None:
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            local = boxes[f"{path}.{leaf}" if path else leaf].local_shape
+            local = boxes[f"{path}.{leaf}" if path else leaf].shape
             assert parameter.is_meta
             module._parameters[leaf] = nn.Parameter(
                 torch.empty(local, dtype=parameter.dtype, device="meta"), parameter.requires_grad

@@ -223,7 +223,7 @@ def reference_seconds(job: PlanJob) -> float:
     frozen = replace(
         job,
         model=job.reference.model,
-        shapes=job.reference.shapes,
+        specs=job.reference.specs,
         training=(),
         reference=None,
         memory=MemoryConfig(),

@@ -15,7 +15,7 @@ from headway.parallel.pipeline_order import PipelineAction, pipeline_actions, st
 from headway.parallel.stage_split import layer_costs, split_layers
 from headway.plan.hardware import GIB, GPUS, GpuModel
 from headway.plan.memory import MemoryJob
-from headway.plan.parameters import ModelCounts, ParamCount, Shapes, count_parameters
+from headway.plan.parameters import ModelCounts, ParamCount, Specs, count_parameters
 from headway.plan.rates import Software
 from headway.plan.reference import ReferenceModel
 from headway.plan.timeline import in_flight
@@ -43,7 +43,7 @@ class PlanJob:
     """bf16, fp16, fp8 or fp32."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     software: Software = field(default_factory=Software)
-    shapes: Shapes | None = None
+    specs: Specs | None = None
     """Every parameter, adapters too; None = the model's own."""
     training: Collection[str] | None = None
     """Names of the parameters that train; None = all."""
@@ -85,19 +85,17 @@ class PlanJob:
         return self.rows * self.seq_len * self.accumulate * self.layout.data
 
     @property
-    def all_shapes(self) -> Shapes:
-        """Names and shapes of all parameters."""
-        if self.shapes is not None:
-            return self.shapes
-        return self.cached(
-            "shapes", lambda: {spec.name: spec.shape for spec in param_specs(self.model)}
-        )
+    def all_specs(self) -> Specs:
+        """All parameters."""
+        if self.specs is not None:
+            return self.specs
+        return self.cached("specs", lambda: {spec.name: spec for spec in param_specs(self.model)})
 
     @property
     def trains(self) -> Collection[str]:
         """The names that train."""
         return (
-            self.cached("trains", lambda: set(self.all_shapes))
+            self.cached("trains", lambda: set(self.all_specs))
             if self.training is None
             else self.training
         )
@@ -105,15 +103,21 @@ class PlanJob:
     @property
     def has_adapter(self) -> bool:
         """Whether there are low-rank updates."""
-        return self.cached("adapter", lambda: any(".lora_" in name for name in self.all_shapes))
+        return self.cached(
+            "adapter", lambda: any("adapter" in spec.groups for spec in self.all_specs.values())
+        )
 
     @property
     def trained_layers(self) -> frozenset[int]:
         """Layers in which a matrix trains."""
-        names = (name.split(".") for name in self.trains if ".lora_" not in name)
+        trained = (self.all_specs[name] for name in self.trains)
         return self.cached(
             "layers",
-            lambda: frozenset(int(parts[2]) for parts in names if parts[:2] == ["model", "layers"]),
+            lambda: frozenset(
+                spec.stage
+                for spec in trained
+                if isinstance(spec.stage, int) and "adapter" not in spec.groups
+            ),
         )
 
     @property
@@ -131,7 +135,7 @@ class PlanJob:
         tensor, expert = self.layout.tensor, self.layout.expert
         key = ("counts", tensor, expert)
         return self.cached(
-            key, lambda: count_parameters(self.model, self.all_shapes, self.trains, tensor, expert)
+            key, lambda: count_parameters(self.model, self.all_specs, self.trains, tensor, expert)
         )
 
     @property

@@ -1,4 +1,4 @@
-"""How many parameters a rank has: names and shapes of all parameters come in, counts by part, layer and rank go out. Imports no torch.
+"""How many parameters a rank has: the specs of all parameters come in, counts by part, layer and rank go out. Imports no torch.
 
 A tensor rank has its share of what is split and all of what is replicated; KV heads fewer than ranks are on several ranks. A pipeline rank
 has the layers of its stages; the first stage the embedding, the last the final norm and head, and a copy of a tied embedding.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import prod
 
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.config import ModelConfig
-from headway.model.layout import EMBEDDING, EXPERTS, HEAD, SCORE, ParamSpec, param_specs
+from headway.model.layout import ParamSpec, param_specs
 
-Shapes = Mapping[str, tuple[int, ...]]
+Specs = Mapping[str, ParamSpec]
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ class ModelCounts:
 
 
 def count_parameters(
-    model: ModelConfig, shapes: Shapes, training: Collection[str], tensor: int = 1, expert: int = 1
+    model: ModelConfig, specs: Specs, training: Collection[str], tensor: int = 1, expert: int = 1
 ) -> ModelCounts:
-    """Counts of one tensor and expert rank. `shapes` has adapters too, and the bytes of what is stored quantised."""
-    specs = {spec.name: spec for spec in param_specs(model)}
+    """Counts of one tensor and expert rank. `specs` has adapters too, and the bytes of what is stored quantised."""
+    sizes = {spec.name: spec.size for spec in param_specs(model)}
     layers = [ParamCount() for _ in range(model.num_layers)]
     ends = {
         "embedding": ParamCount(),
@@ -77,53 +76,36 @@ def count_parameters(
         "norm": ParamCount(),
         "other": ParamCount(),
     }
-    for name, shape in shapes.items():
+    for name, spec in specs.items():
         if form_of(name) is not None:
-            size = specs[plain_name(name)].size
-            one = ParamCount(0, size, size, prod(shape))
+            size = sizes[plain_name(name)]
+            one = ParamCount(0, size, size, spec.size)
         else:
-            size = _local_size(name, shape, specs, model, tensor)
-            is_shared = expert > 1 and EXPERTS in name
+            size = _local_size(spec, model, tensor)
+            is_shared = expert > 1 and "expert" in spec.groups
             size //= expert if is_shared else 1
             one = ParamCount(size, 0) if name in training else ParamCount(0, size)
             if is_shared:
                 one = replace(one, experts=one.trained, frozen_experts=one.frozen)
-        parts = name.split(".")
-        if parts[:2] == ["model", "layers"]:
-            layers[int(parts[2])] += one
+        if isinstance(spec.stage, int):
+            layers[spec.stage] += one
         else:
-            at = (
-                "embedding"
-                if name == EMBEDDING
-                else "head"
-                if name == SCORE or name.startswith(HEAD.removesuffix("weight"))
-                else "other"
-            )
-            ends["norm" if name.startswith("model.norm") else at] += one
+            ends[_end(spec)] += one
     return ModelCounts(tuple(layers), ends["embedding"], ends["head"], ends["norm"], ends["other"])
 
 
-def _local_size(
-    name: str,
-    shape: tuple[int, ...],
-    specs: Mapping[str, ParamSpec],
-    model: ModelConfig,
-    tensor: int,
-) -> int:
-    size = prod(shape)
-    if tensor == 1:
-        return size
-    path, _, part = name.partition(".lora_")
-    base = specs.get(f"{path}.weight" if part else name)
-    if base is None or base.split == "replicated":
-        return size
-    if part:
-        # A of a row-split and B of a column-split matrix are split with it; the other one is whole on every rank.
-        is_split = part.startswith("A") == (base.split == "row")
-        if not is_split:
-            return size
-    is_kv = any(f".{leaf}." in name for leaf in ("k_proj", "v_proj"))
-    return size // (min(tensor, model.kv_heads) if is_kv else tensor)
+def _end(spec: ParamSpec) -> str:
+    """What a parameter outside of the layers belongs to."""
+    if spec.stage == "last":
+        return "norm" if spec.groups.isdisjoint({"embedding", "score"}) else "head"
+    return "embedding" if "embedding" in spec.groups else "other"
+
+
+def _local_size(spec: ParamSpec, model: ModelConfig, tensor: int) -> int:
+    if spec.split_dim is None:
+        return spec.size
+    ranks = min(tensor, model.kv_heads) if spec.of_kv_heads else tensor
+    return spec.size // ranks
 
 
 def parts_of(counts: ModelCounts) -> dict[str, int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
-from headway.plan.parameters import ParamCount, Shapes, count_parameters
+from headway.plan.parameters import ParamCount, Specs, count_parameters
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class ReferenceModel:
     role: str
     """reference or teacher."""
     model: ModelConfig
-    shapes: Shapes
+    specs: Specs
     """Its parameters; what is stored quantised as bytes."""
 
     def parameters(self, tensor: int = 1) -> ParamCount:
         """Of one tensor rank."""
-        counts = count_parameters(self.model, self.shapes, (), tensor)
+        counts = count_parameters(self.model, self.specs, (), tensor)
         return counts.on_stages([range(self.model.num_layers)], first=True, last=True)
 
     def weight_bytes(self, compute_bytes: int, tensor: int = 1) -> int:
@@ -38,4 +38,4 @@ class ReferenceModel:
 
     def flops(self, seq_len: int) -> float:
         """FLOPs of one token: forward alone, attention causal."""
-        return token_flops(self.model, seq_len, shapes=self.shapes, training=()).causal
+        return token_flops(self.model, seq_len, specs=self.specs, training=()).causal

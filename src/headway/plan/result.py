@@ -233,7 +233,7 @@ def arithmetic(job: PlanJob) -> Arithmetic:
     """FLOPs of one token, by every convention."""
     model = job.model
     flops = job.cached(
-        "flops", lambda: token_flops(model, job.seq_len, shapes=job.all_shapes, training=job.trains)
+        "flops", lambda: token_flops(model, job.seq_len, specs=job.all_specs, training=job.trains)
     )
     costs, _, _ = layer_costs(model, job.seq_len)
     # a cost is that of forward and backward, which is three times the forward's
@@ -284,7 +284,7 @@ def rank_groups(job: PlanJob) -> dict[str, list[list[int]]]:
 def as_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain values."""
     job, layout = plan.job, plan.job.layout
-    counts = count_parameters(job.model, job.all_shapes, job.trains)
+    counts = count_parameters(job.model, job.all_specs, job.trains)
     whole = counts.on_stages([range(job.model.num_layers)], first=True, last=True)
     return {
         "model": {

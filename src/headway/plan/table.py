@@ -32,7 +32,7 @@ def tables(plan: Plan) -> list[TextTable]:
 
 def _model(plan: Plan) -> TextTable:
     job = plan.job
-    counts = count_parameters(job.model, job.all_shapes, job.trains)
+    counts = count_parameters(job.model, job.all_specs, job.trains)
     whole = counts.on_stages([range(job.model.num_layers)], first=True, last=True)
     rows = [("all", f"{whole.total:,}"), ("trained", f"{whole.trained:,}")]
     if job.model.experts is not None:

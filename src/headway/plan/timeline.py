@@ -41,18 +41,6 @@ class Timeline:
         """From the first action to the last."""
         return max(one.end for one in self.actions)
 
-    @property
-    def bubble(self) -> float:
-        """Idle share of all ranks together."""
-        busy = sum(one.end - one.start for one in self.actions)
-        return 1 - busy / (self.ranks * self.seconds)
-
-    def idle_of(self, rank: int) -> float:
-        """Idle share of one rank."""
-        return (
-            1 - sum(one.end - one.start for one in self.actions if one.rank == rank) / self.seconds
-        )
-
 
 def simulate(
     shape: PipelineShape, microbatches: int, seconds: Seconds, send_seconds: float = 0.0

@@ -165,9 +165,8 @@ def _broadcast(job: PlanJob, trained: int, forward: float, backward: float) -> A
     buckets = max(1.0, trained / (software.bucket_elements or job.bucket_bytes / job.grad_bytes))
     gradients = trained * software.reduce_bytes
     summed = 2 * reduce.pass_seconds(job.gpu, gradients, buckets)
-    tensors = (
-        sum(1 for shape in job.all_shapes.values() if len(shape) > 1) + 2 * job.model.num_layers
-    )
+    matrices = sum(1 for spec in job.all_specs.values() if len(spec.shape) > 1)
+    tensors = matrices + 2 * job.model.num_layers
     # a chain to every rank, one message for each rank that has whole tensors; it hides nothing and nothing hides it
     sent_to_all = trained * job.compute_bytes / shard.bandwidth(job.gpu) + min(
         shard.size, tensors

@@ -20,47 +20,56 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
+from headway.config.user_code import user_code_file
 from headway.data.config import SourceConfig, default_cache_dir
-from headway.data.pairs import PREFERENCE_MARK
-from headway.data.unpaired import BAD, GOOD, UNPAIRED_MARK
 from headway.errors import ConfigError, DataError
-from headway.prepare.cache import find_or_build
+from headway.prepare.cache import STORES, find_or_build
 from headway.prepare.encode import (
-    KINDS,
     SIDES,
-    UNREAD,
-    ChatEncoder,
-    DataKind,
-    PairEncoder,
     RecordEncoder,
     RecordReader,
     Split,
     TextEncoder,
     TextReader,
-    TooLong,
-    UnpairedEncoder,
-    describe_unread,
 )
+from headway.prepare.media_notes import MediaNote
 from headway.prepare.tasks import (
     EncodeSettings,
+    absolute_kind,
     absolute_template,
+    document_arguments,
     encode_on,
-    encoder_fields,
     settings_for,
     split_on,
 )
 from headway.prepare.workers import ChunkJob, run_job
+from headway.records.base import (
+    UNREAD,
+    CacheKeyParts,
+    DocumentSettings,
+    MediaScan,
+    RecordKind,
+    TooLong,
+    check_tokenized,
+    describe_unread,
+    is_user_kind,
+    record_kind,
+)
+from headway.records.encode_media import MediaPositions
+from headway.records.unpaired import BAD, GOOD
 from headway.runtime.executor.work import Placement
 from headway.runtime.json_file import load_json
 from headway.runtime.machine import usable_cores
 from headway.runtime.progress import duration, quantity
-from headway.runtime.storage import write_atomic
+from headway.runtime.storage import sha256_file, write_atomic
+from headway.store.checksums import Checksums
 from headway.store.convert import ConvertOptions, ConvertReport, check_target, convert_built
+from headway.store.local_copy import is_whole
+from headway.store.media_items import write_items
 from headway.store.reader import StoreWriter, dtype_for, is_store, open_store
 from headway.text.clean import CleanReport, CleanRules
 from headway.text.document import TextSplit
 from headway.text.hub import local_or_hub
-from headway.text.read import expand, read_records
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat import TOKENIZER_TEMPLATE, find_template
 from headway.tokenizer.inspect import refuse_unknown, texts_in
@@ -70,12 +79,6 @@ log = logging.getLogger("headway")
 
 COUNTS_NAME = "counts.json"
 """In a cached store of records, beside its content: how many records there were, and what became of them."""
-UNITS = {
-    "chat": "conversations",
-    "multimodal": "conversations",
-    "preference": "pairs",
-    "unpaired": "labelled answers",
-}
 LABELLED = {GOOD: "desirable", BAD: "undesirable"}
 CUT = {
     "prompts_truncated": "prompts truncated",
@@ -85,15 +88,17 @@ CUT = {
 DROPPED = {"dropped": "too long", "without_targets": "without targets", "bad": "bad"}
 """What happens to records, by the names of its counts, in words."""
 
-CHAT_TARGETS = ("headway", "internlm", "zero2all", "mds")
 SMALL_BYTES = 8 << 20
+MANY_MEDIA_RECORDS = 4096
+"""From here on worker processes pay for their start: media take longer than their records' bytes tell."""
 
 
 @dataclass(frozen=True)
 class BuildOptions:
     """How raw files become a store."""
 
-    kind: DataKind = "text"
+    kind: str = "text"
+    """Of the records (headway/records)."""
     workers: int | None = None
     """Worker processes; None: one per core, or none for a few megabytes."""
     to: str = "headway"
@@ -132,6 +137,8 @@ class BuildOptions:
     keys: KeyMap = KeyMap()
     """Chat, preference: which key of a record is what."""
 
+    positions: MediaPositions | None = field(default=None, repr=False)
+    """Media: how items stand in a document. Not in the repr, as `placement`."""
     placement: Placement | None = field(default=None, repr=False)
     """Run the work as tasks, perhaps on many machines; None: in this process and its workers. Not in the repr, which is part of keys."""
 
@@ -141,23 +148,20 @@ class BuildOptions:
             raise ConfigError(
                 f"--shard is {self.shard[0]}/{self.shard[1]} and --on is {self.placement.on}; --on divides the work itself."
             )
-        if self.kind not in KINDS:
-            raise ConfigError(f"--kind is {self.kind!r}; it must be one of {', '.join(KINDS)}.")
-        if self.kind in ("preference", "unpaired") and self.to != "headway":
-            raise ConfigError(
-                f"--to is {self.to!r}; {self.kind} data is written as headway stores only."
-            )
-        if self.kind == "chat" and self.to not in CHAT_TARGETS:
-            raise ConfigError(
-                f"--to is {self.to!r}; chat data is written as one of {', '.join(CHAT_TARGETS)}."
-            )
+        kind = record_kind(self.kind) if self.positions is not None else check_tokenized(self.kind)
+        if kind.targets is not None and self.to not in kind.targets:
+            formats = "headway stores only"
+            if len(kind.targets) > 1:
+                formats = f"one of {', '.join(kind.targets)}"
+            raise ConfigError(f"--to is {self.to!r}; {self.kind} data is written as {formats}.")
         if self.too_long not in get_args(TooLong):
             raise ConfigError(
                 f"--too-long is {self.too_long!r}; it must be truncate_right, truncate_left or drop."
             )
-        least = 4 if self.kind in ("preference", "unpaired") else 2
-        if self.max_length is not None and self.max_length < least:
-            raise ConfigError(f"--max-length is {self.max_length}; it must be at least {least}.")
+        if self.max_length is not None and self.max_length < kind.least_length:
+            raise ConfigError(
+                f"--max-length is {self.max_length}; it must be at least {kind.least_length}."
+            )
         if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < (
             self.max_length or 1 << 62
         ):
@@ -178,7 +182,7 @@ class BuildOptions:
 class BuildReport:
     """What was built and what was left out. Chat: records = documents + dropped + without_targets + bad; preference: pairs + bad."""
 
-    kind: DataKind
+    kind: str
     out: Path
     train_documents: int
     valid_documents: int
@@ -194,7 +198,8 @@ class BuildReport:
         """The report as plain values."""
         counts = self.counts
         shared = {"tokens": self.tokens, "targets": counts["targets"]}
-        if self.kind == "text":
+        kind = record_kind(self.kind)
+        if kind.is_text:
             size = {
                 "documents": self.train_documents,
                 "tokens": self.tokens,
@@ -208,32 +213,22 @@ class BuildReport:
                 "removed": self.removed,
             }
         records = {"out": str(self.out), "records": counts["records"]}
-        if self.kind == "chat":
-            written = {
-                "train_documents": self.train_documents,
-                "valid_documents": self.valid_documents,
-            }
-            left_out = ("truncated", "dropped", "without_targets", "bad")
-        elif self.kind == "unpaired":
-            written = {"train_answers": self.train_documents, "valid_answers": self.valid_documents}
-            left_out = (GOOD, BAD, "prompts_truncated", "answers_truncated", "bad")
-        else:
-            written = {
-                "train_pairs": self.train_documents // 2,
-                "valid_pairs": self.valid_documents // 2,
-            }
-            left_out = ("prompts_truncated", "answers_truncated", "bad")
+        written = {
+            f"train_{kind.counted}": self.train_documents // kind.documents,
+            f"valid_{kind.counted}": self.valid_documents // kind.documents,
+        }
         return {
             **records,
             **written,
             **shared,
-            **{name: counts[name] for name in left_out},
+            **{name: counts[name] for name in kind.left_out},
             "chat_template": self.chat_template,
         }
 
     def describe(self) -> str:
         """As one line of text."""
-        return self._describe_text() if self.kind == "text" else self._describe_records()
+        kind = record_kind(self.kind)
+        return self._describe_text() if kind.is_text else self._describe_records(kind)
 
     def _describe_text(self) -> str:
         text_bytes, empty = self.counts["bytes"], self.counts["empty"]
@@ -243,19 +238,14 @@ class BuildReport:
         size = f"{quantity(self.tokens, 'tokens')} in {quantity(self.train_documents, 'documents')}"
         return f"{self.out}: {size} of {quantity(text_bytes, 'bytes')}{left_out}; {duration(self.seconds)}{rate}"
 
-    def _describe_records(self) -> str:
-        counts, pairs = self.counts, self.kind == "preference"
-        train, valid = (
-            number // 2 if pairs else number
-            for number in (self.train_documents, self.valid_documents)
-        )
-        unit = UNITS[self.kind]
-        written = f"{train} {unit}" + (f" and {valid} for validation" if valid else "")
-        share = (
-            f"{counts['targets']}"
-            if self.kind != "chat"
-            else f"{counts['targets'] / self.tokens if self.tokens else 0.0:.1%}"
-        )
+    def _describe_records(self, kind: RecordKind) -> str:
+        counts = self.counts
+        train = self.train_documents // kind.documents
+        valid = self.valid_documents // kind.documents
+        written = f"{train} {kind.unit}" + (f" and {valid} for validation" if valid else "")
+        share = f"{counts['targets']}"
+        if kind.shows_share:
+            share = f"{counts['targets'] / max(1, self.tokens):.1%}"
         notes = "".join(
             f", {note}"
             for note in [
@@ -275,9 +265,8 @@ def build_store(
     options: BuildOptions = BuildOptions(),
 ) -> BuildReport:
     """Build a store of raw files, or two with `valid_fraction`. Killed and called again, it continues and ends with the same bytes."""
-    assert options.kind != "text" or options.to == "headway", (
-        "build_converted writes text in other formats"
-    )
+    is_text = record_kind(options.kind).is_text
+    assert not is_text or options.to == "headway", "build_converted writes text in other formats"
     began = time.perf_counter()
     options.check()
     folders = [Path(out)] if options.valid_fraction == 0 else [Path(out) / side for side in SIDES]
@@ -292,7 +281,7 @@ def build_store(
     counts = [plan.write_as(folder, split) for folder, split in zip(folders, splits, strict=True)]
     total = sum(counts, Counter[str]())
     documents = [one["documents"] for one in counts]
-    if options.kind == "text":
+    if is_text:
         store = open_store(out)
         documents, total["tokens"] = [store.num_documents], store.num_tokens
     return BuildReport(
@@ -304,7 +293,7 @@ def build_store(
         counts=total,
         seconds=time.perf_counter() - began,
         removed=dict(plan.cleaned.removed_documents),
-        chat_template=None if options.kind == "text" else options.chat_template,
+        chat_template=None if is_text else options.chat_template,
     )
 
 
@@ -333,25 +322,41 @@ def cached_store(
     tokenizer: Path | str,
     cache_dir: Path | None = None,
     options: BuildOptions = BuildOptions(),
+    check_media: bool = False,
 ) -> Path:
-    """The store of raw files in the cache, built now if it is not there yet."""
+    """The store of raw files in the cache, built now if it is not there yet. `check_media`: look at every media file that records name,
+    even if the store is known."""
     options.check()
     plan = _Plan(inputs, Path(tokenizer), options)
+    cache = cache_dir or default_cache_dir()
+    note = None
+    if plan.kind.holds_media:
+        checksums = Checksums(cache)
+        note = MediaNote.of(plan.files, plan.note_key, cache / STORES, checksums)
+        known = None if note is None or check_media else note.read()
+        if known is not None:
+            store = cache / STORES / known["store"]
+            if is_store(store) and is_whole(store, checksums):
+                return store
 
     def build(folder: Path) -> None:
         counts = plan.write(folder, None)
-        if options.kind != "text":
+        if not plan.kind.is_text:
             write_counts(folder, counts)
 
-    return find_or_build(plan.files, plan.cache_key, build, cache_dir or default_cache_dir())
+    # The folder of media that a source may be has no content of its own.
+    files = [file for file in plan.files if file.is_file()]
+    store = find_or_build(files, plan.cache_key, build, cache)
+    if note is not None and plan.scan is not None:
+        note.write({"store": store.name}, plan.scan.folders)
+    return store
 
 
 def describe_cached(store: Path, source: SourceConfig, max_length: int | None) -> str:
     """What a cached store of records holds: `57 conversations of 60 records; chat template of the tokenizer; 3 dropped: 3 bad`."""
-    documents = open_store(store).num_documents
-    if source.kind == "preference":
-        documents //= 2
-    parts = [f"{documents:,} {UNITS[source.kind]}", name_template(source.chat_template)]
+    kind = record_kind(source.kind)
+    documents = open_store(store).num_documents // kind.documents
+    parts = [f"{documents:,} {kind.unit}", name_template(source.chat_template)]
     counts = _read_counts(store)
     if counts is not None:
         parts[0] += f" of {counts['records']:,} records"
@@ -398,8 +403,30 @@ class _Plan:
     cleaned: CleanReport = field(default_factory=CleanReport)
 
     @cached_property
+    def kind(self) -> RecordKind:
+        return record_kind(self.options.kind)
+
+    @cached_property
+    def settings(self) -> DocumentSettings:
+        """Records: how they become documents."""
+        given = self.options
+        return DocumentSettings(
+            given.max_length,
+            given.too_long,
+            given.max_prompt_length,
+            given.keys,
+            given.chat_template,
+            given.drop_bad,
+            given.positions,
+        )
+
+    @cached_property
     def files(self) -> list[Path]:
-        return expand(list(self.inputs))
+        return self.kind.files(self.inputs)
+
+    @cached_property
+    def scan(self) -> MediaScan | None:
+        return self.kind.scan(self.files)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -409,7 +436,7 @@ class _Plan:
     def cache_key(self) -> str:
         """What decides the store besides the files. Existing caches are found by it, so its form never changes."""
         given, fingerprint = self.options, self.tokenizer.fingerprint
-        if given.kind == "text":
+        if self.kind.is_text:
             return repr(
                 (
                     "text",
@@ -417,15 +444,16 @@ class _Plan:
                     (given.text_key, given.text_template, given.split, given.append_eos, given.bos),
                 )
             )
-        return repr(
-            (
-                self._sources[0],
-                fingerprint,
-                self._template_key,
-                self._record_encoder,
-                given.drop_bad,
-            )
+        parts = CacheKeyParts(fingerprint, self._template_key, self.settings, self.files, self.scan)
+        return self.kind.cache_key(self._sources[0], parts) + self._code_key
+
+    @property
+    def note_key(self) -> str:
+        """What decides a store besides the files of records and the media they name."""
+        parts = CacheKeyParts(
+            self.tokenizer.fingerprint, self._template_key, self.settings, self.files, None
         )
+        return self.kind.cache_key(self._sources[0], parts) + self._code_key
 
     def splits(self, out: Path) -> Sequence[Split | None]:
         """Which records go into which store."""
@@ -438,16 +466,16 @@ class _Plan:
 
     def write(self, out: Path, split: Split | None) -> Counter[str]:
         """Build one headway store; continues an unfinished one."""
-        text = self.options.kind == "text"
+        text = self.kind.is_text
         refuse_unknown(self.tokenizer, self.tokenizer_path, self._texts())
         with StoreWriter(
             out,
             dtype=dtype_for(self.tokenizer.vocab_size),
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             masked=not text,
-            typed=self.options.kind == "unpaired",
+            typed=self.kind.is_typed,
             sources=self._sources,
-            resume=True,
+            resume=not self.kind.holds_media,
         ) as writer:
             counts = self._fill(writer, split)
         if not text:
@@ -455,7 +483,7 @@ class _Plan:
         return counts
 
     def _fill(self, writer: StoreWriter, split: Split | None) -> Counter[str]:
-        given, text = self.options, self.options.kind == "text"
+        given, text = self.options, self.kind.is_text
         if given.placement is not None:
             settings = settings_for(split, self._encode_settings())
             counts, report = encode_on(self.files, settings, given.placement, writer, given.clean)
@@ -463,6 +491,8 @@ class _Plan:
                 vars(self.cleaned).update(vars(report))
             return counts
         small = sum(path.stat().st_size for path in self.files) <= SMALL_BYTES
+        if self.scan is not None:
+            small = self.scan.records < MANY_MEDIA_RECORDS
         workers = given.workers or (1 if small else usable_cores())
         threads = given.workers is None and workers == 1
         if text:
@@ -474,13 +504,13 @@ class _Plan:
             encoder = RecordEncoder(
                 self.tokenizer_path,
                 given.chat_template,
-                self._record_encoder,
-                given.drop_bad,
+                self.kind,
+                self.settings,
                 threads,
             )
-            read = RecordReader(split)
+            read = RecordReader(self.kind, split)
         key = self._build_key(split)
-        return run_job(
+        counts, items = run_job(
             ChunkJob(
                 self.files,
                 read,
@@ -492,6 +522,9 @@ class _Plan:
             ),
             writer,
         )
+        if given.positions is not None:
+            write_items(writer.folder, given.positions.tokens, items)
+        return counts
 
     def _encode_settings(self) -> EncodeSettings:
         """What the tasks of other machines must know."""
@@ -501,8 +534,10 @@ class _Plan:
             if self.tokenizer_path.exists()
             else local_or_hub(self.tokenizer_path, tokenizer=True)
         )
-        where = EncodeSettings(given.kind, str(path.absolute()), self.tokenizer.fingerprint)
-        if given.kind == "text":
+        where = EncodeSettings(
+            absolute_kind(given.kind), str(path.absolute()), self.tokenizer.fingerprint
+        )
+        if self.kind.is_text:
             bos, eos = self._special_ids
             reading = {
                 "text_key": given.text_key,
@@ -510,16 +545,11 @@ class _Plan:
                 "split": given.split,
             }
             return replace(where, bos_id=bos, eos_id=eos, reading=reading)
-        template, fields = (
-            absolute_template(given.chat_template),
-            encoder_fields(self._record_encoder),
-        )
         return replace(
             where,
-            template=template,
+            template=absolute_template(given.chat_template),
             template_key=self._template_key,
-            encoder=fields,
-            drop_bad=given.drop_bad,
+            documents=document_arguments(self.settings),
         )
 
     def write_as(self, out: Path, split: Split | None) -> Counter[str]:
@@ -535,25 +565,19 @@ class _Plan:
     def _sources(self) -> list[str]:
         """What the store states as its origin; records put their kind first."""
         named = [str(path) for path in self.inputs]
-        mark = {
-            "text": None,
-            "chat": "kind=chat",
-            "preference": PREFERENCE_MARK,
-            "unpaired": UNPAIRED_MARK,
-        }[self.options.kind]
-        return named if mark is None else [f"{mark} template={self.options.chat_template}", *named]
+        mark = self.kind.mark
+        if mark is None:
+            return named
+        marks = self.kind.marks(self.settings)
+        return [f"{mark} template={self.options.chat_template}", *marks, *named]
 
     @property
-    def _record_encoder(self) -> ChatEncoder | PairEncoder | UnpairedEncoder:
-        given = self.options
-        if given.kind == "chat":
-            return ChatEncoder(given.max_length, given.too_long, given.keys)
-        kind = PairEncoder if given.kind == "preference" else UnpairedEncoder
-        return kind(
-            given.max_length,
-            given.max_prompt_length or max(1, (given.max_length or 0) // 2),
-            given.keys,
-        )
+    def _code_key(self) -> str:
+        """A hash of the code of a user's kind, by which edited code makes another store."""
+        if not is_user_kind(self.kind.name):
+            return ""
+        path = user_code_file(self.kind.name)
+        return "" if path is None else f" {sha256_file(path)}"
 
     @property
     def _template_key(self) -> str:
@@ -585,7 +609,7 @@ class _Plan:
     def _build_key(self, split: Split | None) -> str:
         """What decides the bytes besides the files: an unfinished store continues only under the same key."""
         given, fingerprint = self.options, self.tokenizer.fingerprint
-        if given.kind == "text":
+        if self.kind.is_text:
             return repr(
                 (
                     fingerprint,
@@ -596,13 +620,15 @@ class _Plan:
                     given.clean,
                 )
             )
-        return repr((fingerprint, self._template_key, self._record_encoder, given.drop_bad, split))
+        encoder = self.kind.encoder(self.settings)
+        key = repr((fingerprint, self._template_key, encoder, given.drop_bad, split))
+        return key + self._code_key
 
     def _texts(self) -> Iterator[str]:
         """The texts of the files, uncleaned."""
-        if self.options.kind == "text":
+        if self.kind.is_text:
             return (piece.text for piece, _ in self._text_reader(None)(self.files))
-        return (text for record in read_records(self.files) for text in texts_in(record.data))
+        return (text for record in self.kind.read(self.files) for text in texts_in(record.data))
 
     def _report_left_out(self, counts: Counter[str]) -> None:
         """Log the unread keys and the bad records; refuse a store without documents."""

@@ -30,7 +30,8 @@ from headway.store.reader import is_store
 
 log = logging.getLogger("headway")
 
-FOLDERS = ("stores", "rows", "reference", "checksums")
+STORES = "stores"
+FOLDERS = (STORES, "rows", "reference", "checksums")
 
 
 def find_or_build(
@@ -42,7 +43,7 @@ def find_or_build(
     """
     if not cache_dir.is_dir():
         _check_cache(cache_dir)
-    folder, checksums = cache_dir / "stores", Checksums(cache_dir)
+    folder, checksums = cache_dir / STORES, Checksums(cache_dir)
     sizes = [path.stat().st_size for path in files]
     named = list(zip([path.name for path in files], sizes, checksums.of_all(files), strict=True))
     key = hashlib.sha256(repr((named, settings)).encode()).hexdigest()

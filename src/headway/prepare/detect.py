@@ -14,26 +14,27 @@ and asks for the kind. A source whose kind is given, or that is a token store, i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.data.config import FOR_RECORDS, FOR_TEXT, DataConfig, SourceConfig
+from headway.data.config import DataConfig, SourceConfig
 from headway.data.open import sets_of
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.prepare.own_format import read_own_format
+from headway.records import KINDS
+from headway.records.base import FOR_RECORDS, FOR_TEXT, DetectContext, Fit, RecordKind, record_kind
 from headway.store.open import StoreKind, detect_kind
 from headway.text.document import Record
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.text.read import read_anything
-from headway.text.record_keys import ANSWERS, LABELS, LISTS, PAIR, QUESTIONS, KeyMap, is_empty
+from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat import default_template
 from headway.tokenizer.chat_template import FALLBACK_TEMPLATE
 
 if TYPE_CHECKING:
-    from headway.prepare.encode import DataKind
     from headway.tokenizer.load import Tokenizer
 
 log = logging.getLogger("headway")
@@ -41,15 +42,13 @@ log = logging.getLogger("headway")
 SAMPLE_RECORDS = 2000
 """Records that are looked at."""
 SHOWN_KEYS = 12
-WITH_TEMPLATE = ("chat", "preference", "unpaired", "multimodal")
-"""Kinds whose records become text by a chat template."""
 
 
 @dataclass(frozen=True)
 class DetectedKind:
     """What a path holds."""
 
-    kind: DataKind
+    kind: str
     keys: tuple[str, ...]
     """The keys that decided; empty for text files."""
     records: int | None
@@ -67,28 +66,28 @@ class DetectedKind:
         return f"{self.kind}{keys}, {count if self.records != 1 else count.removesuffix('s')}"
 
 
-def detect(path: str, source: SourceConfig, unpaired: bool = False) -> DetectedKind:
-    """What raw data at a path is; a ConfigError where that is not clear. `unpaired`: the objective learns from labels."""
-    names = KeyMap.of(source.keys).names
-    only = _only(source)
+def detect(path: str, source: SourceConfig, reads: tuple[str, ...] = ()) -> DetectedKind:
+    """What raw data at a path is; a ConfigError where that is not clear. `reads`: the kinds that the task reads."""
+    context = DetectContext(
+        KeyMap.of(source.keys).names, reads, source.raw_settings, source.text_key
+    )
+    stated = [name for name in context.settings if name in (*FOR_TEXT, *FOR_RECORDS)]
+    kinds = [record_kind(name) for name in KINDS]
+    kinds = [kind for kind in kinds if not kind.refused_settings(stated)]
     seen: dict[str, tuple[tuple[str, ...], str]] = {}
     """Kind -> the keys that decided and where it was seen first."""
     count = 0
     try:
-        for one in islice(read_anything(path), SAMPLE_RECORDS + 1):
+        for entry in islice(read_anything(path), SAMPLE_RECORDS + 1):
             count += 1
             if count > SAMPLE_RECORDS:
                 break
-            found = _kinds(one, names, unpaired) if isinstance(one, Record) else {"text": ()}
-            if isinstance(one, Record) and only == ("text",):
-                found = {
-                    "text": (source.text_key,)
-                }  # reading it says so where a record lacks the key
-            found = {kind: keys for kind, keys in found.items() if only is None or kind in only}
-            if len(found) != 1:
-                raise _not_clear(path, one, list(found))
-            ((kind, keys),) = found.items()
-            seen.setdefault(kind, (keys, one.place if isinstance(one, Record) else one.name))
+            fits = _fits(entry, kinds, context)
+            if len(fits) != 1:
+                raise _not_clear(path, entry, list(fits))
+            ((kind, keys),) = fits.items()
+            place = entry.place if isinstance(entry, Record) else entry.name
+            seen.setdefault(kind, (keys, place))
     except DataError:
         if not seen:
             raise  # the message of the reader says what is wrong with the file
@@ -98,51 +97,23 @@ def detect(path: str, source: SourceConfig, unpaired: bool = False) -> DetectedK
             f"data: {path} holds records of different kinds: {places}. Put each kind into a file of its own."
         )
     ((kind, (keys, _)),) = seen.items()
-    return DetectedKind(kind, keys, None if count > SAMPLE_RECORDS else count)  # pyright: ignore[reportArgumentType]
+    return DetectedKind(kind, keys, None if count > SAMPLE_RECORDS else count)
 
 
-def _only(source: SourceConfig) -> tuple[str, ...] | None:
-    """The kinds that the given settings leave."""
-    given = source.raw_settings
-    if any(name in given for name in FOR_TEXT):
-        return ("text",)
-    return (
-        ("chat", "preference", "unpaired") if any(name in given for name in FOR_RECORDS) else None
-    )
-
-
-def _kinds(record: Record, names: Mapping[str, str], unpaired: bool) -> dict[str, tuple[str, ...]]:
-    """The kinds a record may be, each with the keys that say so."""
-    data = record.data
-
-    def first(wanted: tuple[str, ...]) -> str | None:
-        return next(
-            (name for name in wanted if name in names or not is_empty(data.get(name))), None
-        )
-
-    found: dict[str, tuple[str, ...]] = {}
-    question, answer, turns = first(QUESTIONS), first(ANSWERS), first(LISTS)
-    if all(first((name,)) for name in PAIR):
-        found["preference"] = (*((question,) if question else ()), *PAIR)
-    elif (
-        unpaired
-        and (label := first(LABELS)) is not None
-        and (answer is not None or turns is not None)
-    ):
-        found["unpaired"] = tuple(
-            key
-            for key in (turns or question, answer if turns is None else None, label)
-            if key is not None
-        )
-    elif turns is not None and (turns in names or isinstance(data.get(turns), list)):
-        found["chat"] = (turns,)
-    elif isinstance(data.get("chat"), dict) or isinstance(data.get("plain_text"), str):
-        found["chat"] = ("chat" if isinstance(data.get("chat"), dict) else "plain_text",)
-    elif question is not None and answer is not None:
-        found["chat"] = (question, answer)
-    if isinstance(data.get("text"), str):
-        found["text"] = ("text",)
-    return found
+def _fits(
+    entry: Any, kinds: Sequence[RecordKind], context: DetectContext
+) -> dict[str, tuple[str, ...]]:
+    """The kinds an entry may be, the best first, each with the keys that say so."""
+    if not isinstance(entry, Record):
+        return {kind.name: () for kind in kinds if kind.is_text}
+    fits: dict[str, Fit] = {}
+    for kind in kinds:
+        fit = kind.detect(entry.data, context)
+        if fit is not None:
+            fits[kind.name] = fit
+    best = max((fit.score for fit in fits.values()), default=0)
+    ordered = sorted(fits.items(), key=lambda pair: -pair[1].score)
+    return {name: fit.keys for name, fit in ordered if fit.score in (0, best)}
 
 
 def _not_clear(path: str, one: Any, kinds: list[str]) -> ConfigError:
@@ -191,12 +162,12 @@ def with_kind(
     path: str,
     tokenizer: Tokenizer | None,
     say: Callable[[str], object] = log.debug,
-    unpaired: bool = False,
+    reads: tuple[str, ...] = (),
 ) -> SourceConfig:
     """A source of raw data with its kind, detected where it is `auto`, and with its chat template; `say` receives a line about it."""
     if source.kind != "auto":
         return with_template(source, tokenizer)
-    found = detect(path, source, unpaired)
+    found = detect(path, source, reads)
     say(f"{source.path}: {found.describe()}")
     return with_template(source.model_copy(update={"kind": found.kind}), tokenizer)
 
@@ -206,7 +177,7 @@ def with_template(source: SourceConfig, tokenizer: Tokenizer | None) -> SourceCo
     if source.chat_template != "auto":
         return source
     template = FALLBACK_TEMPLATE
-    if source.kind in WITH_TEMPLATE:
+    if record_kind(source.kind).has_template:
         template = default_template(tokenizer)
     return source.model_copy(update={"chat_template": template})
 
@@ -215,7 +186,7 @@ def with_kinds(
     config: DataConfig,
     tokenizer: Tokenizer | None,
     say: Callable[[str], object] = log.debug,
-    unpaired: bool = False,
+    reads: tuple[str, ...] = (),
 ) -> DataConfig:
     """The `data` section with the kind of every source: detected for raw data, text for stores and for what cannot be found yet."""
 
@@ -231,7 +202,7 @@ def with_kinds(
                 return as_text
         except HeadwayError:
             return as_text  # opening it explains
-        return with_kind(source, path, tokenizer, say, unpaired)
+        return with_kind(source, path, tokenizer, say, reads)
 
     changes: dict[str, Any] = {}
     if config.train is not None:

@@ -18,13 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from headway.errors import DataError, HeadwayError
 from headway.media.records import MediaOptions, read_records
 from headway.prepare.media_inputs import Array, Item, MediaInputSpec, content_hash
+from headway.prepare.media_notes import MediaNote
 from headway.runtime.progress import progress
 from headway.runtime.storage import read_sealed, write_sealed
 from headway.store.checksums import Checksums
@@ -151,10 +152,21 @@ def prepare_samples(
     *,
     skip_bad: bool = False,
     limit: int | None = None,
+    files: Sequence[Path] | None = None,
+    check_media: bool = False,
 ) -> SampleSet:
-    """The tables of some samples, from the cache or made now."""
-    listed = list(islice(samples, limit))
+    """The tables of some samples, from the cache or made now. `files`: those that the samples are read from; with them, samples that are
+    known are not read again, unless `check_media`."""
     checksums, root = Checksums(cache_dir), cache_dir / FOLDER
+    note = None
+    if files is not None:
+        identities = [(maker.modality, maker.identity) for maker in makers]
+        note = MediaNote.of(files, repr((identities, skip_bad, limit)), root, checksums)
+    if note is not None and not check_media:
+        known = _known_samples(name, note.read(), makers, root, checksums)
+        if known is not None:
+            return known
+    listed = list(islice(samples, limit))
     hashes, bad = _hashes(listed, makers, root, skip_bad)
     tables: list[MediaTable] = []
     for maker in makers:
@@ -189,9 +201,44 @@ def prepare_samples(
             "%s: %d items cannot be read and are left out:%s%s", name, len(bad), shown, more
         )
     places = tuple(sample.place for sample in listed)
+    if note is not None and not bad:
+        folders = [str(table.folder.relative_to(root)) for table in tables]
+        value = {"tables": folders, "rows": rows.tolist(), "places": places}
+        note.write(value, _folders_of(listed))
     return SampleSet(
         name, tuple(maker.modality for maker in makers), rows, tuple(tables), places, tuple(bad)
     )
+
+
+def _known_samples(
+    name: str,
+    known: Mapping[str, Any] | None,
+    makers: Sequence[RowMaker],
+    root: Path,
+    checksums: Checksums,
+) -> SampleSet | None:
+    """Samples as they were noted; None if a table is gone or damaged."""
+    if known is None:
+        return None
+    try:
+        tables = [open_table(root / folder, checksums) for folder in known["tables"]]
+        for table in tables:
+            table.verify(at_once=True)
+    except DataError:
+        return None
+    rows = np.array(known["rows"], np.int64).reshape(-1, len(makers))
+    modalities = tuple(maker.modality for maker in makers)
+    return SampleSet(name, modalities, rows, tuple(tables), tuple(known["places"]))
+
+
+def _folders_of(samples: Iterable[Sample]) -> list[Path]:
+    """The folders of all media files of some samples."""
+    folders: dict[Path, None] = {}
+    for sample in samples:
+        for item in sample.items.values():
+            if not isinstance(item, str) and item.path is not None:
+                folders[item.path.parent] = None
+    return list(folders)
 
 
 def _hashes(

@@ -15,12 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
 from headway.data.packing import RowPlan, RowShape, plan_rows, split_spans
-from headway.errors import ConfigError, DataError
+from headway.errors import DataError
+from headway.prepare.pack_options import PackOptions
 from headway.runtime.progress import progress, quantity
 from headway.store.convert import check_target
 from headway.store.foreign.mds_writer import MdsTokenWriter
@@ -29,7 +30,6 @@ from headway.store.open import open_source
 from headway.store.reader import StoreWriter, dtype_for
 from headway.store.source import Flags, Ids, Longs, TokenSource
 
-Mode = Literal["concat", "best_fit", "prulong"]
 SECTION_DOCUMENTS = 1 << 16
 BEST_FIT_DOCUMENTS = 1 << 12
 BEST_FIT_PACKS = 1024
@@ -46,62 +46,6 @@ class PackedTokens(NamedTuple):
     mask: Flags | None
     spans: Longs
     types: list[str] | None
-
-
-@dataclass(frozen=True)
-class PackOptions:
-    """How documents are packed."""
-
-    pack_length: int
-    mode: Mode = "concat"
-    min_length: int = 1
-    """concat, best_fit: shorter documents are left out; prulong: shorter rests of cut documents are."""
-    overlap: int = 0
-    """prulong: the rest of a cut document begins this many tokens before the cut, but not before its document."""
-    split_by_lengths: tuple[int, ...] = ()
-    """prulong: each document is cut into slices of the longest of these lengths that fits; a shorter rest is dropped."""
-    intact: bool = False
-    """prulong: the rest of a cut document is always dropped."""
-    keep_last: bool | None = None
-    """Keep the last, partly filled pack; None: yes, except in prulong."""
-    workers: int = 2
-    """Reader threads."""
-    to: Literal["headway", "mds"] = "headway"
-    """Format of the result."""
-    compression: str | None = None
-    """MDS: `zstd` or `zstd:LEVEL`."""
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ConfigError(
-                f"mode is {self.mode!r}; it must be one of {', '.join(get_args(Mode))}."
-            )
-        for name, least in (("pack_length", 2), ("min_length", 1), ("workers", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
-        for name in ("overlap", "split_by_lengths", "intact"):
-            if getattr(self, name) and self.mode != "prulong":
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; only mode prulong uses it. Use --mode prulong, or leave it out."
-                )
-        if not 0 <= self.overlap < self.pack_length:
-            raise ConfigError(
-                f"overlap is {self.overlap}; it must be from 0 to pack_length - 1 = {self.pack_length - 1}."
-            )
-        if any(length < 1 for length in self.split_by_lengths):
-            raise ConfigError(
-                f"split_by_lengths is {list(self.split_by_lengths)}; lengths must be positive."
-            )
-        if self.to not in ("headway", "mds"):
-            raise ConfigError(f"--to is {self.to!r}; packs are written as headway or mds.")
-        if self.compression is not None and self.to != "mds":
-            raise ConfigError(
-                f"compression is {self.compression!r}; only --to mds uses it. Leave it out."
-            )
-        if self.keep_last is False and self.mode == "best_fit":
-            raise ConfigError(
-                "keep_last is false, but best_fit has no partly filled last pack. Leave it out."
-            )
 
 
 @dataclass

@@ -22,18 +22,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from headway.config.user_code import is_file_name
 from headway.errors import DataError, LaunchError
-from headway.prepare.encode import (
-    ChatEncoder,
-    DataKind,
-    PairEncoder,
-    RecordEncoder,
-    Split,
-    TextEncoder,
-    UnpairedEncoder,
-    record_hash,
-)
+from headway.prepare.encode import RecordEncoder, Split, TextEncoder, record_hash
 from headway.prepare.workers import ChunkJob, Encoder, Unit, chunks_of
+from headway.records.base import DocumentSettings, record_kind
 from headway.runtime.executor.task import WorkTask
 from headway.runtime.executor.work import Placement, WorkFolder, work_folder
 from headway.runtime.json_file import load_json
@@ -61,7 +54,6 @@ from headway.text.tasks.parts import (
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 
 IDS, LENGTHS, MASK, TYPES, HASHES = "ids.bin", "lengths.npy", "mask.bin", "types.json", "hashes.npy"
-RECORD_ENCODERS = {"chat": ChatEncoder, "preference": PairEncoder, "unpaired": UnpairedEncoder}
 BLOCK_TOKENS = 1 << 22
 COMMIT_SECONDS = 10.0
 
@@ -70,7 +62,7 @@ COMMIT_SECONDS = 10.0
 class EncodeSettings:
     """What decides the tokens of a document; JSON can hold all of it."""
 
-    kind: DataKind
+    kind: str
     tokenizer: str
     fingerprint: str
     """Of the tokenizer the driver has; a worker that finds another one refuses."""
@@ -79,15 +71,14 @@ class EncodeSettings:
     reading: dict[str, Any] = field(default_factory=dict)
     template: str = ""
     template_key: str = ""
-    encoder: dict[str, Any] = field(default_factory=dict)
-    """Chat, preference: the fields of the encoder."""
-    drop_bad: bool = False
+    documents: dict[str, Any] = field(default_factory=dict)
+    """Records: the fields of `DocumentSettings`."""
     split: dict[str, Any] | None = None
 
 
-def encoder_fields(encoder: ChatEncoder | PairEncoder | UnpairedEncoder) -> dict[str, Any]:
-    """An encoder as values that JSON can hold."""
-    return {**asdict(encoder), "keys": [list(pair) for pair in encoder.keys.pairs]}
+def document_arguments(settings: DocumentSettings) -> dict[str, Any]:
+    """Settings as values that JSON can hold."""
+    return {**asdict(settings), "keys": [list(pair) for pair in settings.keys.pairs]}
 
 
 def encode_on(
@@ -197,7 +188,7 @@ def encode_part(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict[
         counts: list[PartCount] = []
         read = (
             _texts(parts, settings, tokenizer, counts)
-            if settings.kind == "text"
+            if record_kind(settings.kind).is_text
             else _records(parts, settings, counts)
         )
         return {
@@ -238,19 +229,13 @@ def _encoder(settings: str) -> tuple[Encoder, Tokenizer]:
         raise LaunchError(
             f"{socket.gethostname()}: the tokenizer {given.tokenizer} is not the one the driver has. Share one folder."
         )
-    if given.kind == "text":
+    kind = record_kind(given.kind)
+    if kind.is_text:
         return TextEncoder(Path(given.tokenizer), given.bos_id, given.eos_id, False), tokenizer
-    fields = {
-        **given.encoder,
-        "keys": KeyMap(tuple((name, key) for name, key in given.encoder["keys"])),
-    }
-    return RecordEncoder(
-        Path(given.tokenizer),
-        given.template,
-        RECORD_ENCODERS[given.kind](**fields),
-        given.drop_bad,
-        False,
-    ), tokenizer
+    keys = KeyMap(tuple((name, key) for name, key in given.documents["keys"]))
+    documents = DocumentSettings(**{**given.documents, "keys": keys})
+    encoder = RecordEncoder(Path(given.tokenizer), given.template, kind, documents, False)
+    return encoder, tokenizer
 
 
 Read = Callable[[Sequence[Path]], Iterator[tuple[Any, int]]]
@@ -369,6 +354,11 @@ def _exactly(file: BinaryIO, size: int, folder: Path) -> bytes:
 def absolute_template(template: str) -> str:
     """A template file by its absolute path, which a worker with another working directory finds too."""
     return str(Path(template).absolute()) if Path(template).is_file() else template
+
+
+def absolute_kind(name: str) -> str:
+    """The kind in a user's file by the file's absolute path, as of a template."""
+    return str(Path(name).absolute()) if is_file_name(name) else name
 
 
 def settings_for(split: Split | None, settings: EncodeSettings) -> EncodeSettings:

@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from headway.errors import ConfigError, DataError
-from headway.prepare.encode import KINDS, DataKind, count_unread, pair_segments, unpaired_segments
-from headway.prepare.parse_chat import (
-    Conversation,
-    LabelledAnswer,
-    PreferencePair,
-    parse_conversation,
-    parse_preference,
-    parse_unpaired,
+from headway.records.base import (
+    RecordFields,
+    RecordKind,
+    check_tokenized,
+    count_unread,
+    parse_record,
 )
 from headway.runtime.progress import progress
 from headway.text.document import Record, TextOf, place_of
@@ -33,8 +31,6 @@ from headway.text.read import Document, expand, read_documents, read_records
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat import (
     ChatTemplate,
-    Segment,
-    Turn,
     default_template,
     encode_segments,
     find_template,
@@ -43,8 +39,6 @@ from headway.tokenizer.chat_template import BUILT_IN
 from headway.tokenizer.load import Tokenizer
 
 BATCH_RECORDS = 256
-PARSERS = {"chat": parse_conversation, "preference": parse_preference, "unpaired": parse_unpaired}
-RecordContent = Conversation | PreferencePair | LabelledAnswer
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ class HistogramBin:
 class ValidationReport:
     """Counts of good records, all bad records, lengths and unread keys."""
 
-    kind: DataKind
+    kind: str
     unit: Literal["tokens", "characters"]
     files: int = 0
     good: int = 0
@@ -113,7 +107,7 @@ class ValidationReport:
 class ValidateOptions:
     """What records must be, and how their lengths are counted."""
 
-    kind: DataKind
+    kind: str
     tokenizer: Tokenizer | None = None
     template: str | None = None
     """The chat template; None: the tokenizer's own, else chatml; without a tokenizer no template is applied."""
@@ -123,17 +117,16 @@ class ValidateOptions:
 
 def validate(paths: Sequence[Path | str], options: ValidateOptions) -> ValidationReport:
     """Read all records. Bad records are in the report and raise nothing."""
-    if options.kind not in KINDS:
-        raise ConfigError(f"--kind is {options.kind!r}; it must be one of {', '.join(KINDS)}.")
+    kind = check_tokenized(options.kind)
     report = ValidationReport(options.kind, "characters" if options.tokenizer is None else "tokens")
-    measure = _measure(options)
+    measure = _measure(options, kind)
     files = expand(list(paths))
     with progress(
         "validate", total=sum(file.stat().st_size for file in files), unit="bytes"
     ) as advance:
         for file in files:
             report.files += 1
-            parsed = _parsed(file, options)
+            parsed = _parsed(file, kind, RecordFields(options.keys, options.text))
             while batch := list(islice(parsed, BATCH_RECORDS)):
                 report.bad += [one for one in batch if isinstance(one, BadRecord)]
                 good = [one for one in batch if not isinstance(one, BadRecord)]
@@ -142,8 +135,7 @@ def validate(paths: Sequence[Path | str], options: ValidateOptions) -> Validatio
                         report.bad.append(found)
                         continue
                     report.count(found)
-                    if not isinstance(one.content, str):
-                        count_unread(one.content.unread, report.unread)
+                    count_unread(one.example.unread, report.unread)
             advance(file.stat().st_size)
     return report
 
@@ -153,29 +145,23 @@ class ParsedRecord:
     """A record that has the right shape."""
 
     place: Record | Document
-    content: str | RecordContent
+    example: Any
 
 
-def _parsed(file: Path, options: ValidateOptions) -> Iterator[ParsedRecord | BadRecord]:
-    for one in _entries(file, options.kind):
-        if isinstance(one, BadRecord):
-            yield one
+def _parsed(
+    file: Path, kind: RecordKind, fields: RecordFields
+) -> Iterator[ParsedRecord | BadRecord]:
+    for entry in _entries(file, kind):
+        if isinstance(entry, BadRecord):
+            yield entry
             continue
         try:
-            if isinstance(one, Document):
-                content = one.text
-            elif options.kind == "text":
-                content = options.text(one).text
-            else:
-                content = PARSERS[options.kind](one, options.keys)
-            if isinstance(content, str) and not content.strip():
-                raise DataError(f"{one.place}: the text is empty.")
-            yield ParsedRecord(one, content)
+            yield ParsedRecord(entry, parse_record(kind, entry, fields))
         except DataError as error:
-            yield _bad(one, error)
+            yield _bad(entry, error)
 
 
-def _entries(file: Path, kind: DataKind) -> Iterator[Record | Document | BadRecord]:
+def _entries(file: Path, kind: RecordKind) -> Iterator[Record | Document | BadRecord]:
     raw = RawFile.at(file)
     format_name = FORMATS.get(raw.suffix)
     if format_name == "jsonl":
@@ -184,7 +170,7 @@ def _entries(file: Path, kind: DataKind) -> Iterator[Record | Document | BadReco
     try:
         yield from (
             read_documents([file])
-            if format_name == "txt" and kind == "text"
+            if format_name == "txt" and kind.is_text
             else read_records([file])
         )
     except DataError as error:
@@ -234,31 +220,33 @@ def _without(message: str, place: str) -> str:
     return message.removeprefix(f"{place}: ")
 
 
-def _measure(options: ValidateOptions) -> Callable[[list[ParsedRecord]], Iterator[int | BadRecord]]:
+def _measure(
+    options: ValidateOptions, kind: RecordKind
+) -> Callable[[list[ParsedRecord]], Iterator[int | BadRecord]]:
     """A function that measures records, in tokens or in characters."""
     tokenizer = options.tokenizer
-    if options.kind == "text" or (tokenizer is None and options.template is None):
-        if tokenizer is None:
-            return lambda batch: (_characters(one.content) for one in batch)
+    if tokenizer is None and (kind.is_text or options.template is None):
+        return lambda batch: (_characters(kind, one.example) for one in batch)
+    if tokenizer is not None and kind.is_text:
         return lambda batch: (
-            len(ids) for ids in tokenizer.encode_batch([str(one.content) for one in batch])
+            len(ids) for ids in tokenizer.encode_batch([one.example.text for one in batch])
         )
     if tokenizer is not None:
         template = find_template(options.template or default_template(tokenizer), tokenizer)
-        return lambda batch: _rendered(batch, template, tokenizer)
+        return lambda batch: _rendered(batch, kind, template, tokenizer)
     if options.template not in BUILT_IN:
         raise ConfigError(
             f"--template {options.template} needs a tokenizer with its special tokens. Give --tokenizer."
         )
-    return lambda batch: _written(batch, BUILT_IN[str(options.template)])
+    return lambda batch: _written(batch, kind, BUILT_IN[str(options.template)])
 
 
 def _rendered(
-    batch: list[ParsedRecord], template: ChatTemplate, tokenizer: Tokenizer
+    batch: list[ParsedRecord], kind: RecordKind, template: ChatTemplate, tokenizer: Tokenizer
 ) -> Iterator[int | BadRecord]:
     for one in batch:
         try:
-            found = encode_segments(_segments(one.content, template), template.name, tokenizer)
+            found = encode_segments(kind.segments(one.example, template), template.name, tokenizer)
             for rendered in found:
                 if isinstance(rendered, DataError):
                     raise rendered
@@ -269,36 +257,18 @@ def _rendered(
             yield _bad(one.place, error)
 
 
-def _written(batch: list[ParsedRecord], template: ChatTemplate) -> Iterator[int | BadRecord]:
+def _written(
+    batch: list[ParsedRecord], kind: RecordKind, template: ChatTemplate
+) -> Iterator[int | BadRecord]:
     """Lengths in characters of records that the template accepts."""
     for one in batch:
         try:
-            _segments(one.content, template)
-            yield _characters(one.content)
+            kind.segments(one.example, template)
+            yield _characters(kind, one.example)
         except DataError as error:
             yield _bad(one.place, error)
 
 
-def _segments(content: str | RecordContent, template: ChatTemplate) -> list[list[Segment]]:
-    if isinstance(content, PreferencePair):
-        return pair_segments(content, template)
-    if isinstance(content, LabelledAnswer):
-        return unpaired_segments(content, template)
-    assert isinstance(content, Conversation)
-    return [template.segments(content.turns, content.tools)]
-
-
-def _characters(content: str | RecordContent) -> int:
-    if isinstance(content, str):
-        return len(content)
-    if isinstance(content, Conversation):
-        return _num_characters(content.turns)
-    if isinstance(content, LabelledAnswer):
-        return _num_characters((*content.prompt, *content.answer))
-    return _num_characters(content.prompt) + max(
-        _num_characters(content.chosen), _num_characters(content.rejected)
-    )
-
-
-def _num_characters(turns: Sequence[Turn]) -> int:
-    return sum(len(turn.content) + len(turn.context) for turn in turns)
+def _characters(kind: RecordKind, example: Any) -> int:
+    """The length of the longest document of an example."""
+    return max(sum(len(part.text) for part in document) for document in kind.show(example))

@@ -18,10 +18,10 @@ from headway.media.items import ImageSpec, MediaRef, decode_image, read_samples
 from headway.media.records import MediaOptions, parse_media_record
 from headway.media.schema import AnswerSchema
 from headway.media.sources import read_source, source_files
-from headway.media.video import decode_video
-from headway.prepare.encode import count_unread
-from headway.prepare.media_records import parse_media
+from headway.media.video import check_video
 from headway.prepare.validate import BadRecord, ended_at, read_lines
+from headway.records.base import count_unread
+from headway.records.multimodal import parse_media
 from headway.runtime.machine import usable_cores
 from headway.runtime.progress import progress
 from headway.text.document import Record
@@ -180,7 +180,7 @@ class _Checker:
         elif ref.modality == "audio":
             read_samples(ref, limits)
         else:
-            decode_video(ref, limits=limits)
+            check_video(ref, limits)
 
 
 def _count(report: MediaReport, entry: Record | BadRecord, found: _Parsed | list[str]) -> None:

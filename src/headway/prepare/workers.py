@@ -17,12 +17,13 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headway.errors import DataError
 from headway.runtime.process import worker_pool
 from headway.runtime.progress import Advance, progress
 from headway.store.manifest import Division
+from headway.store.media_items import MediaItem
 from headway.store.source import Flags, Ids, Longs
 from headway.store.writer import StoreWriter
 from headway.tokenizer.split_points import TextPiece
@@ -46,6 +47,8 @@ class Encoded:
     """Tokens at the end of `ids`, after all `lengths`, of a document whose rest is in the next slice."""
     types: Sequence[str] | None = None
     """The type of each document, if they have types."""
+    items: Sequence[tuple[MediaItem, ...]] = ()
+    """The media of each document, if they have media."""
 
 
 class Encoder(Protocol):
@@ -108,8 +111,15 @@ def make_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[Unit
     return [*units, Unit(len(units), tuple(pending), size)] if pending else units
 
 
-def run_job(job: ChunkJob, writer: StoreWriter) -> Counter[str]:
-    """Read, encode and write all chunks of this job, from where a killed attempt stopped; returns the counts."""
+class JobResult(NamedTuple):
+    """The counts of a job, and the media of its documents, if they have media."""
+
+    counts: Counter[str]
+    items: list[tuple[MediaItem, ...]]
+
+
+def run_job(job: ChunkJob, writer: StoreWriter) -> JobResult:
+    """Read, encode and write all chunks of this job, from where a killed attempt stopped. One with media starts at the beginning."""
     units = (
         [Unit(0, tuple(job.files), sum(path.stat().st_size for path in job.files))]
         if job.in_one
@@ -123,6 +133,7 @@ def run_job(job: ChunkJob, writer: StoreWriter) -> Counter[str]:
         )
     counts = Counter[str](note["counts"])
     parts: list[tuple[int, int, int]] = [(part[0], part[1], part[2]) for part in note["parts"]]
+    items: list[tuple[MediaItem, ...]] = []
     committed = time.monotonic()
     with progress("tokenize", total=sum(unit.bytes for unit in units), unit="bytes") as advance:
         if note["unit"]:
@@ -138,6 +149,7 @@ def run_job(job: ChunkJob, writer: StoreWriter) -> Counter[str]:
                 types=encoded.types,
             )
             counts.update(encoded.counts)
+            items += encoded.items
             if job.shard is not None:
                 before = (
                     parts.pop()[2] if parts and parts[-1][:2] == (chunk.unit, chunk.number) else 0
@@ -148,7 +160,7 @@ def run_job(job: ChunkJob, writer: StoreWriter) -> Counter[str]:
                 writer.commit({"key": key, **position, "counts": dict(counts), "parts": parts})
                 committed = time.monotonic()
     writer.finish(None if job.shard is None else Division(*job.shard, tuple(parts)))
-    return counts
+    return JobResult(counts, items)
 
 
 def _key(job: ChunkJob) -> str:

@@ -79,7 +79,7 @@ class FolderDigests:
     def through(self, names: Iterable[str], items: Iterator[Item]) -> Iterator[Item]:
         """The same items, read from these files, which are hashed meanwhile in other threads.
 
-        The last item comes after all digests are known to match: whoever has all items has what was written.
+        The last item comes after all digests are known to match: a caller that has all items has what was written.
         """
         with _Hashing(self, names) as hashing:
             held: list[Item] = []

@@ -70,8 +70,6 @@ class GpuLoad:
     utilisation: float | None = None
     """Share of the last sampling period with a kernel running, 0 to 1."""
     power_watts: float | None = None
-    memory_used: int | None = None
-    """Bytes in use by all processes."""
 
 
 def gpu_load(index: int = 0) -> GpuLoad:
@@ -87,15 +85,11 @@ def gpu_load(index: int = 0) -> GpuLoad:
         except pynvml.NVMLError:
             return None
 
-    rates, power, memory = (
-        ask(pynvml.nvmlDeviceGetUtilizationRates),
-        ask(pynvml.nvmlDeviceGetPowerUsage),
-        ask(pynvml.nvmlDeviceGetMemoryInfo),
-    )
+    rates = ask(pynvml.nvmlDeviceGetUtilizationRates)
+    power = ask(pynvml.nvmlDeviceGetPowerUsage)
     return GpuLoad(
         None if rates is None else rates.gpu / 100,
         None if power is None else power / 1000,
-        None if memory is None else int(memory.used),
     )
 
 

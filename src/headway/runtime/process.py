@@ -201,7 +201,7 @@ def worker_pool(
             workers,
             mp_context=context,
             initializer=_begin_worker,
-            initargs=(os.getpid(), begin, given),
+            initargs=(os.getpid(), UserFiles(), begin, given),
         )
         try:
             yield pool
@@ -209,7 +209,9 @@ def worker_pool(
             pool.shutdown(cancel_futures=True)
 
 
-def _begin_worker(parent: int, begin: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
+def _begin_worker(
+    parent: int, files: UserFiles, begin: Callable[..., None] | None, given: tuple[Any, ...]
+) -> None:
     """A worker waits for work on a pipe of which it holds both ends, so it would never notice that the process that gives it is gone."""
 
     def watch() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import logging
 import os
 import threading
 import time
@@ -23,8 +22,6 @@ from typing import Any
 from headway.errors import CheckpointError, ConfigError, hide_credentials
 from headway.runtime.optional import need
 from headway.runtime.paths import S3Path
-
-log = logging.getLogger("headway")
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 60.0

@@ -372,7 +372,7 @@ class Api:
         if len(body) <= INLINE_BYTES:
             return read_body(kind, body, self.state.limits.max_n)
         job = ("body", kind, body, self.state.limits.max_n)
-        # Nothing but json has read these bytes in the other process, so its answer may be unpickled.
+        # Nothing but json and pydantic has read these bytes in the other process, so its answer may be unpickled.
         return pickle.loads(
             await self.state.body_readers.run(job, BODY_READ_SECONDS, MOST_READ_BYTES)
         )

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from headway.media.items import MediaRef
 from headway.media.schema import SHIPPED, load_schema
 from headway.media.schema_branches import closed_schema
 from headway.serve.api_errors import ApiError, bad_field
-from headway.serve.content_parts import MARK, read_content
-from headway.serve.fields import HARMLESS, BodyFields, read_json
-from headway.serve.generation_fields import MAX_TOP_LOGPROBS, GenerationFields, read_generation
+from headway.serve.content_parts import MARK, Content, joined_content
+from headway.serve.generation_fields import GenerationBody, GenerationFields, generation_fields
+from headway.serve.request_body import (
+    Flag,
+    MustBe,
+    ReadBy,
+    RequestBody,
+    Text,
+    Whole,
+    needed,
+    not_supported,
+    parse_body,
+    problem,
+    wrong_value,
+)
 from headway.tokenizer.chat_template import Call, Role, Turn
 
 ROLES: dict[str, Role] = {
@@ -25,6 +39,7 @@ ROLES: dict[str, Role] = {
 }
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 512
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -46,76 +61,212 @@ class ChatCall:
     """The last message is the beginning of the answer, which continues it."""
 
 
-def read_chat(body: bytes, max_n: int) -> ChatCall:
+FunctionType = Annotated[Literal["function"], MustBe("function")]
+
+
+def _parsed_arguments(arguments: Any) -> Any:
+    """Clients send the arguments of a call as JSON in a text; some send the object itself."""
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        raise problem("is not JSON.") from None
+
+
+class CalledFunction(RequestBody):
+    """`function` of a call that the assistant made."""
+
+    name: Text = needed()
+    arguments: Annotated[Any, BeforeValidator(_parsed_arguments)] = Field(default_factory=dict)
+
+
+class MessageCall(RequestBody):
+    """One of the `tool_calls` of a message."""
+
+    id: Text | None = None
+    type: FunctionType = "function"
+    function: CalledFunction = needed()
+    index: Any = None
+
+
+class ChatMessage(RequestBody):
+    """One of the `messages`."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool"],
+        MustBe(f"one of {', '.join(ROLES)}"),
+    ] = needed()
+    content: Content | None = None
+    tool_calls: Annotated[tuple[MessageCall, ...], Field(fail_fast=True)] = ()
+    refusal: Any = None
+    tool_call_id: Any = None
+    name: Text | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Self:
+        is_assistant = self.role == "assistant"
+        if self.tool_calls and not is_assistant:
+            raise problem("is only allowed in messages of the assistant.", "tool_calls")
+        if self.content is None and not self.tool_calls:
+            raise problem("is missing; it must be a text or a list of parts.", "content")
+        if self.refusal is not None and not is_assistant:
+            raise not_supported("refusal")
+        if self.tool_call_id is not None and is_assistant:
+            raise not_supported("tool_call_id")
+        if self.name is not None and self.role != "tool":
+            raise not_supported("name")
+        return self
+
+
+class ToolFunction(RequestBody):
+    """`function` of a tool."""
+
+    name: Text = needed()
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any] | None, MustBe("an object")] = None
+    strict: Flag = False
+
+
+class Tool(RequestBody):
+    """One of the `tools`."""
+
+    type: FunctionType = "function"
+    function: ToolFunction = needed()
+
+
+def _as_sent(tool: Any, check: Callable[[Any], Any]) -> Any:
+    # Chat templates show tools as the client wrote them.
+    check(tool)
+    return tool
+
+
+SentTool = Annotated[Mapping[str, Any], ReadBy(_as_sent, Tool)]
+
+
+class NamedSchema(RequestBody):
+    """`json_schema` of a response format."""
+
+    name: Text | None = None
+    description: Text | None = None
+    strict: Flag = False
+    rules: Any = Field(default=None, alias="schema")
+
+
+class ResponseFormat(RequestBody):
+    """`response_format`."""
+
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        MustBe("text, json_object or json_schema"),
+    ] = needed()
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> Self:
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise not_supported("json_schema")
+        if self.type == "json_schema" and self.json_schema is None:
+            raise problem('is missing; it must be {"name": "...", "schema": {...}}.', "json_schema")
+        return self
+
+
+class ChatBody(GenerationBody):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True)] = ()
+    # The names and meanings of these two are vLLM's.
+    continue_final_message: Flag = False
+    add_generation_prompt: Flag | None = None
+    logprobs: Flag = False
+    top_logprobs: Annotated[int | None, Whole(0, MAX_TOP_LOGPROBS)] = None
+    tools: Annotated[tuple[SentTool, ...], Field(fail_fast=True)] = ()
+    tool_choice: Any = None
+    parallel_tool_calls: Flag = True
+    response_format: ResponseFormat | None = None
+    modalities: Any = None
+    functions: Any = None
+    function_call: Any = None
+
+
+def read_chat(data: bytes, max_n: int) -> ChatCall:
     """Read a request."""
-    fields = BodyFields(read_json(body))
-    model = fields.needed_text("model")
+    body = parse_body(ChatBody, data)
     media: list[MediaRef] = []
-    continues = _continues(fields)
-    turns = _turns(fields, media, continues)
-    wants = fields.flag("logprobs")
-    top = fields.whole("top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top is not None and not wants:
+    _check_continuation(body)
+    turns = _turns(body, media)
+    logprobs = None
+    if body.logprobs:
+        logprobs = body.top_logprobs or 0
+    elif body.top_logprobs is not None:
         raise bad_field("top_logprobs", "is only allowed with logprobs: true.")
-    generation = read_generation(
-        fields, max_n=max_n, default_max_tokens=None, logprobs=(top or 0) if wants else None
-    )
-    tools, choice = _tools(fields)
-    parallel = fields.flag("parallel_tool_calls", True)
-    schema = _schema(fields)
+    fields = generation_fields(body, max_n=max_n, default_max_tokens=None, logprobs=logprobs)
+    if len(body.tools) > MAX_TOOLS:
+        raise bad_field("tools", f"has {len(body.tools)} tools; at most {MAX_TOOLS} are read.")
+    tools = body.tools
+    choice = _tool_choice(body)
+    if choice == "none":
+        tools = ()
+    schema = _schema(body.response_format)
     if schema is not None and choice not in ("auto", "none"):
         raise bad_field(
             "tool_choice", "and response_format both constrain the answer. Give one of them."
         )
-    modalities = fields.get("modalities")
-    if modalities not in (None, ["text"]):
+    if body.modalities not in (None, ["text"]):
         raise bad_field("modalities", 'must be ["text"]; this server answers in text.')
-    if fields.get("functions") or fields.get("function_call"):
+    if body.functions or body.function_call:
         raise bad_field("functions", "is not supported by this server. Use tools and tool_choice.")
-    fields.finish(HARMLESS)
     return ChatCall(
-        model,
-        turns,
-        generation,
-        tuple(media),
-        () if choice == "none" else tools,
-        choice,
-        parallel,
-        schema,
-        continues,
+        model=body.model,
+        turns=turns,
+        fields=fields,
+        media=tuple(media),
+        tools=tools,
+        tool_choice=choice,
+        parallel_calls=body.parallel_tool_calls,
+        schema=schema,
+        continues=body.continue_final_message,
     )
 
 
-def _continues(fields: BodyFields) -> bool:
-    """Whether the last message is continued. The names and their meaning are vLLM's."""
-    continues = fields.flag("continue_final_message")
-    adds_prompt = fields.flag("add_generation_prompt", not continues)
-    if continues and adds_prompt:
+def _check_continuation(body: ChatBody) -> None:
+    if body.add_generation_prompt is None:
+        return
+    if body.continue_final_message and body.add_generation_prompt:
         raise bad_field(
             "add_generation_prompt",
             "must be false with continue_final_message: true: the answer has begun already.",
         )
-    if not continues and not adds_prompt:
+    if not body.continue_final_message and not body.add_generation_prompt:
         raise bad_field(
             "add_generation_prompt",
             "may be false only with continue_final_message: true. Leave it out.",
         )
-    return continues
 
 
-def _turns(fields: BodyFields, media: list[MediaRef], continues: bool) -> tuple[Turn, ...]:
-    listed = fields.objects("messages")
-    if not listed:
+def _turns(body: ChatBody, media: list[MediaRef]) -> tuple[Turn, ...]:
+    if not body.messages:
         raise bad_field(
             "messages",
             'must be a list of messages, such as [{"role": "user", "content": "Hello"}].',
         )
-    if len(listed) > MAX_MESSAGES:
-        raise bad_field("messages", f"has {len(listed)} messages; at most {MAX_MESSAGES} are read.")
-    turns = tuple(
-        _turn(BodyFields(one, f"messages[{number}]"), media) for number, one in enumerate(listed)
-    )
+    if len(body.messages) > MAX_MESSAGES:
+        raise bad_field(
+            "messages", f"has {len(body.messages)} messages; at most {MAX_MESSAGES} are read."
+        )
+    turns: list[Turn] = []
+    for number, message in enumerate(body.messages):
+        content = ""
+        if message.content is not None:
+            content = joined_content(message.content, f"messages[{number}].content", media)
+        calls = tuple(
+            Call(call.function.name, call.function.arguments) for call in message.tool_calls
+        )
+        turns.append(Turn(ROLES[message.role], content, calls=calls))
     last = turns[-1]
+    continues = body.continue_final_message
     if continues and (last.role != "assistant" or last.calls):
         raise bad_field(
             "messages",
@@ -132,120 +283,49 @@ def _turns(fields: BodyFields, media: list[MediaRef], continues: bool) -> tuple[
             "messages",
             "must have pictures, sounds, and their marks <image> and <audio>, only in messages of the user.",
         )
-    return turns
+    return tuple(turns)
 
 
-def _turn(one: BodyFields, media: list[MediaRef]) -> Turn:
-    role = ROLES.get(one.needed_text("role"))
-    if role is None:
-        raise one.wrong("role", f"one of {', '.join(ROLES)}")
-    calls = tuple(
-        _call(BodyFields(each, f"{one.name('tool_calls')}[{at}]"))
-        for at, each in enumerate(one.objects("tool_calls"))
-    )
-    if calls and role != "assistant":
-        raise bad_field(one.name("tool_calls"), "is only allowed in messages of the assistant.")
-    given = one.get("content")
-    if given is None and not calls:
-        raise bad_field(one.name("content"), "is missing; it must be a text or a list of parts.")
-    content = "" if given is None else read_content(given, one.name("content"), media)
-    one.get("refusal" if role == "assistant" else "tool_call_id")
-    if role == "tool":
-        one.text("name")
-    one.finish()
-    return Turn(role, content, calls=calls)
-
-
-def _call(one: BodyFields) -> Call:
-    one.text("id")
-    if one.text("type", "function") != "function":
-        raise one.wrong("type", "function")
-    function = one.inner("function")
-    if function is None:
-        raise bad_field(one.name("function"), "is missing.")
-    name, arguments = function.needed_text("name"), function.get("arguments")
-    one.finish(("index",))
-    function.finish()
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            raise bad_field(function.name("arguments"), "is not JSON.") from None
-    return Call(name, {} if arguments is None else arguments)
-
-
-def _tools(fields: BodyFields) -> tuple[tuple[Mapping[str, Any], ...], str]:
-    tools = fields.objects("tools")
-    if len(tools) > MAX_TOOLS:
-        raise bad_field("tools", f"has {len(tools)} tools; at most {MAX_TOOLS} are read.")
-    names: list[str] = []
-    for number, one in enumerate(tools):
-        tool = BodyFields(one, f"tools[{number}]")
-        if tool.text("type", "function") != "function":
-            raise tool.wrong("type", "function")
-        function = tool.inner("function")
-        if function is None:
-            raise bad_field(tool.name("function"), "is missing.")
-        names.append(function.needed_text("name"))
-        function.text("description")
-        function.inner("parameters")
-        function.flag("strict")
-        tool.finish()
-        function.finish()
-    return tuple(tools), _tool_choice(fields, names)
-
-
-def _tool_choice(fields: BodyFields, names: list[str]) -> str:
-    given = fields.get("tool_choice")
-    if given is None or given == "auto" or (given == "none" and isinstance(given, str)):
-        return "auto" if given is None else str(given)
-    if not names:
+def _tool_choice(body: ChatBody) -> str:
+    choice = body.tool_choice
+    if choice is None:
+        return "auto"
+    if choice in ("auto", "none"):
+        return choice
+    if not body.tools:
         raise bad_field("tool_choice", "is only allowed with tools.")
-    if given == "required":
-        return "required"
-    function: Any = cast(dict[str, Any], given).get("function") if isinstance(given, dict) else None
-    name: Any = cast(dict[str, Any], function).get("name") if isinstance(function, dict) else None
-    if name not in names:
-        raise fields.wrong(
-            "tool_choice", "none, auto, required or an object that names one of the tools"
+    if choice == "required":
+        return choice
+    name: Any = None
+    if isinstance(choice, dict):
+        function = cast(dict[str, Any], choice).get("function")
+        if isinstance(function, dict):
+            name = cast(dict[str, Any], function).get("name")
+    if name not in [tool["function"]["name"] for tool in body.tools]:
+        raise wrong_value(
+            "tool_choice",
+            choice,
+            "none, auto, required or an object that names one of the tools",
         )
     return f"={name}"
 
 
-def _schema(fields: BodyFields) -> Any:
-    form = fields.inner("response_format")
-    if form is None:
+def _schema(form: ResponseFormat | None) -> Any:
+    """The JSON schema that a response format asks for; None: any text."""
+    if form is None or form.type == "text":
         return None
-    kind = form.needed_text("type")
-    if kind == "text":
-        form.finish()
-        return None
-    if kind == "json_object":
-        form.finish()
+    if form.json_schema is None:
         return {"type": "object"}
-    if kind != "json_schema":
-        raise form.wrong("type", "text, json_object or json_schema")
-    inner = form.inner("json_schema")
-    form.finish()
-    if inner is None:
-        raise bad_field(
-            "response_format.json_schema",
-            'is missing; it must be {"name": "...", "schema": {...}}.',
-        )
-    name = inner.text("name")
-    inner.text("description")
-    is_strict = inner.flag("strict")
-    schema = inner.get("schema")
-    inner.finish()
-    if schema is None and name in SHIPPED:
-        return closed_schema(load_schema(name).rules)
-    if isinstance(schema, dict) and is_strict:
-        return closed_schema(schema)
-    if not isinstance(schema, dict):
+    named = form.json_schema
+    if named.rules is None and named.name in SHIPPED:
+        return closed_schema(load_schema(named.name).rules)
+    if not isinstance(named.rules, dict):
         raise bad_field(
             "response_format.json_schema.schema", "must be a JSON schema, which is an object."
         )
-    return cast(dict[str, Any], schema)
+    if named.strict:
+        return closed_schema(named.rules)
+    return cast(dict[str, Any], named.rules)
 
 
 def needs_template(name: str) -> ApiError:

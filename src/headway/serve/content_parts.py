@@ -12,108 +12,138 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self, cast, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from headway.media.items import MediaRef
 from headway.serve.api_errors import bad_field
-from headway.serve.fields import BodyFields
+from headway.serve.request_body import (
+    MustBe,
+    ReadBy,
+    RequestBody,
+    Text,
+    needed,
+    not_supported,
+    problem,
+    wrong,
+)
 
 DATA_URI = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
-AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "m4a")
+AudioFormat = Literal["wav", "mp3", "flac", "ogg", "m4a"]
 MARK = re.compile(r"<(image|audio|video)>")
+EXAMPLES = {
+    "text": "a text",
+    "image_url": '{"url": "data:image/png;base64,..."}',
+    "input_audio": '{"data": "<base64>", "format": "wav"}',
+}
+"""The field of each type of part, and what it must be."""
 MAX_ITEMS = 64
 MAX_PARTS = 1024
 
 
-def read_content(given: Any, where: str, media: list[MediaRef]) -> str:
+def _decoded(text: Any) -> Any:
+    if not isinstance(text, str):
+        raise wrong("a text")
+    try:
+        content = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise problem("is not valid base64.") from None
+    if not content:
+        raise problem("holds no bytes.")
+    return content
+
+
+def _decoded_uri(url: Any) -> Any:
+    if not isinstance(url, str):
+        raise wrong("a text")
+    head = DATA_URI.match(url[:100])
+    if head is None:
+        raise problem(
+            "must be a data: URI with base64 (data:image/png;base64,...); addresses are never fetched."
+        )
+    return _decoded(url[head.end() :])
+
+
+class ImageContent(RequestBody):
+    """`image_url`."""
+
+    url: Annotated[bytes, BeforeValidator(_decoded_uri)] = needed()
+    detail: Any = None
+    """How much of a picture another service looks at; here an encoder has one size."""
+
+
+class AudioContent(RequestBody):
+    """`input_audio`."""
+
+    data: Annotated[bytes, BeforeValidator(_decoded)] = needed()
+    format: Annotated[AudioFormat, MustBe(f"one of {', '.join(get_args(AudioFormat))}")] = "wav"
+
+
+class ContentPart(RequestBody):
+    """One of the parts of a content: its type, and the field of that name."""
+
+    type: Annotated[
+        Literal["text", "image_url", "input_audio"], MustBe("text, image_url or input_audio")
+    ] = needed()
+    text: Text | None = None
+    image_url: ImageContent | None = None
+    input_audio: AudioContent | None = None
+    cache_control: Any = None
+
+    @model_validator(mode="after")
+    def _has_its_field_alone(self) -> Self:
+        for field, example in EXAMPLES.items():
+            value = getattr(self, field)
+            if field == self.type:
+                if value is None:
+                    raise problem(f"is missing; it must be {example}.", field)
+            elif value is not None:
+                raise not_supported(field)
+        return self
+
+
+Parts = Annotated[tuple[ContentPart, ...], Field(fail_fast=True)]
+
+
+def _text_or_parts(value: Any, read_parts: Callable[[Any], Any]) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not 1 <= len(cast(list[Any], value)) <= MAX_PARTS:
+        raise wrong("a text or a list of parts")
+    return read_parts(value)
+
+
+Content = Annotated[str | tuple[ContentPart, ...], ReadBy(_text_or_parts, Parts)]
+
+
+def joined_content(content: Content, where: str, media: list[MediaRef]) -> str:
     """The text of a content; pictures and sounds are added to `media` and marked in the text."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list) or not given or len(cast(list[Any], given)) > MAX_PARTS:
-        raise bad_field(where, "must be a text or a list of parts.")
+    if isinstance(content, str):
+        return content
     texts: list[str] = []
     has_media = False
-    for number, one in enumerate(cast(list[Any], given)):
-        place = f"{where}[{number}]"
-        if not isinstance(one, dict):
-            raise bad_field(place, "must be an object with a type, such as text or image_url.")
-        part = BodyFields(cast(dict[str, Any], one), place)
-        kind = part.needed_text("type")
-        if kind == "text":
-            texts.append(part.needed_text("text"))
-        elif kind == "image_url":
-            media.append(_image(part))
+    for number, part in enumerate(content):
+        if part.text is not None:
+            texts.append(part.text)
+            continue
+        has_media = True
+        if part.image_url is not None:
+            name = f"{where}[{number}].image_url.url"
+            media.append(MediaRef("image", data=part.image_url.url, name=name))
             texts.append("<image>")
-            has_media = True
-        elif kind == "input_audio":
-            media.append(_audio(part))
+        if part.input_audio is not None:
+            name = f"{where}[{number}].input_audio.data"
+            media.append(MediaRef("audio", data=part.input_audio.data, name=name))
             texts.append("<audio>")
-            has_media = True
-        else:
-            raise bad_field(
-                f"{place}.type", f"is {kind[:40]!r}; it must be text, image_url or input_audio."
-            )
-        part.finish(("cache_control",))
-        if len(media) > MAX_ITEMS:
-            raise bad_field(
-                where, f"and the other messages hold more than {MAX_ITEMS} pictures and sounds."
-            )
-    if not has_media:
-        return "".join(texts)
-    if any(
-        MARK.search(text)
-        for text, kind in zip(texts, cast(list[Any], given), strict=True)
-        if kind["type"] == "text"
-    ):
+    if len(media) > MAX_ITEMS:
+        raise bad_field(
+            where, f"and the other messages hold more than {MAX_ITEMS} pictures and sounds."
+        )
+    if has_media and any(part.text is not None and MARK.search(part.text) for part in content):
         raise bad_field(
             where,
             "has a text with <image>, <audio> or <video>, which stands for a part. Leave it out.",
         )
     return "".join(texts)
-
-
-def _image(part: BodyFields) -> MediaRef:
-    inner = part.inner("image_url")
-    if inner is None:
-        raise bad_field(
-            part.name("image_url"), 'is missing; it must be {"url": "data:image/png;base64,..."}.'
-        )
-    url = inner.needed_text("url")
-    inner.get(
-        "detail"
-    )  # how much of a picture another service looks at; here an encoder has one size
-    inner.finish()
-    found = DATA_URI.match(url[:100])
-    if found is None:
-        raise bad_field(
-            inner.name("url"),
-            "must be a data: URI with base64 (data:image/png;base64,...); addresses are never fetched.",
-        )
-    return MediaRef(
-        "image", data=_decoded(url[found.end() :], inner.name("url")), name=inner.name("url")
-    )
-
-
-def _audio(part: BodyFields) -> MediaRef:
-    inner = part.inner("input_audio")
-    if inner is None:
-        raise bad_field(
-            part.name("input_audio"),
-            'is missing; it must be {"data": "<base64>", "format": "wav"}.',
-        )
-    kind = inner.text("format", "wav")
-    if kind not in AUDIO_FORMATS:
-        raise inner.wrong("format", f"one of {', '.join(AUDIO_FORMATS)}")
-    data = _decoded(inner.needed_text("data"), inner.name("data"))
-    inner.finish()
-    return MediaRef("audio", data=data, name=inner.name("data"))
-
-
-def _decoded(text: str, where: str) -> bytes:
-    try:
-        found = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise bad_field(where, "is not valid base64.") from None
-    if not found:
-        raise bad_field(where, "holds no bytes.")
-    return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import signal
 import subprocess
@@ -37,7 +36,6 @@ CLOSE_SECONDS = 5.0
 POLL_SECONDS = 0.02
 LOADING_SECONDS = 10.0
 """Retry-After of requests to an engine that loads its model: nobody knows how long that takes."""
-log = logging.getLogger("headway")
 
 
 class Mailbox:
@@ -156,16 +154,6 @@ class EngineClient:
         self._reader = FrameReader()
         self._descriptors: tuple[int, int] | None = None
         self.first_token_seconds: Callable[[float], object] = lambda seconds: None
-
-    @property
-    def num_streams(self) -> int:
-        """Requests that are not finished."""
-        return len(self._streams)
-
-    @property
-    def pid(self) -> int | None:
-        """The process's id."""
-        return None if self._process is None else self._process.pid
 
     @property
     def retry_seconds(self) -> float:

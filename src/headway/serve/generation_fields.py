@@ -1,19 +1,28 @@
-"""Fields that chat and text completions share: how to sample, when to stop, what to report. A body's fields come in, one value goes out."""
+"""Fields that chat and text completions share: how to sample, when to stop, what to report. A body comes in, one value goes out."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from headway.infer.sampling import Sampling
 from headway.serve.api_errors import bad_field
-from headway.serve.fields import BodyFields
+from headway.serve.request_body import (
+    Flag,
+    MustBe,
+    Number,
+    RequestBody,
+    Text,
+    Whole,
+    needed,
+    wrong_value,
+)
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
-MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_TOKENS = 1 << 24
 
@@ -35,117 +44,139 @@ class GenerationFields:
     include_usage: bool = False
 
 
-def read_generation(
-    body: BodyFields,
+class ModelBody(RequestBody):
+    """What the bodies of all paths have."""
+
+    model: Text = needed()
+
+    # Fields that change no answer: names of the user, storage and prices of another service, hints for its speed.
+    user: Any = None
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+
+
+class StreamOptions(RequestBody):
+    """`stream_options`."""
+
+    include_usage: Flag = False
+    include_obfuscation: Any = None
+
+
+def _as_list(stop: Any) -> Any:
+    if isinstance(stop, str):
+        return [stop]
+    return stop
+
+
+StopText = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TokenId = Annotated[int, Field(strict=True, ge=0)]
+BiasedId = Annotated[str, Field(strict=True, pattern="^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(strict=True, ge=-100, le=100)]
+
+
+class GenerationBody(ModelBody):
+    """The fields that both kinds of completion have."""
+
+    max_tokens: Annotated[int | None, Whole(1, MAX_TOKENS)] = None
+    max_completion_tokens: Annotated[int | None, Whole(1, MAX_TOKENS)] = None
+    n: Annotated[int, Whole(1)] = 1
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    stop: Annotated[
+        tuple[StopText, ...],
+        Field(max_length=MAX_STOPS),
+        BeforeValidator(_as_list),
+        MustBe(
+            f"a text or a list of at most {MAX_STOPS} texts, each with 1 to {MAX_STOP_CHARACTERS} characters"
+        ),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[TokenId, ...],
+        Field(max_length=MAX_STOPS),
+        MustBe(f"a list of at most {MAX_STOPS} token ids"),
+    ] = ()
+    ignore_eos: Flag = False
+    seed: Annotated[int | None, Whole(-(2**63), 2**63 - 1)] = None
+    temperature: Annotated[float, Number(0, 2)] = 1.0
+    top_k: Annotated[int, Whole(-1, MAX_TOKENS)] = -1
+    top_p: Annotated[float, Number(0, 1)] = 1.0
+    min_p: Annotated[float, Number(0, 1)] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Field(strict=True, gt=0, le=10),
+        MustBe("a number above 0, at most 10"),
+    ] = 1.0
+    presence_penalty: Annotated[float, Number(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, Number(-2, 2)] = 0.0
+    logit_bias: Annotated[
+        dict[BiasedId, Bias],
+        Field(max_length=MAX_BIASES),
+        MustBe(f"an object of at most {MAX_BIASES} token ids and numbers from -100 to 100"),
+    ] = Field(default_factory=dict)
+
+
+def generation_fields(
+    body: GenerationBody,
     *,
     max_n: int,
     default_max_tokens: int | None,
     logprobs: int | None,
-    least_tokens: int = 1,
 ) -> GenerationFields:
-    """Read the fields that both kinds of completion have."""
-    asked = body.whole("max_tokens", least_tokens, MAX_TOKENS)
-    newer = body.whole("max_completion_tokens", 1, MAX_TOKENS)
-    if asked is not None and newer is not None and asked != newer:
+    """What a body asks of every answer; its fields are checked against each other and against this server's limit."""
+    max_tokens = body.max_tokens
+    newer = body.max_completion_tokens
+    if max_tokens is not None and newer is not None and max_tokens != newer:
         raise bad_field(
-            "max_tokens", f"is {asked} and max_completion_tokens {newer}. Give one of them."
+            "max_tokens", f"is {max_tokens} and max_completion_tokens {newer}. Give one of them."
         )
-    stream = body.flag("stream")
-    options = body.inner("stream_options")
+    if newer is not None:
+        max_tokens = newer
+    if max_tokens is None:
+        max_tokens = default_max_tokens
+    if body.n > max_n:
+        raise wrong_value("n", body.n, f"a whole number from 1 to {max_n}")
     include_usage = False
-    if options is not None:
-        if not stream:
+    if body.stream_options is not None:
+        if not body.stream:
             raise bad_field("stream_options", "is only allowed with stream: true.")
-        include_usage = options.flag("include_usage")
-        options.finish(("include_obfuscation",))
+        include_usage = body.stream_options.include_usage
     return GenerationFields(
         sampling=_sampling(body),
-        max_tokens=newer
-        if newer is not None
-        else asked
-        if asked is not None
-        else default_max_tokens,
-        n=body.whole("n", 1, max_n, 1) or 1,
-        stops=_stops(body),
-        stop_ids=_stop_ids(body),
-        ignore_eos=body.flag("ignore_eos"),
+        max_tokens=max_tokens,
+        n=body.n,
+        stops=tuple(dict.fromkeys(body.stop)),
+        stop_ids=frozenset(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
         logprobs=logprobs,
-        stream=stream,
+        stream=body.stream,
         include_usage=include_usage,
     )
 
 
-def _sampling(body: BodyFields) -> Sampling:
-    seed = body.whole("seed", -(2**63), 2**63 - 1)
-    top_k = body.whole("top_k", -1, MAX_TOKENS)
+def _sampling(body: GenerationBody) -> Sampling:
+    seed = body.seed
+    if seed is None:
+        seed = secrets.randbits(62)
+    top_k = None
+    if body.top_k > 0:
+        top_k = body.top_k
+    top_p = None
+    if body.top_p < 1:
+        # OpenAI's clients send 0 for "the likeliest token alone"
+        top_p = max(body.top_p, 1e-9)
     return Sampling(
-        temperature=body.number("temperature", 0, 2, 1.0),
-        top_k=None if top_k is None or top_k < 1 else top_k,
-        top_p=_fraction(body, "top_p"),
-        seed=secrets.randbits(62) if seed is None else seed % 2**63,
-        min_p=body.number("min_p", 0, 1, 0.0) or None,
-        repetition_penalty=_above_zero(body, "repetition_penalty"),
-        presence_penalty=body.number("presence_penalty", -2, 2, 0.0),
-        frequency_penalty=body.number("frequency_penalty", -2, 2, 0.0),
-        logit_bias=_biases(body),
+        temperature=body.temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed % 2**63,
+        min_p=body.min_p or None,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=tuple((int(token), bias) for token, bias in body.logit_bias.items()),
     )
-
-
-def _above_zero(body: BodyFields, field: str) -> float:
-    found = body.number(field, 0, 10, 1.0)
-    if found == 0:
-        raise body.wrong(field, "a number above 0, at most 10")
-    return found
-
-
-def _fraction(body: BodyFields, field: str) -> float | None:
-    found = body.number(field, 0, 1, 1.0)
-    # OpenAI's clients send 0 for "the likeliest token alone"
-    return None if found == 1 else max(found, 1e-9)
-
-
-def _biases(body: BodyFields) -> tuple[tuple[int, float], ...]:
-    found = body.get("logit_bias")
-    if found is None:
-        return ()
-    if not isinstance(found, dict) or len(cast(dict[str, Any], found)) > MAX_BIASES:
-        raise body.wrong("logit_bias", f"an object of at most {MAX_BIASES} token ids and numbers")
-    biases: list[tuple[int, float]] = []
-    for token, bias in cast(Mapping[str, Any], found).items():
-        if (
-            not (token.isascii() and token.isdecimal() and len(token) < 10)
-            or isinstance(bias, bool)
-            or not isinstance(bias, (int, float))
-        ):
-            raise body.wrong("logit_bias", "an object of token ids and numbers from -100 to 100")
-        if not -100 <= bias <= 100:
-            raise bad_field(f"logit_bias.{token}", "must be a number from -100 to 100.")
-        biases.append((int(token), float(bias)))
-    return tuple(biases)
-
-
-def _stops(body: BodyFields) -> tuple[str, ...]:
-    found = body.get("stop")
-    if found is None:
-        return ()
-    listed = cast(list[Any], found) if isinstance(found, list) else [found]
-    if len(listed) > MAX_STOPS or not all(
-        isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARACTERS for one in listed
-    ):
-        raise body.wrong(
-            "stop",
-            f"a text or a list of at most {MAX_STOPS} texts, each with 1 to {MAX_STOP_CHARACTERS} characters",
-        )
-    return tuple(dict.fromkeys(cast(list[str], listed)))
-
-
-def _stop_ids(body: BodyFields) -> frozenset[int]:
-    found = body.get("stop_token_ids")
-    if found is None:
-        return frozenset()
-    listed = cast(list[Any], found) if isinstance(found, list) else [None]
-    if len(listed) > MAX_STOPS or not all(
-        isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in listed
-    ):
-        raise body.wrong("stop_token_ids", f"a list of at most {MAX_STOPS} token ids")
-    return frozenset(cast(list[int], listed))

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from headway.config.options import option
 from headway.errors import ConfigError
 from headway.serve.api_errors import ApiError
 
@@ -15,34 +16,69 @@ LEAST_MEDIA_BYTES = 512 << 20
 """Address space of a process that decodes a small picture."""
 
 
+def _mebibytes(mib: float) -> int:
+    return int(mib * 2**20)
+
+
+def _gibibytes(gib: float) -> int:
+    return int(gib * 2**30)
+
+
+def _megapixels(millions: float) -> int:
+    return int(millions * 1_000_000)
+
+
 @dataclass(frozen=True)
 class ServeLimits:
     """Bounds of requests."""
 
-    body_bytes: int = 32 << 20
-    max_n: int = 16
-    max_tokens: int | None = None
-    """New tokens of an answer; None: as many as the context has room for."""
-    request_seconds: float = 600.0
+    max_tokens: int | None = option(
+        None, "New tokens of an answer; default: as many as the context has room for.", min=1
+    )
+    max_n: int = option(16, "Answers of one request (n).", min=1, max=256)
+    body_bytes: int = option(
+        32 << 20, "MiB of a request's body.", "--max-body-mib", written=32.0, read=_mebibytes
+    )
+    request_seconds: float = option(600.0, "Seconds an answer may take.")
+    stalled_seconds: float = option(
+        30.0, "Seconds a client may take no bytes of its answer before it is cut."
+    )
+    requests_per_minute: float | None = option(
+        None,
+        "Requests of one client address; 0: no limit. Default: 600, and no limit on loopback.",
+        min=0,
+    )
+    """None means no limit here; the command chooses the default by the address."""
+    connections: int = option(
+        1024,
+        "Open connections; at most three quarters of them of one address.",
+        "--max-connections",
+        min=1,
+    )
+    drain_seconds: float = option(
+        30.0, "After SIGTERM: seconds that running requests have to end.", min=0
+    )
+    decoders: int = option(2, "Processes that decode pictures and sounds.", min=1)
+    media_pixels: int = option(
+        256_000_000,
+        "Million pixels of all pictures of a request.",
+        "--media-megapixels",
+        written=256.0,
+        read=_megapixels,
+    )
+    media_seconds: float = option(30.0, "Seconds to decode the pictures and sounds of a request.")
+    media_bytes: int = option(
+        2 << 30,
+        "GiB of memory of a process that decodes.",
+        "--media-gib",
+        written=2.0,
+        read=_gibibytes,
+    )
     body_seconds: float = 30.0
     """From the head of a request to the end of its body."""
-    stalled_seconds: float = 30.0
-    """How long a client may take no bytes of its answer."""
-    requests_per_minute: float = 0.0
-    """Of one client's address; 0: no limit."""
-    connections: int = 1024
-    drain_seconds: float = 30.0
-    decoders: int = 2
-    """Processes that decode pictures and sounds."""
-    media_pixels: int = 256_000_000
-    """Of all pictures of a request."""
-    media_seconds: float = 30.0
-    """To decode the pictures and sounds of a request."""
-    media_bytes: int = 2 << 30
-    """Memory of a process that decodes."""
 
     def __post_init__(self) -> None:
-        options = {
+        flags = {
             "body_bytes": "max-body-mib",
             "max_n": "max-n",
             "request_seconds": "request-seconds",
@@ -53,10 +89,10 @@ class ServeLimits:
             "media_pixels": "media-megapixels",
             "media_seconds": "media-seconds",
         }
-        for name, option in options.items():
+        for name, flag in flags.items():
             value = getattr(self, name)
             if not value > 0:
-                raise ConfigError(f"--{option} is {value}; it must be above 0.")
+                raise ConfigError(f"--{flag} is {value}; it must be above 0.")
         if self.media_bytes < LEAST_MEDIA_BYTES:
             given, least = self.media_bytes / 2**30, LEAST_MEDIA_BYTES / 2**30
             raise ConfigError(f"--media-gib is {given:g}; a decoder needs at least {least:g}.")
@@ -65,7 +101,7 @@ class ServeLimits:
 class RateLimit:
     """A bucket of requests for every client, refilled steadily; a client may send a minute's requests at once."""
 
-    def __init__(self, per_minute: float) -> None:
+    def __init__(self, per_minute: float | None) -> None:
         self.per_minute = per_minute
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 

@@ -21,6 +21,8 @@ PAGE_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
+VENDORED = ("markdown-it.umd.min.js", "purify.min.js")
+"""The libraries of the page; `headway/vendor` has their versions, checksums and licences."""
 
 
 @cache
@@ -29,9 +31,10 @@ def page_files() -> dict[str, tuple[bytes, str]]:
     folder = files("headway.serve").joinpath("page")
     if not folder.is_dir():
         return {}
-    suffixes = {file.name: file.name[file.name.rfind(".") :] for file in folder.iterdir()}
-    return {
-        name: (folder.joinpath(name).read_bytes(), TYPES[suffix])
-        for name, suffix in suffixes.items()
-        if suffix in TYPES
-    }
+    vendor = files("headway").joinpath("vendor")
+    found: dict[str, tuple[bytes, str]] = {}
+    for file in (*folder.iterdir(), *(vendor.joinpath(name) for name in VENDORED)):
+        suffix = file.name[file.name.rfind(".") :]
+        if suffix in TYPES:
+            found[file.name] = (file.read_bytes(), TYPES[suffix])
+    return found

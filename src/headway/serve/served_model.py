@@ -156,7 +156,7 @@ class ServedModel:
         return self._prepared(ids, call.fields, "messages", grammar, is_chat=True)
 
     def _media_chat(self, call: ChatCall, grammar: str | None) -> PreparedPrompt:
-        from headway.prepare.encode_media import MediaEncoder, MediaPositions, place_media
+        from headway.records.encode_media import MediaEncoder, MediaPositions, place_media
 
         assert self.template is not None
         if call.media and self.facts.media_problem:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from headway.serve.api_errors import bad_field
-from headway.serve.fields import HARMLESS, BodyFields, read_json
-from headway.serve.generation_fields import GenerationFields, read_generation
+from headway.serve.generation_fields import (
+    MAX_TOKENS,
+    GenerationBody,
+    GenerationFields,
+    ModelBody,
+    generation_fields,
+)
+from headway.serve.request_body import Flag, MustBe, Whole, needed, parse_body, wrong_value
 
 MAX_LOGPROBS = 5
 MAX_PROMPTS = 256
@@ -16,6 +24,8 @@ MAX_IDS = 4 << 20
 """Of all prompts of a request."""
 DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions, as OpenAI documents it."""
+MAX_TOKENS_WORDS = f"a whole number from 1 to {MAX_TOKENS}, or 0 with echo: true"
+"""0: the prompt alone, for its log-probabilities."""
 PromptInput = str | tuple[int, ...]
 """A text, or its ids."""
 
@@ -41,81 +51,85 @@ class EmbeddingCall:
     dimensions: int | None
 
 
-def read_completion(body: bytes, max_n: int) -> TextCall:
+def _as_inputs(value: Any) -> Any:
+    """A single text, or the ids of one, as a list of one input."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and not isinstance(value[0], (str, list)):
+        return [value]
+    return value
+
+
+Ids = Annotated[
+    tuple[Annotated[int, Field(strict=True, ge=0, lt=1 << 31)], ...],
+    Field(min_length=1, fail_fast=True),
+]
+Inputs = Annotated[
+    tuple[Annotated[str, Field(strict=True)] | Ids, ...],
+    Field(min_length=1, fail_fast=True),
+    BeforeValidator(_as_inputs),
+]
+
+
+def _input_words(most: int) -> MustBe:
+    return MustBe(f"a text, a list of token ids, or a list of at most {most} of them")
+
+
+class TextBody(GenerationBody):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[Inputs, _input_words(MAX_PROMPTS)] = needed()
+    echo: Flag = False
+    logprobs: Annotated[int | None, Whole(0, MAX_LOGPROBS)] = None
+    max_tokens: Annotated[int | None, Whole(0, MAX_TOKENS), MustBe(MAX_TOKENS_WORDS)] = None
+    best_of: Annotated[int | None, Whole(1)] = None
+    suffix: Any = None
+
+
+class EmbeddingBody(ModelBody):
+    """The body of /v1/embeddings."""
+
+    input: Annotated[Inputs, _input_words(MAX_INPUTS)] = needed()
+    encoding_format: Annotated[Literal["float", "base64"], MustBe("float or base64")] = "float"
+    dimensions: Annotated[int | None, Whole(1, 1 << 24)] = None
+
+
+def read_completion(data: bytes, max_n: int) -> TextCall:
     """Read a request for a continuation."""
-    fields = BodyFields(read_json(body))
-    model = fields.needed_text("model")
-    prompts = _inputs(fields, "prompt", MAX_PROMPTS)
-    logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
-    echo = fields.flag("echo")
-    least = 0 if echo else 1  # the prompt alone, for its log-probabilities
-    generation = read_generation(
-        fields,
-        max_n=max_n,
-        default_max_tokens=DEFAULT_MAX_TOKENS,
-        logprobs=logprobs,
-        least_tokens=least,
+    body = parse_body(TextBody, data)
+    prompts = _limited("prompt", body.prompt, MAX_PROMPTS)
+    if body.max_tokens == 0 and not body.echo:
+        raise wrong_value("max_tokens", 0, MAX_TOKENS_WORDS)
+    fields = generation_fields(
+        body, max_n=max_n, default_max_tokens=DEFAULT_MAX_TOKENS, logprobs=body.logprobs
     )
-    best_of = fields.whole("best_of", 1, max_n)
-    if best_of is not None and best_of != generation.n:
+    if body.best_of is not None and body.best_of != fields.n:
         raise bad_field(
             "best_of",
-            f"is {best_of}; it must be n ({generation.n}): this server returns every sample. Leave it out.",
+            f"is {body.best_of}; it must be n ({fields.n}): this server returns every sample. Leave it out.",
         )
-    if fields.get("suffix"):
+    if body.suffix:
         raise bad_field("suffix", "is not supported by this server. Leave it out.")
-    fields.finish(HARMLESS)
-    if len(prompts) * generation.n > MAX_PROMPTS:
+    num_answers = len(prompts) * fields.n
+    if num_answers > MAX_PROMPTS:
         raise bad_field(
             "n",
-            f"times the number of prompts is {len(prompts) * generation.n}; at most {MAX_PROMPTS} answers are made.",
+            f"times the number of prompts is {num_answers}; at most {MAX_PROMPTS} answers are made.",
         )
-    return TextCall(model, prompts, generation, echo)
+    return TextCall(body.model, prompts, fields, body.echo)
 
 
-def read_embedding(body: bytes) -> EmbeddingCall:
+def read_embedding(data: bytes) -> EmbeddingCall:
     """Read a request for vectors."""
-    fields = BodyFields(read_json(body))
-    model = fields.needed_text("model")
-    inputs = _inputs(fields, "input", MAX_INPUTS)
-    encoding = fields.text("encoding_format", "float")
-    if encoding not in ("float", "base64"):
-        raise fields.wrong("encoding_format", "float or base64")
-    dimensions = fields.whole("dimensions", 1, 1 << 24)
-    fields.finish(HARMLESS)
-    return EmbeddingCall(model, inputs, cast(Literal["float", "base64"], encoding), dimensions)
+    body = parse_body(EmbeddingBody, data)
+    inputs = _limited("input", body.input, MAX_INPUTS)
+    return EmbeddingCall(body.model, inputs, body.encoding_format, body.dimensions)
 
 
-def _inputs(fields: BodyFields, field: str, most: int) -> tuple[PromptInput, ...]:
-    """A text, ids, a list of texts or a list of ids."""
-    given = fields.get(field)
-    expected = f"a text, a list of token ids, or a list of at most {most} of them"
-    if isinstance(given, str):
-        return (given,)
-    if not isinstance(given, list) or not given:
-        raise fields.wrong(field, expected)
-    listed = cast(list[Any], given)
-    if _is_ids(listed):
-        if len(listed) > MAX_IDS:
-            raise bad_field(field, f"has {len(listed)} token ids; at most {MAX_IDS} are read.")
-        return (tuple(cast(list[int], listed)),)
-    if len(listed) > most:
-        raise bad_field(field, f"is a list of {len(listed)}; at most {most} are answered at once.")
-    found: list[PromptInput] = []
-    for one in listed:
-        if isinstance(one, str):
-            found.append(one)
-        elif isinstance(one, list) and one and _is_ids(cast(list[Any], one)):
-            found.append(tuple(cast(list[int], one)))
-        else:
-            raise fields.wrong(field, expected)
-    num_ids = sum(len(one) for one in found if isinstance(one, tuple))
+def _limited(field: str, inputs: tuple[PromptInput, ...], most: int) -> tuple[PromptInput, ...]:
+    if len(inputs) > most:
+        raise bad_field(field, f"is a list of {len(inputs)}; at most {most} are answered at once.")
+    num_ids = sum(len(ids) for ids in inputs if isinstance(ids, tuple))
     if num_ids > MAX_IDS:
         raise bad_field(field, f"has {num_ids} token ids; at most {MAX_IDS} are read.")
-    return tuple(found)
-
-
-def _is_ids(listed: list[Any]) -> bool:
-    return all(
-        isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 31 for one in listed
-    )
+    return inputs

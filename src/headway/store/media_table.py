@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,33 +27,25 @@ from headway.runtime.storage import (
     parse_sealed_json,
     remove_folder,
     sealed_json,
-    sha256_file,
     write_atomic,
     writing,
 )
-from headway.store.checksums import AT_ONCE_BYTES, Checksums, damaged
+from headway.store.checksums import Checksums
 from headway.store.file_lock import file_lock
-from headway.store.manifest import JOURNAL_NAME, ShardFile
-from headway.store.memory_map import MAPS, Array
-from headway.store.writer import HashedFile
+from headway.store.manifest import JOURNAL_NAME
+from headway.store.memory_map import Array
+from headway.store.shards import RowShard, RowWriter, StoredRows
 
 log = logging.getLogger("headway")
 
 TABLE_NAME = "table.json"
 VERSION = 1
 KEY_BYTES = 32
+COUNTED = "rows"
 SHARD_BYTES = 1 << 30
 COMMIT_BYTES = 64 << 20
 """A writer commits by itself after this many bytes, so that a killed build loses little."""
 DTYPES = ("uint8", "int32", "int64", "float16", "float32")
-
-
-@dataclass(frozen=True)
-class TableShard:
-    """Some rows of a table: their number, and size and checksum of the rows file and the keys file."""
-
-    num_rows: int
-    files: dict[str, ShardFile]
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ class TableManifest:
     shape: tuple[int, ...]
     dtype: str
     identity: str
-    shards: tuple[TableShard, ...]
+    shards: tuple[RowShard, ...]
 
     def dump(self) -> str:
         """The text of table.json."""
@@ -75,7 +66,11 @@ class TableManifest:
             "dtype": self.dtype,
         }
         return sealed_json(
-            head | {"identity": self.identity, "shards": [_dumped(shard) for shard in self.shards]}
+            head
+            | {
+                "identity": self.identity,
+                "shards": [shard.dump(COUNTED) for shard in self.shards],
+            }
         )
 
 
@@ -91,13 +86,10 @@ class MediaTable:
             np.dtype(manifest.dtype),
             manifest.identity,
         )
-        self._stored = self.dtype.newbyteorder("<")
-        self._checksums = checksums or Checksums()
-        self._checked: set[str] = set()
-        self._first_row = np.cumsum([0, *(shard.num_rows for shard in manifest.shards)])
+        self._stored = StoredRows(folder, manifest.shards, checksums)
 
     def __len__(self) -> int:
-        return int(self._first_row[-1])
+        return int(self._stored.first_row[-1])
 
     @property
     def row_bytes(self) -> int:
@@ -112,29 +104,19 @@ class MediaTable:
                 f"{self.folder}: rows are 0 to {len(self) - 1}; asked for {int(wanted.min())} to {int(wanted.max())}"
             )
         found = np.empty((wanted.size, *self.shape), self.dtype)
-        shards = np.searchsorted(self._first_row, wanted, side="right") - 1
+        shards = self._stored.shards_of(wanted)
         for shard in np.unique(shards).tolist():
             here = shards == shard
-            stored = self._map(f"rows-{shard:05}.bin", shard, self._stored.str).reshape(
-                -1, *self.shape
-            )
-            found[here] = stored[wanted[here] - self._first_row[shard]]
+            stored = self._stored.map(_names(shard)[0], self.dtype).reshape(-1, *self.shape)
+            found[here] = stored[wanted[here] - self._stored.first_row[shard]]
         return found
 
     def key(self, row: int) -> str:
         """The content hash of one row."""
-        shard = int(np.searchsorted(self._first_row, row, side="right")) - 1
-        start = (row - int(self._first_row[shard])) * KEY_BYTES
-        return (
-            self._map(f"keys-{shard:05}.bin", shard, "u1")[start : start + KEY_BYTES]
-            .tobytes()
-            .hex()
-        )
-
-    def index_of(self, content_hash: str) -> int | None:
-        """The row made of some content; None if there is none."""
-        row = int(self.indices_of([content_hash])[0])
-        return None if row < 0 else row
+        shard = int(self._stored.shards_of(np.array(row)))
+        start = (row - int(self._stored.first_row[shard])) * KEY_BYTES
+        keys = self._stored.map(_names(shard)[1], "u1")
+        return keys[start : start + KEY_BYTES].tobytes().hex()
 
     def indices_of(self, content_hashes: Sequence[str]) -> Array:
         """The rows made of some contents, int64 [n]; -1 where there is none."""
@@ -147,13 +129,14 @@ class MediaTable:
 
     def verify(self, at_once: bool = False) -> None:
         """Hash all files; `at_once`: check those that are small or whose checksum is cached, by the cache."""
-        for shard in self.manifest.shards:
-            for name, file in shard.files.items():
-                quick = file.bytes <= AT_ONCE_BYTES or self._checksums.is_cached(self.folder / name)
-                if quick and at_once:
-                    self._checksums.require(self.folder / name, file.sha256)
-                elif not at_once and sha256_file(self.folder / name) != file.sha256:
-                    raise damaged(self.folder / name)
+        if at_once:
+            self._stored.verify_small(cached=True)
+        else:
+            self._stored.verify()
+
+    def require_sizes(self) -> None:
+        """Refuse files that are missing or of another size."""
+        self._stored.require_sizes(TABLE_NAME, "Copy or build the table again.")
 
     @property
     def content_key(self) -> str:
@@ -163,22 +146,13 @@ class MediaTable:
     @cached_property
     def _sorted_keys(self) -> tuple[Array, Array]:
         parts = [
-            self._map(f"keys-{n:05}.bin", n, "u1")
+            self._stored.map(_names(n)[1], "u1")
             for n, shard in enumerate(self.manifest.shards)
             if shard.num_rows
         ]
         keys = np.concatenate([np.zeros(0, np.uint8), *parts]).view(_KEY_WORDS)
         order = np.argsort(keys, kind="stable")
         return order, keys[order]
-
-    def _map(self, name: str, shard: int, dtype: str) -> Array:
-        expected = self.manifest.shards[shard].files[name]
-        if self._checksums.failed is not None:
-            raise self._checksums.failed
-        if name not in self._checked:
-            self._checksums.require(self.folder / name, expected.sha256)
-            self._checked.add(name)
-        return MAPS.get(str(self.folder / name), dtype, expected.bytes)
 
 
 _KEY_WORDS = np.dtype([(f"w{n}", ">u8") for n in range(KEY_BYTES // 8)])
@@ -205,11 +179,9 @@ class MediaTableWriter:
             "identity": identity,
             "shard_bytes": shard_bytes,
         }
-        self._shard_rows = max(1, shard_bytes // max(1, self.row_bytes))
-        self._shards: list[TableShard] = []
-        self._files: list[HashedFile] = []
-        self._growing_rows = 0
-        self._uncommitted_bytes = 0
+        self._again = f"Remove the folder {self.folder} and build the table again."
+        shard_rows = max(1, shard_bytes // max(1, self.row_bytes))
+        self._rows = RowWriter(self.folder, _names, shard_rows, COUNTED, self._again)
         self.known: set[str] = set()
         """Content hashes of the rows written so far."""
         self.note: dict[str, Any] = {}
@@ -227,7 +199,7 @@ class MediaTableWriter:
                 stale.unlink()
 
     def __len__(self) -> int:
-        return sum(shard.num_rows for shard in self._shards) + self._growing_rows
+        return len(self._rows)
 
     def add(self, content_hashes: Sequence[str], rows: Array) -> None:
         """Append rows [n, *shape] made of n contents that are not in the table yet."""
@@ -239,59 +211,38 @@ class MediaTableWriter:
             content_hashes
         ):
             raise ValueError("a row of this content is in the table already")
-        keys = [_key(one) for one in content_hashes]
-        first = 0
-        while first < len(keys):
-            last = min(len(keys), first + self._shard_rows - self._growing_rows)
-            with writing(self.folder, (last - first) * self.row_bytes, DataError):
-                self._open_shard()
-                self._files[0].write(
-                    rows[first:last].astype(self.dtype.newbyteorder("<"), copy=False)
-                )
-                self._files[1].write(np.frombuffer(b"".join(keys[first:last]), np.uint8))
-            self._growing_rows += last - first
-            self._uncommitted_bytes += (last - first) * self.row_bytes
-            if self._growing_rows == self._shard_rows:
-                self._close_shard()
-            first = last
+        keys = b"".join(_key(one) for one in content_hashes)
+        columns = (
+            rows.astype(self.dtype.newbyteorder("<"), copy=False),
+            np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES),
+        )
+        self._rows.add(columns, self.row_bytes)
         self.known.update(content_hashes)
-        if self._uncommitted_bytes >= COMMIT_BYTES:
+        if self._rows.uncommitted_bytes >= COMMIT_BYTES:
             self.commit(self.note)
 
     def commit(self, note: dict[str, Any] | None = None) -> None:
         """Write everything so far to disk and record it with a note; a writer that resumes starts here."""
         self.note = self.note if note is None else note
-        with writing(self.folder, error=DataError):
-            for one in self._files:
-                one.sync()
-        files = [(one.size, one.digest.hexdigest()) for one in self._files]
-        state = {
-            "growing": self._growing_rows,
-            "files": files,
-            "shards": [_dumped(s) for s in self._shards],
-        }
+        state = self._rows.commit()
         write_atomic(
             self.folder / JOURNAL_NAME,
             sealed_json({"settings": self._settings, "note": self.note, **state}),
         )
-        self._uncommitted_bytes = 0
 
     def finish(self) -> None:
         """Close the files and write table.json."""
-        if self._growing_rows:
-            self._close_shard()
+        self._rows.finish()
         settings = self._settings
         manifest = TableManifest(
-            self.shape, settings["dtype"], settings["identity"], tuple(self._shards)
+            self.shape, settings["dtype"], settings["identity"], tuple(self._rows.shards)
         )
         write_atomic(self.folder / TABLE_NAME, manifest.dump())
         (self.folder / JOURNAL_NAME).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the files; what was committed stays for the next writer."""
-        for one in self._files:
-            one.file.close()
-        self._files = []
+        self._rows.close()
 
     def __enter__(self) -> Self:
         return self
@@ -299,62 +250,23 @@ class MediaTableWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_shard(self, sizes: Sequence[int] = (0, 0)) -> None:
-        if not self._files:
-            names = _names(len(self._shards))
-            self._files = [
-                HashedFile.create(self.folder / name, size)
-                for name, size in zip(names, sizes, strict=True)
-            ]
-
-    def _close_shard(self) -> None:
-        with writing(self.folder, error=DataError):
-            files = {one.path.name: one.done() for one in self._files}
-        self._shards.append(TableShard(self._growing_rows, files))
-        self._files, self._growing_rows = [], 0
-
     def _restore(self, journal: Path) -> None:
-        again = f"Remove the folder {self.folder} and build the table again."
         try:
             given = parse_sealed_json(read_bounded(journal))
-            shards, files, growing = (
-                [_parsed(one) for one in given["shards"]],
-                list(given["files"]),
-                int(given["growing"]),
-            )
+            if given["settings"] == self._settings:
+                self._rows.restore(given)
+                self.note = given["note"]
         except (ValueError, KeyError, TypeError, OSError) as problem:
-            raise DataError(f"{journal}: damaged ({problem}). {again}") from None
+            raise DataError(f"{journal}: damaged ({problem}). {self._again}") from None
         if given["settings"] != self._settings:
             changed = ", ".join(
                 k for k in self._settings if given["settings"].get(k) != self._settings[k]
             )
             raise DataError(
-                f"{self.folder}: holds an unfinished table with other settings ({changed}). {again}"
+                f"{self.folder}: holds an unfinished table with other settings ({changed}). {self._again}"
             )
         with writing(self.folder, error=DataError):
-            for shard in shards:
-                for name, file in shard.files.items():
-                    if (
-                        not (self.folder / name).exists()
-                        or os.path.getsize(self.folder / name) != file.bytes
-                    ):
-                        raise DataError(
-                            f"{self.folder / name}: missing or of the wrong size. {again}"
-                        )
-            self._shards, self._growing_rows, self.note = shards, growing, given["note"]
-            if growing:
-                self._open_shard([size for size, _ in files])
-                wrong = [
-                    one.path
-                    for one, (_, digest) in zip(self._files, files, strict=True)
-                    if one.digest.hexdigest() != digest
-                ]
-                if wrong:
-                    self.close()
-                    raise DataError(
-                        f"{wrong[0]}: damaged: its checksum differs from {JOURNAL_NAME}. {again}"
-                    )
-            for number in range(len(shards) + bool(growing)):
+            for number in range(len(self._rows.shards) + bool(self._rows.growing)):
                 stored = (self.folder / _names(number)[1]).read_bytes()
                 self.known.update(
                     stored[at : at + KEY_BYTES].hex() for at in range(0, len(stored), KEY_BYTES)
@@ -379,7 +291,7 @@ def open_table(folder: Path | str, checksums: Checksums | None = None) -> MediaT
             raise ValueError(
                 f"kind {given['kind']!r}, version {given['version']!r}, dtype {given['dtype']!r}"
             )
-        shards = tuple(_parsed(one) for one in given["shards"])
+        shards = tuple(RowShard.parse(one, COUNTED) for one in given["shards"])
         manifest = TableManifest(
             tuple(int(n) for n in given["shape"]),
             str(given["dtype"]),
@@ -409,12 +321,7 @@ def open_table(folder: Path | str, checksums: Checksums | None = None) -> MediaT
             raise DataError(
                 f"{path}: damaged (the sizes of shard {number} contradict its rows). Copy or build the table again."
             )
-        for name, size in zip(_names(number), sizes, strict=True):
-            file = Path(folder) / name
-            if not file.is_file() or file.stat().st_size != size:
-                raise DataError(
-                    f"{file}: missing or not of {size} bytes, which {TABLE_NAME} says. Copy or build the table again."
-                )
+    table.require_sizes()
     return table
 
 
@@ -471,20 +378,3 @@ def _key(content_hash: str) -> bytes:
     if len(key) != KEY_BYTES:
         raise ValueError(f"{content_hash!r} is not a SHA-256 in hexadecimal")
     return key
-
-
-def _dumped(shard: TableShard) -> dict[str, Any]:
-    return {
-        "rows": shard.num_rows,
-        "files": {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in shard.files.items()},
-    }
-
-
-def _parsed(given: dict[str, Any]) -> TableShard:
-    return TableShard(
-        int(given["rows"]),
-        {
-            str(name): ShardFile(int(f["bytes"]), str(f["sha256"]))
-            for name, f in given["files"].items()
-        },
-    )

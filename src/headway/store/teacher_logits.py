@@ -12,9 +12,7 @@ continues; the finished bytes are the same. Invariant: sizes are checked at ever
 from __future__ import annotations
 
 import hashlib
-import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -26,19 +24,19 @@ from headway.runtime.json_file import read_bounded
 from headway.runtime.storage import (
     parse_sealed_json,
     sealed_json,
-    sha256_file,
     write_atomic,
     writing,
 )
-from headway.store.checksums import AT_ONCE_BYTES, Checksums, damaged
-from headway.store.manifest import JOURNAL_NAME, ShardFile
-from headway.store.memory_map import MAPS, Array
+from headway.store.checksums import Checksums
+from headway.store.manifest import JOURNAL_NAME
+from headway.store.memory_map import Array
+from headway.store.shards import RowShard, RowWriter, StoredRows
 from headway.store.source import Longs
-from headway.store.writer import HashedFile
 
 LOGITS_NAME = "logits.json"
 KIND = "headway-teacher-logits"
 VERSION = 1
+COUNTED = "positions"
 SHARD_BYTES = 1 << 30
 COMMIT_BYTES = 256 << 20
 COMMIT_SECONDS = 20.0
@@ -84,14 +82,6 @@ class LogitsOrigin:
 
 
 @dataclass(frozen=True)
-class LogitsShard:
-    """Some positions: their number, and size and checksum of the two files."""
-
-    positions: int
-    files: dict[str, ShardFile]
-
-
-@dataclass(frozen=True)
 class LogitsManifest:
     """Everything about a store of logits except its numbers."""
 
@@ -100,7 +90,7 @@ class LogitsManifest:
     """The highest id that occurs."""
     mass: float
     """The probability of the ids, summed over all positions."""
-    shards: tuple[LogitsShard, ...]
+    shards: tuple[RowShard, ...]
     key: str
     """The checksum of logits.json, which holds the checksums of all other files."""
 
@@ -112,23 +102,22 @@ class TeacherLogits:
         self, folder: Path, manifest: LogitsManifest, checksums: Checksums | None = None
     ) -> None:
         self.folder, self.manifest, self.origin = folder, manifest, manifest.origin
-        self._shards, self._checksums = manifest.shards, checksums or Checksums()
-        self._checked: set[str] = set()
-        self._first = self.origin.tokens[0] + np.cumsum(
-            [0, *(shard.positions for shard in self._shards)]
-        )
+        self._shards = manifest.shards
+        self._stored = StoredRows(folder, manifest.shards, checksums)
+        self._first = self.origin.tokens[0] + self._stored.first_row
 
     def gather(self, positions: Longs) -> tuple[Array, Array]:
         """(ids [n, k], log-probabilities [n, k + 1]) of positions of the token store, all of which must be held here."""
         origin = self.origin
         ids = np.empty((len(positions), origin.top_k), origin.id_dtype)
         log_probs = np.empty((len(positions), origin.top_k + 1), origin.dtype)
-        shards = np.searchsorted(self._first, positions, side="right") - 1
+        shards = self._stored.shards_of(positions - self.origin.tokens[0])
         for shard in np.unique(shards).tolist():
             here = slice(None) if len(self._shards) == 1 else shards == shard
             rows = positions[here] - self._first[shard]
             for name, found in zip(_names(shard), (ids, log_probs), strict=True):
-                found[here] = self._map(name, shard, found.dtype).reshape(-1, found.shape[1])[rows]
+                stored = self._stored.map(name, found.dtype)
+                found[here] = stored.reshape(-1, found.shape[1])[rows]
         return ids, log_probs
 
     def positions_of(self, file: str) -> tuple[int, int]:
@@ -138,27 +127,15 @@ class TeacherLogits:
 
     def verify_small(self) -> None:
         """Check the checksums of files that are read at once; others are checked when they are used."""
-        for shard in self._shards:
-            for name, file in shard.files.items():
-                if file.bytes <= AT_ONCE_BYTES:
-                    self._checksums.require(self.folder / name, file.sha256)
-                    self._checked.add(name)
+        self._stored.verify_small()
 
     def verify(self) -> None:
         """Check the checksums of all files; damage is a DataError that names the file."""
-        for shard in self._shards:
-            for name, file in shard.files.items():
-                if sha256_file(self.folder / name) != file.sha256:
-                    raise damaged(self.folder / name)
+        self._stored.verify()
 
-    def _map(self, name: str, shard: int, dtype: np.dtype[Any]) -> Array:
-        expected = self._shards[shard].files[name]
-        if name not in self._checked:
-            self._checksums.require(self.folder / name, expected.sha256)
-            self._checked.add(name)
-        if self._checksums.failed is not None:
-            raise self._checksums.failed
-        return MAPS.get(str(self.folder / name), dtype.newbyteorder("<").str, expected.bytes)
+    def require_sizes(self) -> None:
+        """Refuse files that are missing or of another size."""
+        self._stored.require_sizes(LOGITS_NAME, "Copy it again.")
 
 
 class TeacherLogitsWriter:
@@ -166,11 +143,10 @@ class TeacherLogitsWriter:
 
     def __init__(self, folder: Path, origin: LogitsOrigin) -> None:
         self.folder, self.origin = folder, origin
-        self._shard_positions = max(1, SHARD_BYTES // max(origin.widths))
-        self._shards: list[LogitsShard] = []
-        self._files: list[HashedFile] = []
-        self._growing = 0
-        self._uncommitted_bytes, self._committed_at = 0, time.monotonic()
+        self._again = f"Remove the folder {folder} and run the command again."
+        shard_positions = max(1, SHARD_BYTES // max(origin.widths))
+        self._rows = RowWriter(folder, _names, shard_positions, COUNTED, self._again)
+        self._committed_at = time.monotonic()
         self.max_id = -1
         """The highest id so far."""
         self.mass = 0.0
@@ -187,59 +163,34 @@ class TeacherLogitsWriter:
     @property
     def next_position(self) -> int:
         """The position that is written next."""
-        return (
-            self.origin.tokens[0] + sum(shard.positions for shard in self._shards) + self._growing
-        )
+        return self.origin.tokens[0] + len(self._rows)
 
     def add(self, ids: Array, log_probs: Array) -> None:
         """Append [n, k] ids and [n, k + 1] log-probabilities."""
         self.max_id = max(self.max_id, int(ids.max(initial=-1)))
         self.mass += float(np.exp(log_probs[:, :-1].astype(np.float64)).sum())
-        first = 0
-        while first < len(ids):
-            last = min(len(ids), first + self._shard_positions - self._growing)
-            with writing(self.folder, (last - first) * sum(self.origin.widths), DataError):
-                self._open_shard((0, 0))
-                for file, values, dtype in zip(
-                    self._files,
-                    (ids, log_probs),
-                    (self.origin.id_dtype, self.origin.dtype),
-                    strict=True,
-                ):
-                    file.write(
-                        values[first:last].astype(np.dtype(dtype).newbyteorder("<"), copy=False)
-                    )
-            self._growing += last - first
-            self._uncommitted_bytes += (last - first) * sum(self.origin.widths)
-            if self._growing == self._shard_positions:
-                self._close_shard()
-            first = last
+        types = (self.origin.id_dtype, self.origin.dtype)
+        columns = [
+            values.astype(np.dtype(dtype).newbyteorder("<"), copy=False)
+            for values, dtype in zip((ids, log_probs), types, strict=True)
+        ]
+        self._rows.add(columns, sum(self.origin.widths))
 
     def commit_if_due(self) -> None:
         """Commit if much was written, or long ago."""
         if (
-            self._uncommitted_bytes >= COMMIT_BYTES
+            self._rows.uncommitted_bytes >= COMMIT_BYTES
             or time.monotonic() - self._committed_at >= COMMIT_SECONDS
         ):
             self.commit()
 
     def commit(self) -> None:
         """Write everything so far to disk and record it; a writer that resumes starts here."""
-        with writing(self.folder, error=DataError):
-            for one in self._files:
-                one.sync()
-        files = [(one.size, one.digest.hexdigest()) for one in self._files]
-        state = {
-            "growing": self._growing,
-            "files": files,
-            "shards": [asdict(shard) for shard in self._shards],
-            "max_id": self.max_id,
-        }
-        state["mass"] = self.mass
+        state = {**self._rows.commit(), "max_id": self.max_id, "mass": self.mass}
         write_atomic(
             self.folder / JOURNAL_NAME, sealed_json({"origin": _dumped(self.origin), **state})
         )
-        self._uncommitted_bytes, self._committed_at = 0, time.monotonic()
+        self._committed_at = time.monotonic()
 
     def finish(self) -> None:
         """Close the files and write logits.json."""
@@ -247,8 +198,7 @@ class TeacherLogitsWriter:
             raise ValueError(
                 f"{self.next_position} of {self.origin.tokens[1]} positions are written"
             )
-        if self._growing:
-            self._close_shard()
+        self._rows.finish()
         head = {
             "kind": KIND,
             "version": VERSION,
@@ -258,7 +208,7 @@ class TeacherLogitsWriter:
         }
         write_atomic(
             self.folder / LOGITS_NAME,
-            sealed_json({**head, "shards": [asdict(shard) for shard in self._shards]}),
+            sealed_json({**head, "shards": self._rows.dumped()}),
         )
         (self.folder / JOURNAL_NAME).unlink(missing_ok=True)
 
@@ -266,61 +216,24 @@ class TeacherLogitsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self._files:
-            one.file.close()
-
-    def _open_shard(self, sizes: Sequence[int]) -> None:
-        if not self._files:
-            names = _names(len(self._shards))
-            self._files = [
-                HashedFile.create(self.folder / name, size)
-                for name, size in zip(names, sizes, strict=True)
-            ]
-
-    def _close_shard(self) -> None:
-        with writing(self.folder, error=DataError):
-            files = {one.path.name: one.done() for one in self._files}
-        self._shards.append(LogitsShard(self._growing, files))
-        self._files, self._growing = [], 0
+        self._rows.close()
 
     def _restore(self, journal: Path) -> None:
-        again = f"Remove the folder {self.folder} and run the command again."
+        wanted = _dumped(self.origin)
         try:
             given = parse_sealed_json(read_bounded(journal))
-            shards, files, growing = (
-                [_shard(one) for one in given["shards"]],
-                list(given["files"]),
-                int(given["growing"]),
-            )
-            before, max_id, mass = dict(given["origin"]), int(given["max_id"]), float(given["mass"])
+            before = dict(given["origin"])
+            if before == wanted:
+                self._rows.restore(given)
+                self.max_id = int(given["max_id"])
+                self.mass = float(given["mass"])
         except (ValueError, KeyError, TypeError, OSError) as problem:
-            raise DataError(f"{journal}: damaged ({problem}). {again}") from None
-        wanted = _dumped(self.origin)
+            raise DataError(f"{journal}: damaged ({problem}). {self._again}") from None
         if before != wanted:
             changed = ", ".join(name for name in wanted if before.get(name) != wanted[name])
             raise DataError(
-                f"{self.folder}: holds unfinished logits with other settings ({changed}). {again}"
+                f"{self.folder}: holds unfinished logits with other settings ({changed}). {self._again}"
             )
-        for shard in shards:
-            for name, file in shard.files.items():
-                if (
-                    not (self.folder / name).exists()
-                    or os.path.getsize(self.folder / name) != file.bytes
-                ):
-                    raise DataError(f"{self.folder / name}: missing or of the wrong size. {again}")
-        self._shards, self._growing, self.max_id, self.mass = shards, growing, max_id, mass
-        if growing:
-            with writing(self.folder, error=DataError):
-                self._open_shard([size for size, _ in files])
-            wrong = [
-                one.path
-                for one, (_, digest) in zip(self._files, files, strict=True)
-                if one.digest.hexdigest() != digest
-            ]
-            if wrong:
-                raise DataError(
-                    f"{wrong[0]}: damaged: its checksum differs from {JOURNAL_NAME}. {again}"
-                )
 
 
 def is_logits(folder: Path) -> bool:
@@ -342,13 +255,9 @@ def open_logits(folder: Path, checksums: Checksums | None = None) -> TeacherLogi
         raise DataError(
             f"{path}: damaged ({type(problem).__name__}: {problem}). Copy or make the logits again."
         ) from None
-    for shard in manifest.shards:
-        for name, file in shard.files.items():
-            if not (folder / name).is_file() or os.path.getsize(folder / name) != file.bytes:
-                raise DataError(
-                    f"{folder / name}: missing or not of {file.bytes} bytes, which {LOGITS_NAME} says. Copy it again."
-                )
-    return TeacherLogits(folder, manifest, checksums)
+    logits = TeacherLogits(folder, manifest, checksums)
+    logits.require_sizes()
+    return logits
 
 
 def _parse(content: bytes) -> LogitsManifest:
@@ -365,14 +274,14 @@ def _parse(content: bytes) -> LogitsManifest:
         "temperature": float(values["temperature"])
     }
     origin = LogitsOrigin(**values)
-    shards = tuple(_shard(one) for one in given["shards"])
+    shards = tuple(RowShard.parse(one, COUNTED) for one in given["shards"])
     for number, shard in enumerate(shards):
         sizes = dict(
-            zip(_names(number), (shard.positions * width for width in origin.widths), strict=True)
+            zip(_names(number), (shard.num_rows * width for width in origin.widths), strict=True)
         )
         if {name: file.bytes for name, file in shard.files.items()} != sizes:
             raise ValueError(f"the files of shard {number} contradict its positions")
-    if sum(shard.positions for shard in shards) != origin.tokens[1] - origin.tokens[0]:
+    if sum(shard.num_rows for shard in shards) != origin.tokens[1] - origin.tokens[0]:
         raise ValueError("the positions of the shards do not add up")
     return LogitsManifest(
         origin,
@@ -392,11 +301,3 @@ def _dumped(origin: LogitsOrigin) -> dict[str, Any]:
         name: list(value) if isinstance(value, tuple) else value
         for name, value in asdict(origin).items()
     }
-
-
-def _shard(given: dict[str, Any]) -> LogitsShard:
-    files = {
-        str(name): ShardFile(int(file["bytes"]), str(file["sha256"]))
-        for name, file in given["files"].items()
-    }
-    return LogitsShard(int(given["positions"]), files)

@@ -6,16 +6,11 @@ with `resume=True` truncates them to the last commit and continues; the finished
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -23,7 +18,6 @@ from headway.errors import DataError
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import (
     CHUNK_BYTES,
-    fsync_file,
     missing_folders,
     remove_empty,
     write_atomic,
@@ -39,6 +33,7 @@ from headway.store.manifest import (
     StoreShard,
     file_names,
 )
+from headway.store.shards import GrowingFiles, HashedFile
 from headway.store.source import Flags, Ids, Longs
 
 SHARD_TOKENS = 1 << 30
@@ -52,63 +47,6 @@ FILE_PATTERNS = (
 )
 MAX_TYPES = 1 << 16
 NO_NOTE: dict[str, Any] = {}
-
-
-@dataclass
-class HashedFile:
-    """A file of the shard being written, hashed as it grows."""
-
-    path: Path
-    file: BinaryIO
-    digest: Any
-    size: int = 0
-
-    @classmethod
-    def create(cls, path: Path, size_bytes: int = 0) -> Self:
-        """Open for appending after the first `size_bytes`, which are read once for the checksum."""
-        file = open(path, "r+b" if size_bytes else "wb")  # noqa: SIM115 - stays open until the shard is full
-        digest = hashlib.sha256()
-        left = size_bytes
-        while left:
-            chunk = file.read(min(left, CHUNK_BYTES))
-            if not chunk:
-                file.close()
-                raise DataError(
-                    f"{path}: shorter than {JOURNAL_NAME} says. Remove the folder {path.parent} and build the store again."
-                )
-            digest.update(chunk)
-            left -= len(chunk)
-        file.truncate(size_bytes)
-        file.seek(size_bytes)
-        return cls(path, file, digest, size_bytes)
-
-    def write(self, values: np.ndarray) -> None:
-        content = np.ascontiguousarray(values).data.cast("B") if values.size else b""
-        self.file.write(content)
-        self.digest.update(content)
-        self.size += len(content)
-
-    def reread(self, size_bytes: int) -> BinaryIO:
-        """Truncate the file to `size_bytes`; returns a temporary file with the rest."""
-        self.file.flush()
-        rest: BinaryIO = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - closed by the caller
-        with open(self.path, "rb") as stored:
-            stored.seek(size_bytes)
-            shutil.copyfileobj(stored, rest, CHUNK_BYTES)
-        rest.seek(0)
-        self.file.close()
-        again = HashedFile.create(self.path, size_bytes)
-        self.file, self.digest, self.size = again.file, again.digest, size_bytes
-        return rest
-
-    def sync(self) -> None:
-        self.file.flush()
-        fsync_file(self.file.fileno())
-
-    def done(self) -> ShardFile:
-        self.sync()
-        self.file.close()
-        return ShardFile(self.size, self.digest.hexdigest())
 
 
 @dataclass
@@ -157,7 +95,11 @@ class StoreWriter:
         self._shards: list[StoreShard] = []
         self._growing = OpenShard()
         self._max_id = -1
-        self._files: list[HashedFile] = []
+        self._shard_files = GrowingFiles(
+            self.folder,
+            lambda number: file_names(number, masked, spans, typed),
+            "Remove the folder and build the store again.",
+        )
         self._waiting: list[tuple[Ids, Flags | None, Longs | None]] = []
         self._waiting_types: list[str] = []
         self._waiting_tokens = 0
@@ -217,12 +159,11 @@ class StoreWriter:
         self._flush()
         assert not self._growing.open_tokens, "a commit inside a document"
         with writing(self.folder):
-            for one in self._files:
-                one.sync()
+            self._shard_files.sync()
         state = {
             "growing": asdict(self._growing),
             "max_id": self._max_id,
-            "sizes": [one.size for one in self._files],
+            "sizes": [file.size for file in self._files],
         }
         state |= {} if self._types is None else {"types": self._types}
         shards = [asdict(shard) for shard in self._shards]
@@ -240,11 +181,7 @@ class StoreWriter:
 
     def close(self) -> None:
         """Close the files; an unfinished store without a commit is removed."""
-        for one in self._files:
-            # Buffered data does not fit on a full disk; that was reported when it was written.
-            with suppress(OSError):
-                one.file.close()
-        self._files = []
+        self._shard_files.close()
         if not self._finished and not (self.folder / JOURNAL_NAME).exists():
             self._remove_files()
             remove_empty(self._made)
@@ -408,16 +345,14 @@ class StoreWriter:
         now.documents += len(lengths)
         now.open_tokens = 0 if len(lengths) else now.open_tokens
 
-    def _open_shard(self, size_bytes: Sequence[int] | None = None) -> None:
-        if self._files:
-            return
-        names = file_names(self._growing.number, self._masked, self._spans, self._types is not None)
-        sizes = size_bytes if size_bytes is not None else [0] * len(names)
-        self._files = [
-            HashedFile.create(self.folder / name, size)
-            for name, size in zip(names, sizes, strict=True)
-        ]
-        if size_bytes is None:
+    @property
+    def _files(self) -> list[HashedFile]:
+        """The files of the shard that is being written."""
+        return self._shard_files.files
+
+    def _open_shard(self) -> None:
+        if not self._files:
+            self._shard_files.open(self._growing.number)
             self._files[1].write(np.zeros(1, "<i8"))
 
     def _close_shard(self) -> None:
@@ -428,8 +363,7 @@ class StoreWriter:
                 self._files[2].write(np.packbits(np.array(now.bits, np.bool_), bitorder="little"))
             if self._spans:
                 self._files[2 + self._masked].write(np.array([now.tokens], "<i8"))
-            files = {one.path.name: one.done() for one in self._files}
-        self._files = []
+            files = self._shard_files.done()
         self._shards.append(StoreShard(now.documents, now.tokens, now.spans, files))
         self._growing = OpenShard(number=now.number + 1)
 
@@ -465,13 +399,6 @@ class StoreWriter:
         self.note = given["note"]
         with writing(self.folder):
             for shard in shards:
-                for name, file in shard.files.items():
-                    if (
-                        not (self.folder / name).exists()
-                        or os.path.getsize(self.folder / name) != file.bytes
-                    ):
-                        raise DataError(
-                            f"{self.folder / name}: missing or of the wrong size. Remove the folder and build the store again."
-                        )
+                self._shard_files.require(shard.files)
             if sizes:
-                self._open_shard(sizes)
+                self._shard_files.open(self._growing.number, sizes)

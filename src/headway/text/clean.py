@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from headway.errors import ConfigError, DataError
 from headway.runtime.optional import need
 from headway.runtime.progress import progress
+from headway.text.clean_rules import CleanRules
 from headway.text.dedup import ExactDuplicates, NearDuplicates, count_characters
 from headway.text.document import Document, TextSplit
 from headway.text.read import expand, read_documents
@@ -33,52 +34,6 @@ def simplifier(option: str) -> Callable[[str], str]:
 
 
 EXAMPLES = 3
-
-
-@dataclass(frozen=True)
-class CleanRules:
-    """Rules a document must meet to stay. Shares are of the characters that are not spaces."""
-
-    min_characters: int = 10
-    max_characters: int | None = None
-    min_letters: float = 0.25
-    max_digits: float = 0.5
-    max_signs: float = 0.5
-    max_controls: float = 0.01
-    max_repeated_lines: float = 0.5
-    min_line_length: float = 0.0
-    duplicates: Literal["keep", "exact", "near"] = "near"
-    similarity: float = 0.8
-    seed: int = 0
-    max_memory_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in (
-            "min_letters",
-            "max_digits",
-            "max_signs",
-            "max_controls",
-            "max_repeated_lines",
-        ):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; it is a share between 0 and 1."
-                )
-        for name in ("min_characters", "min_line_length"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
-        if self.duplicates not in ("keep", "exact", "near"):
-            raise ConfigError(f"duplicates is {self.duplicates!r}; it must be keep, exact or near.")
-        if self.max_characters is not None and self.max_characters < self.min_characters:
-            raise ConfigError(
-                f"max_characters is {self.max_characters}, less than min_characters={self.min_characters}."
-            )
-
-
-ONLY_DUPLICATES = CleanRules(
-    min_characters=0, min_letters=0, max_digits=1, max_signs=1, max_controls=1, max_repeated_lines=1
-)
-"""Rules that only blank documents and duplicates break (`headway data dedup`)."""
 
 
 @dataclass

@@ -36,7 +36,6 @@ class CharacterCounts:
     letters: int
     digits: int
     signs: int
-    spaces: int
     controls: int
     han: int
 
@@ -53,7 +52,6 @@ def count_characters(text: str) -> CharacterCounts:
         counts[LETTER] + counts[HAN],
         counts[DIGIT],
         counts[SIGN],
-        counts[SPACE],
         counts[CONTROL],
         counts[HAN],
     )

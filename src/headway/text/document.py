@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from headway.config.options import option
 from headway.errors import ConfigError, DataError
 
 TextSplit = Literal["file", "line"]
@@ -57,8 +58,10 @@ class Document:
 class TextOf:
     """How a record becomes a text: the value of `text_key`, or a template such as `{title}\\n{content}`."""
 
-    text_key: str = "text"
-    template: str | None = None
+    text_key: str = option("text", "Key that holds the text of a record.")
+    template: str | None = option(
+        None, "Build the text from several keys, e.g. '{title}\\n{content}'."
+    )
 
     def __post_init__(self) -> None:
         self.parts()
@@ -125,6 +128,25 @@ class TextOf:
         if not isinstance(value, str):
             raise DataError(f"{record.place}: {key!r} is {_kind(value)}; a text is expected.")
         return value
+
+
+@dataclass(frozen=True)
+class Reading(TextOf):
+    """How texts are read from files of any kind."""
+
+    split: TextSplit = option(
+        "file", "A .txt file is one document (file), or each of its lines is one (line)."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split not in ("file", "line"):
+            raise ConfigError(f"--split is {self.split!r}; it must be 'file' or 'line'.")
+
+    @property
+    def text_of(self) -> TextOf:
+        """How a record becomes a text."""
+        return TextOf(self.text_key, self.template)
 
 
 MISSING = object()

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
 Positions = npt.NDArray[np.int32]
 
 ID_BITS = 20

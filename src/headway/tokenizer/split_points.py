@@ -83,11 +83,6 @@ class SplitPoints:
         self.continued = continued
         """The backend for all pieces but the first: it puts nothing before a text."""
 
-    @property
-    def exist(self) -> bool:
-        """Whether this tokenizer has split points at all."""
-        return self._safe is not None
-
     def between(self, before: str, after: str) -> bool:
         """Whether a text may be split between two neighbouring characters in any context."""
         return self._safe is not None and self._safe(before, after)

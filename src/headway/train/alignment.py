@@ -17,29 +17,33 @@ from headway.data.config import DataConfig, SourceConfig, default_cache_dir
 from headway.data.open import OpenData, sets_of, with_valid
 from headway.data.samples import SEQ_LEN, SampleSource
 from headway.errors import ConfigError
-from headway.infer.aligner import frozen_encoder, row_makers
+from headway.media.sources import source_files
 from headway.model.aligner_config import AlignerConfig
 from headway.model.config import ModelConfig
+from headway.model.encoders.rows import frozen_encoder, row_makers
 from headway.model.flops import TokenFlops
 from headway.model.loading.aligner_file import read_aligner
-from headway.objective.contrastive import LOG_SCALE, recall_ceiling
-from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.optim.groups import OBJECTIVE
 from headway.prepare.detect import local_path
 from headway.prepare.features import SampleSet, prepare_samples, read_samples
 from headway.runtime.process import from_environment
 from headway.store.checksums import Checksums
+from headway.tasks.contrastive import LOG_SCALE, recall_ceiling
+from headway.tasks.contrastive import Config as ContrastiveConfig
+from headway.tokenizer.chat_template import FALLBACK_TEMPLATE
 
 if TYPE_CHECKING:
     import torch
 
     from headway.model.encoders.base import FrozenMediaEncoder
-    from headway.objective.base import ObjectiveConfig
     from headway.store.source import TokenSource
+    from headway.tasks.base import TaskConfig
     from headway.train.config import Recipe
 
 log = logging.getLogger("headway")
 
+READS = "captions"
+"""The kind of records that an aligner reads."""
 VOCAB = 1
 """Every sample is the same token."""
 
@@ -142,13 +146,13 @@ def _data(config: DataConfig) -> DataConfig:
         )
 
     def captions(one: SourceConfig) -> SourceConfig:
-        if one.kind not in ("auto", "captions"):
+        if one.kind not in ("auto", READS):
             raise ConfigError(
                 f"data: {one.path} has kind {one.kind}; an aligner reads captions. Set kind: captions, or leave it out."
             )
-        return SourceConfig.model_validate(
-            {**one.model_dump(exclude_unset=True), "kind": "captions"}
-        )
+        # Captions have no turns. The template is stated as in the run folders of earlier releases.
+        changes = {"kind": READS, "chat_template": FALLBACK_TEMPLATE}
+        return SourceConfig.model_validate({**one.model_dump(exclude_unset=True), **changes})
 
     changes: dict[str, Any] = {
         "seq_len": SEQ_LEN,
@@ -173,9 +177,13 @@ def _flat_width(encoder: FrozenMediaEncoder) -> int:
 
 
 def open_samples(
-    recipe: Recipe, aligner: AlignerConfig, device: torch.device | None = None
+    recipe: Recipe,
+    aligner: AlignerConfig,
+    device: torch.device | None = None,
+    check_media: bool = False,
 ) -> OpenData:
-    """The samples of a recipe, their tables made where the cache lacks them."""
+    """The samples of a recipe, their tables made where the cache lacks them. `check_media`: look at every media file even if they are
+    known."""
     config = recipe.data
     objective = recipe.objective
     assert isinstance(objective, ContrastiveConfig), "checked by resolve_aligner"
@@ -190,6 +198,8 @@ def open_samples(
             makers,
             cache_dir,
             skip_bad=one.drop_bad,
+            files=source_files(path),
+            check_media=check_media,
         )
         _check_pairs(found)
         source = source_of(found)
@@ -241,7 +251,7 @@ def _check_pairs(samples: SampleSet) -> None:
 
 
 def first_heads(
-    aligner: AlignerConfig, objective: ObjectiveConfig, shapes: Mapping[str, Any]
+    aligner: AlignerConfig, objective: TaskConfig, shapes: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The heads and the trained scale of `model.aligner.weights`, if it is given."""
     import torch

@@ -30,27 +30,37 @@ log = logging.getLogger("headway")
 
 
 def open_run_data(
-    resolved: Resolved, device: torch.device | None = None, workers: int | None = None
+    resolved: Resolved,
+    device: torch.device | None = None,
+    workers: int | None = None,
+    *,
+    check_media: bool = False,
 ) -> OpenData:
     """The open data of a run; what is not a store yet is made now. `device`: where frozen encoders of media run; `workers`: processes
-    that tokenize, None: as many as there are cores."""
+    that tokenize, None: as many as there are cores; `check_media`: look at every media file, even of data that is known."""
     recipe, tokenizer = resolved.recipe, resolved.tokenizer_path
-    wanted = {"pairs": recipe.objective.PAIRS, "unpaired": recipe.objective.UNPAIRED}
     if resolved.model.aligner is not None:
         from headway.train.alignment import open_samples
 
-        return open_samples(recipe, resolved.model.aligner, device)
-    plan, media, stores_of = resolved.media, None, None
-    if plan is not None:
-        from headway.train.multimodal import MediaStores, media_features
+        return open_samples(recipe, resolved.model.aligner, device, check_media)
+    media = None
+    positions = None
+    if resolved.media is not None:
+        from headway.train.multimodal import media_features
 
-        stores_of, media = (
-            MediaStores(plan, recipe.data, tokenizer, workers),
-            media_features(recipe, plan, device),
-        )
+        positions = resolved.media.positions
+        media = media_features(recipe, resolved.media, device, check_media)
     say = log.info if from_environment().is_first else log.debug
+    # Settings of rows that the task cannot use are refused before anything is tokenized.
+    recipe.objective.reader(recipe.data).check(recipe.data)
     stores = prepare_sources(
-        recipe.data, tokenizer, **wanted, media=stores_of, workers=workers, say=say
+        recipe.data,
+        tokenizer,
+        reads=recipe.objective.reads,
+        positions=positions,
+        check_media=check_media,
+        workers=workers,
+        say=say,
     )
     vocab = resolved.model.vocab
     data = open_data(
@@ -59,10 +69,10 @@ def open_run_data(
         tokenizer=tokenizer,
         vocab_size=vocab,
         seed=recipe.seed,
-        **wanted,
+        reader=recipe.objective.reader(recipe.data),
         media=media,
     )
-    cache = recipe.objective.teacher_cache
+    cache = recipe.objective.needs.stored_logits
     if cache is None:
         return data
     every = [one for many in (data.train, *data.valid.values()) for one in many]
@@ -96,7 +106,10 @@ def prepare_data(recipe: Recipe, workers: int | None = None) -> list[PreparedSou
             "data.train is null: the data is generated while training, there is nothing to prepare. Set data.train."
         )
     data = open_run_data(
-        resolve(recipe), choose_compute(recipe.device, recipe.precision).device, workers
+        resolve(recipe),
+        choose_compute(recipe.device, recipe.precision).device,
+        workers,
+        check_media=True,
     )
     return [
         PreparedSource(name, one.selection.source.name, *one.selection.counts())

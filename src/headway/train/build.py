@@ -21,7 +21,7 @@ from headway.data.config import ResolvedBatch
 from headway.data.open import OpenData
 from headway.data.target_check import check_targets
 from headway.errors import CheckpointError, ConfigError
-from headway.kernels.packed_layout import plain_name
+from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.adapter.lora import with_updates
 from headway.model.adapter.packed_base import packed_values
 from headway.model.config import ModelConfig
@@ -29,7 +29,6 @@ from headway.model.flops import token_flops
 from headway.model.init import initial_value
 from headway.model.layout import GATES, HEAD, SCORE, param_specs
 from headway.model.media_shape import ALIGNER, PROJECTOR
-from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroups, form_groups
 from headway.parallel.engine import Engine, EngineSpec
@@ -188,7 +187,7 @@ def make_meter(
     seq_len, engine = recipe.data.seq_len, state.engine
     training = [name for group in engine.groups for name in group.names]
     flops = sample_flops(state.model) if state.model.aligner is not None else None
-    flops = flops or token_flops(state.model, seq_len, shapes=engine.shapes, training=training)
+    flops = flops or token_flops(state.model, seq_len, specs=engine.specs, training=training)
     setup = MeterSetup(
         model=state.model,
         flops=flops,
@@ -297,9 +296,7 @@ def fill(engine: Engine, resolved: Resolved, device: torch.device) -> None:
                 [
                     (
                         name,
-                        initial_value(
-                            name, engine.shapes[name], resolved.model, resolved.recipe.seed
-                        ),
+                        initial_value(engine.specs[name], resolved.model, resolved.recipe.seed),
                     )
                 ]
             )
@@ -330,24 +327,22 @@ def _with_media(
             wanted.discard(name)
             yield name, value
     for name in sorted(name for name in wanted if engine.holds(name)):
-        yield name, initial_value(name, engine.shapes[name], resolved.model, resolved.recipe.seed)
+        yield name, initial_value(engine.specs[name], resolved.model, resolved.recipe.seed)
 
 
 def _initial_values(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:
     """Initial values in the order of the model, drawn a few at a time in threads: one thread is slow for large models."""
 
-    known = {spec.name: spec.shape for spec in param_specs(resolved.model)}
+    known = {spec.name: spec for spec in param_specs(resolved.model)}
 
     def draw(name: str) -> tuple[str, Tensor]:
-        plain = plain_name(name)  # what is stored quantised is drawn as any other
-        return plain, initial_value(
-            plain, known.get(plain, engine.shapes[name]), resolved.model, resolved.recipe.seed
-        )
+        spec = engine.specs[name]
+        if form_of(name) is not None:
+            spec = known[plain_name(name)]  # what is stored quantised is drawn as any other
+        return spec.name, initial_value(spec, resolved.model, resolved.recipe.seed)
 
     names = [
-        name
-        for name in engine.shapes
-        if engine.holds(name) and not name.startswith(OBJECTIVE) and ADAPTER not in name
+        name for name, spec in engine.specs.items() if engine.holds(name) and spec.start != "given"
     ]
     size = min(16, usable_cores())
     with ThreadPoolExecutor(size) as pool:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headway.checkpoint.stored_model import StoredModel
 from headway.data.config import SourceConfig
 from headway.data.open import SourceStore, SourceStores
 from headway.errors import HeadwayError
-from headway.infer.load import StoredModel
 from headway.prepare.detect import format_of
 from headway.text.hub import is_hub_id
 from headway.train.config import Recipe

@@ -17,12 +17,12 @@ from headway.data.config import BatchConfig, DataConfig
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.experts_config import UpcycleConfig
-from headway.objective.base import ObjectiveConfig
-from headway.objective.next_token import Config as NextTokenConfig
 from headway.optim.adamw import Config as AdamWConfig
 from headway.optim.base import OptimConfig
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.config import MemoryConfig, ParallelConfig
+from headway.tasks.base import TaskConfig
+from headway.tasks.next_token import Config as NextTokenConfig
 from headway.track.base import TrackerConfig
 from headway.train.launch_config import LaunchConfig, SuperviseConfig
 from headway.train.multimodal_config import MultimodalConfig
@@ -338,7 +338,7 @@ class Recipe(Section):
     data: DataConfig = setting(
         DataConfig, "Training and validation data; without data.train, generated data."
     )
-    objective: Annotated[ObjectiveConfig, KindIn("headway.objective", "next_token")] = setting(
+    objective: Annotated[TaskConfig, KindIn("headway.tasks", "next_token")] = setting(
         NextTokenConfig, "The loss."
     )
     optim: Annotated[OptimConfig, KindIn("headway.optim", "adamw")] = setting(

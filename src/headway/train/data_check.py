@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.checkpoint.load import open_checkpoint, step_folders, step_of
+from headway.data.groups import GroupSource
 from headway.data.stored_files import UnknownReaders, documents_read_from, stored_files
 from headway.errors import CheckpointError, DataError
 from headway.train.run_folder import RECIPE
@@ -54,7 +55,12 @@ class DataCheck:
         if recipe.data.stage_to is not None:
             self._hashes = process.local_rank == 0
         # Numbers that are made of all data before training, and cached, are made of data that was hashed.
-        self._hashes_all = recipe.objective.PAIRS or recipe.objective.UNPAIRED
+        mixtures = (data.train, *data.valid.values())
+        self._hashes_all = any(
+            isinstance(part.selection.source, GroupSource) and part.selection.source.keeps_whole
+            for mixture in mixtures
+            for part in mixture
+        )
         self._left: dict[Path, str] = {}
 
     def at_start(self) -> None:

@@ -22,29 +22,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.checkpoint.stored_model import find_model
 from headway.data.batch import Batch
 from headway.data.config import DataConfig, default_cache_dir
+from headway.data.groups import GroupSource
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
-from headway.data.pairs import PAIR, PairSource
 from headway.data.selection import Selection
-from headway.data.unpaired import MISMATCH_TOKENS, RECORD, UnpairedSource, mismatched
 from headway.errors import CheckpointError, ConfigError, DataError, ParallelError
-from headway.infer.load import build_frozen_model, find_model
 from headway.kernels.distill_loss import TeacherHead
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.lora import adapt, pack_linears, with_updates
 from headway.model.adapter.packed_base import packed_values
-from headway.model.base import Model, build_model
+from headway.model.base import Model, build_frozen_model, build_model
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import GATES, param_specs
-from headway.objective.base import ObjectiveConfig, ReferenceSpec
-from headway.objective.distill import TAUGHT
-from headway.objective.distill import Config as DistillConfig
-from headway.objective.kto import MISMATCH_REFERENCE
-from headway.objective.pairs import REFERENCE, document_sums
 from headway.parallel.assemble import wrap_blocks
 from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec
@@ -59,6 +53,9 @@ from headway.runtime.storage import (
     write_atomic,
     write_sealed,
 )
+from headway.tasks.base import ReferenceSpec, ScoreColumns, TaskConfig
+from headway.tasks.distill import TAUGHT
+from headway.tasks.preference.loss import document_sums
 from headway.train.batches import PlannedRows
 from headway.train.resolve import Resolved
 from headway.train.start import Start
@@ -77,7 +74,7 @@ class Reference:
     sha256: str
     """Of its weights, or of its stored logits."""
     description: str
-    objective: ObjectiveConfig
+    objective: TaskConfig
     """The recipe's objective, with a teacher's head where it learns from one."""
     cover: Callable[[PlannedRows | None], None] | None = None
     """Cached log-probabilities: score what a changed plan reads and nobody has scored yet."""
@@ -144,7 +141,7 @@ def make_reference(
 ) -> Reference | None:
     """The reference that a recipe's objective needs; None where it needs none. `plan` says which rows the run will read; without it
     everything is scored."""
-    wanted = resolved.recipe.objective.reference_spec
+    wanted = resolved.recipe.objective.needs.frozen
     if data.teacher is not None:
         origin = data.teacher.origin
         how = f"top {origin.top_k} of every position from {len(data.teacher.parts)} stores of logits, no model in memory"
@@ -158,10 +155,12 @@ def make_reference(
         _Digest(source.adapter.base if source.adapter else None),
     )
     cover = None
+    columns = wanted.columns
     if wanted.cached:
+        assert columns is not None, "hidden states of a teacher are too large to be kept"
         for name, value in source.weights():
             digest.add(name, value)
-        scores = _CachedScores(data, source, digest.sha256, scoring)
+        scores = _CachedScores(data, source, digest.sha256, scoring, columns)
         planned = None if plan is None else plan()
         scores.cover(planned)
         prepare = scores.prepare
@@ -170,12 +169,13 @@ def make_reference(
         how = f"log-probabilities of {extent} pairs or records{'' if planned is None else ' that the run reads'}"
     else:
         frozen = _load(source, digest.through(source.weights()), scoring)
-        prepare, how = score_with(frozen, spec.chunk_tokens), "as a second model in memory"
-        if isinstance(objective, DistillConfig):
-            prepare, objective = (
-                teach_with(frozen),
-                objective.with_head(TeacherHead(frozen.head_weight, source.config.logit_softcap)),
-            )
+        how = "as a second model in memory"
+        if columns is not None:
+            prepare = score_with(frozen, spec.chunk_tokens, columns)
+        else:
+            prepare = teach_with(frozen)
+            head = TeacherHead(frozen.head_weight, source.config.logit_softcap)
+            objective = objective.with_teacher_head(head)
     role = "teacher" if wanted.is_teacher else "reference"
     return Reference(
         prepare,
@@ -188,7 +188,7 @@ def make_reference(
 
 def check_reference(resolved: Resolved) -> None:
     """Refuse a reference that does not exist or does not fit, before anything is read."""
-    wanted = resolved.recipe.objective.reference_spec
+    wanted = resolved.recipe.objective.needs.frozen
     if wanted is not None:
         _find(resolved, wanted)
 
@@ -212,10 +212,7 @@ def _find(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
         seed = resolved.recipe.seed
         return _Source(
             model,
-            lambda: (
-                (spec.name, initial_value(spec.name, spec.shape, model, seed))
-                for spec in param_specs(model)
-            ),
+            lambda: ((spec.name, initial_value(spec, model, seed)) for spec in param_specs(model)),
             "with the random weights the run starts from",
         )
     try:
@@ -328,8 +325,8 @@ def _build_quantised(
     return model
 
 
-def score_with(model: Model, chunk_tokens: int) -> Callable[[Batch], Batch]:
-    """A function that adds the model's log-probability of every document to a microbatch."""
+def score_with(model: Model, chunk_tokens: int, columns: ScoreColumns) -> Callable[[Batch], Batch]:
+    """A function that adds the model's log-probabilities of documents to a microbatch."""
     model.chunk_tokens = chunk_tokens
 
     def score(batch: Batch) -> Tensor:
@@ -338,10 +335,8 @@ def score_with(model: Model, chunk_tokens: int) -> Callable[[Batch], Batch]:
 
     @torch.no_grad()
     def prepare(batch: Batch) -> Batch:
-        found = {REFERENCE: score(batch)}
-        if MISMATCH_TOKENS in batch.extra:
-            found[MISMATCH_REFERENCE] = score(mismatched(batch))
-        return replace(batch, extra=batch.extra | found)
+        scores = {name: score(rows) for name, rows in columns.scored(batch).items()}
+        return replace(batch, extra=batch.extra | scores)
 
     return prepare
 
@@ -357,32 +352,34 @@ def teach_with(model: Model) -> Callable[[Batch], Batch]:
 
 
 class _CachedScores:
-    """The reference's log-probabilities of pairs, chosen and rejected, indexed by the pairs' numbers over all sources; or of records and
-    their mismatches, by the records' numbers. NaN where nothing was scored."""
+    """Two log-probabilities of the reference for each group (a pair's answers, a record and its mismatch), indexed by the groups' numbers
+    over all sources. NaN where nothing was scored."""
 
-    def __init__(self, data: OpenData, source: _Source, digest: str, scoring: _Scoring) -> None:
+    def __init__(
+        self,
+        data: OpenData,
+        source: _Source,
+        digest: str,
+        scoring: _Scoring,
+        columns: ScoreColumns,
+    ) -> None:
         self.source = source
         self.digest = digest
         self.scoring = scoring
+        self.columns = columns
         mixtures = (data.train, *data.valid.values())
         # Both sides of a split are selections of one source.
         selections = {id(one.selection.source): one.selection for many in mixtures for one in many}
-        self.selections = sorted(selections.values(), key=lambda one: _first_of(_numbered(one)))
+        self.selections = sorted(selections.values(), key=lambda one: _groups_of(one).first_number)
         self.table = torch.empty(0)
         """On the device; the engine's passes look it up."""
 
     def prepare(self, batch: Batch) -> Batch:
         """A microbatch with the reference's log-probabilities."""
-        is_unpaired = RECORD in batch.extra
-        number = batch.extra[RECORD if is_unpaired else PAIR]
-        # a slot without a pair must not read another pair's number, which may be NaN
-        found = torch.where((number >= 0)[..., None], self.table[number.clamp(min=0)], 0.0)
-        columns = (
-            {REFERENCE: found[..., 0], MISMATCH_REFERENCE: found[..., 1]}
-            if is_unpaired
-            else {REFERENCE: found.flatten(1)}
-        )
-        return replace(batch, extra=batch.extra | columns)
+        number = batch.extra[self.columns.number]
+        # A place without a group must not read another group's number, which may be NaN.
+        scores = torch.where((number >= 0)[..., None], self.table[number.clamp(min=0)], 0.0)
+        return replace(batch, extra=batch.extra | self.columns.from_table(scores))
 
     def cover(self, planned: PlannedRows | None) -> None:
         """Find the numbers of what a run will read, or of everything; the reference computes what is missing. All ranks together."""
@@ -398,7 +395,7 @@ class _CachedScores:
             found = self._stored(selection, path)
             if found is None:
                 model = model or self._load()
-                found = _score(model, selection, self.scoring)
+                found = _score(model, selection, self.scoring, self.columns)
                 self._store(path, found, f"of {selection.source.name}")
             tables.append(found)
         return tables
@@ -415,7 +412,7 @@ class _CachedScores:
             if found is None:
                 found = self._stored(selection, whole)
             if found is None:
-                found = torch.full((_numbered(selection).num_documents, 2), torch.nan)
+                found = torch.full((_groups_of(selection).num_documents, 2), torch.nan)
             paths.append(path)
             tables.append(found)
         table = torch.cat(tables)
@@ -442,12 +439,12 @@ class _CachedScores:
         score: Callable[[Batch], Batch] | None = None
         with progress("reference reads", unit="documents") as advance:
             for micro in planned.microbatches():
-                numbers = _numbers(micro)
+                numbers = micro.extra[self.columns.number].cpu()
                 if is_known[numbers[numbers >= 0]].all():
                     continue
                 if score is None:
-                    score = score_with(self._load(), self.scoring.spec.chunk_tokens)
-                number, scored = _both(score(micro.to(device)))
+                    score = score_with(self._load(), self.scoring.spec.chunk_tokens, self.columns)
+                number, scored = _scores_of(score(micro.to(device)), self.columns)
                 is_missing = (number >= 0) & ~is_known[number.clamp(min=0)]
                 sums[number[is_missing]] = scored[is_missing]
                 times[number[is_missing]] = 1
@@ -465,7 +462,7 @@ class _CachedScores:
 
     def _stored(self, selection: Selection, path: Path) -> Tensor | None:
         """The table in a file; ranks on other machines may not see the file: then it is missing for all."""
-        found = read_table(path, _numbered(selection).num_documents)
+        found = read_table(path, _groups_of(selection).num_documents)
         return None if self.scoring.spec.ranks.world.max(0 if found is not None else 1) else found
 
     def _store(self, path: Path, table: Tensor, content: str) -> None:
@@ -476,15 +473,10 @@ class _CachedScores:
             log.info("reference log-probabilities %s are stored in %s", content, path)
 
 
-def _numbered(selection: Selection) -> PairSource | UnpairedSource:
+def _groups_of(selection: Selection) -> GroupSource:
     source = selection.source
-    assert isinstance(source, (PairSource, UnpairedSource))
+    assert isinstance(source, GroupSource), "only groups have numbers over all sources"
     return source
-
-
-def _numbers(batch: Batch) -> Tensor:
-    """The numbers of a microbatch's pairs or records, -1 for empty places."""
-    return batch.extra[RECORD if RECORD in batch.extra else PAIR].cpu()
 
 
 def _cache_path(selection: Selection, source: _Source, digest: str, scoring: _Scoring) -> Path:
@@ -513,13 +505,13 @@ def read_table(path: Path, pairs: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _score(model: Model, selection: Selection, scoring: _Scoring) -> Tensor:
-    """Score every pair, divided among ranks; pairs that fit no row stay NaN."""
-    source, ranks = selection.source, scoring.spec.ranks.data
-    assert isinstance(source, (PairSource, UnpairedSource))
+def _score(model: Model, selection: Selection, scoring: _Scoring, columns: ScoreColumns) -> Tensor:
+    """Score every group, divided among ranks; groups that fit no row stay NaN."""
+    source = _groups_of(selection)
+    ranks = scoring.spec.ranks.data
     table = torch.zeros(source.num_documents, 2)
     seen = torch.zeros(source.num_documents)
-    prepare = score_with(model, scoring.spec.chunk_tokens)
+    prepare = score_with(model, scoring.spec.chunk_tokens, columns)
     config = scoring.data.model_copy(
         update={"workers": 0, "skip_batches": "", "max_tokens": None, "balance": False}
     )
@@ -533,28 +525,20 @@ def _score(model: Model, selection: Selection, scoring: _Scoring) -> Tensor:
     ):  # fmt: skip
         for step, _ in loader:
             for micro in step.microbatches:
-                number, scored = _both(prepare(micro.to(scoring.spec.device)))
+                number, scored = _scores_of(prepare(micro.to(scoring.spec.device)), columns)
                 filled = number >= 0
-                numbers = number[filled] - _first_of(source)
+                numbers = number[filled] - source.first_number
                 table[numbers] = scored[filled]
                 seen[numbers] = 1
-            advance(step.totals["records" if isinstance(source, UnpairedSource) else "pairs"])
+            assert source.total is not None
+            advance(step.totals[source.total])
     ranks.all_reduce(table).wait()
     ranks.all_reduce(seen).wait()
     return torch.where(seen[:, None] > 0, table, torch.nan)
 
 
-def _first_of(source: PairSource | UnpairedSource) -> int:
-    """The number of a source's first pair or record."""
-    return source.first_pair if isinstance(source, PairSource) else source.first_record
-
-
-def _both(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The numbers of a microbatch's pairs or records, and the two log-probabilities of each: [rows, places] and [rows, places, 2]."""
-    scored = batch.extra[REFERENCE].float().cpu()
-    if RECORD in batch.extra:
-        return batch.extra[RECORD].cpu(), torch.stack(
-            [scored, batch.extra[MISMATCH_REFERENCE].float().cpu()], dim=-1
-        )
-    pair = batch.extra[PAIR].cpu()
-    return pair, scored[:, : 2 * pair.shape[1]].unflatten(1, (-1, 2))
+def _scores_of(batch: Batch, columns: ScoreColumns) -> tuple[Tensor, Tensor]:
+    """The numbers of a scored microbatch's groups, and the two log-probabilities of each: [rows, places] and [rows, places, 2]."""
+    number = batch.extra[columns.number].cpu()
+    scores = {name: batch.extra[name].float().cpu() for name in columns.scored(batch)}
+    return number, columns.to_table(scores, number.shape[1])

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from headway.checkpoint.save import step_folder
+from headway.checkpoint.stored_model import FINAL
 from headway.errors import CheckpointError, ConfigError
 from headway.export.adapter import FOLDER, write_adapter
 from headway.export.huggingface import atomic_folder, export_huggingface
-from headway.infer.load import FINAL
 from headway.model.adapter.config import expert_linears
 from headway.model.layout import GATES
 from headway.model.loading.aligner_file import write_aligner_folder
 from headway.model.media_files import is_media
-from headway.objective.contrastive import LOG_SCALE
-from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.runtime.process import leave_outcome
 from headway.runtime.storage import writing
+from headway.tasks.contrastive import LOG_SCALE
+from headway.tasks.contrastive import Config as ContrastiveConfig
 from headway.track.base import KeepsFiles
 from headway.track.console import DATA_WAIT_SHOWN
 from headway.track.curve import write_curve

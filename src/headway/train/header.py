@@ -183,14 +183,14 @@ def _rate_lines(run: Run) -> list[str]:
 
 def _match_lines(run: Run) -> list[str]:
     """What the patterns of a recipe match."""
-    recipe, shapes = run.recipe, run.engine.shapes
+    recipe, specs = run.recipe, run.engine.specs
     lines = [
         f"{key} {one.pattern}: {one.tensors} tensors, {one.parameters:,} parameters"
         for key, patterns in (("freeze", recipe.freeze), ("train", recipe.train))
-        for one in count(patterns, shapes)
+        for one in count(patterns, specs)
     ]
     if recipe.adapter is not None:
-        (matched,) = count(["adapter"], shapes)
+        (matched,) = count(["adapter"], specs)
         linears = len(recipe.adapter.modules(run.model))
         lines.append(
             f"adapter {recipe.adapter.kind} of rank {recipe.adapter.rank} on {linears} linear layers: {matched.parameters:,} parameters"

@@ -12,8 +12,8 @@ from torch.profiler import record_function
 from headway.checkpoint.load import step_folders
 from headway.diagnose.trace import TRACE_DATA, TRACE_FORWARD_BACKWARD, TRACE_OPTIMIZER
 from headway.errors import GaveUpError
-from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
+from headway.tasks.base import StepInfo
 from headway.train.early_stopping import count_validation
 from headway.train.finish import finish
 from headway.train.run import Run

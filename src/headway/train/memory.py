@@ -12,7 +12,7 @@ import torch
 
 from headway.errors import ConfigError, TrainingError, first_line
 from headway.optim.adamw import Config as AdamWConfig
-from headway.parallel.assemble import group_parameters, meta_model
+from headway.parallel.assemble import group_parameters, meta_model, whole_specs
 from headway.parallel.engine import EngineSpec
 from headway.parallel.memory_probe import Probe, is_out_of_memory, make_probe, run_probe
 from headway.parallel.update_rules import state_bytes
@@ -53,9 +53,10 @@ def describe_job(
         train=recipe.train,
         adapter=recipe.adapter,
     )
-    shape = meta_model(spec)
-    groups = group_parameters(shape, recipe.objective.build(), spec)
-    shapes = {name: tuple(parameter.shape) for name, parameter in shape.named_parameters()}
+    specs = whole_specs(meta_model(spec), recipe.objective.build())
+    groups = group_parameters(specs, spec)
+    specs = {name: one for name, one in specs.items() if "objective" not in one.groups}
+    shapes = {name: one.shape for name, one in specs.items()}
     on_cuda, size = compute.device.type == "cuda", compute.dtype.itemsize
     other_state, shards = (
         state_bytes(recipe.optim, groups, shapes),
@@ -73,7 +74,7 @@ def describe_job(
         layout=layout_of(recipe.parallel, num_ranks),
         precision=compute.precision,
         memory=recipe.memory,
-        shapes=shapes,
+        specs=specs,
         training=frozenset(name for group in groups for name in group.names if name in shapes),
         state_dtype=recipe.optim.state_dtype if isinstance(recipe.optim, AdamWConfig) else "fp32",
         other_state_bytes=None if isinstance(recipe.optim, AdamWConfig) else other_state,

@@ -19,11 +19,11 @@ from headway.data.batch import StepBatch
 from headway.diagnose.slow_ranks import RankTimes
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
-from headway.objective.balance import LOAD, load_metrics, load_ratios
-from headway.objective.base import MetricSums
 from headway.parallel.engine import DeviceTimestamp, StepResult, Update
 from headway.parallel.passes import FULL_HEADS, STREAMING_HEADS
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
+from headway.tasks.balance import LOAD, load_metrics, load_ratios
+from headway.tasks.base import MetricSums
 from headway.train.health import ANOMALIES
 
 if TYPE_CHECKING:

@@ -9,15 +9,14 @@ What does not fit is refused in `plan_media`, before anything is computed: a mis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headway.data.config import SourceConfig, default_cache_dir
 from headway.data.media import MediaFeatures
-from headway.data.open import SourceStore
 from headway.errors import ConfigError
-from headway.media.sources import read_sources
+from headway.media.sources import read_sources, source_files
 from headway.model.loading.aligner_file import AlignerHeads, is_purrsight_file, read_aligner
 from headway.model.media_encoders import (
     aligned_encoder_text,
@@ -27,11 +26,11 @@ from headway.model.media_encoders import (
 )
 from headway.model.media_shape import ALIGNER, MediaInput, MediaShape
 from headway.prepare.detect import local_path
-from headway.prepare.encode_media import MediaPositions
 from headway.prepare.features import EncoderRows, Sample, prepare_samples
-from headway.prepare.multimodal import MediaBuild, media_store, refs_of
+from headway.records.base import record_kind
+from headway.records.encode_media import MediaPositions
+from headway.records.multimodal import refs_of
 from headway.store.media_table import MediaTable, open_table
-from headway.text.record_keys import KeyMap
 from headway.train.multimodal_config import (
     POOLED_HIDDEN,
     POOLED_TOKENS,
@@ -40,11 +39,8 @@ from headway.train.multimodal_config import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
-    from headway.data.config import DataConfig
     from headway.train.config import Recipe
 
 
@@ -126,39 +122,14 @@ def _tokens(name: str, one: MediaInputConfig, vectors: int) -> int:
     return vectors
 
 
-@dataclass(frozen=True)
-class MediaStores:
-    """Makes the stores of sources that hold media, and notes what they hold."""
-
-    plan: MediaPlan
-    config: DataConfig
-    tokenizer: Path | None
-    workers: int | None = None
-    """Processes that tokenize; None: one per core where there are many records."""
-
-    def __call__(self, one: SourceConfig) -> SourceStore:
-        """The store of one source."""
-        if self.tokenizer is None:
-            raise ConfigError(f"data: {one.path} needs a tokenizer. Set `tokenizer` in the recipe.")
-        path = local_path(one.path, self.config.cache_dir)
-        fits = self.config.packing in ("best_fit", "pad")
-        build = MediaBuild(
-            self.plan.positions,
-            one.chat_template,
-            KeyMap.of(one.keys),
-            self.config.seq_len if fits else None,
-            one.drop_bad,
-        )
-        cache_dir = self.config.cache_dir or default_cache_dir()
-        return SourceStore(
-            one, media_store(path, self.tokenizer, build, cache_dir, self.workers), name=one.path
-        )
-
-
 def media_features(
-    recipe: Recipe, plan: MediaPlan, device: torch.device | None = None
+    recipe: Recipe,
+    plan: MediaPlan,
+    device: torch.device | None = None,
+    check_media: bool = False,
 ) -> MediaFeatures:
-    """The features of all media of a recipe's sources: given tables, or made by the encoders and cached."""
+    """The features of all media of a recipe's sources: given tables, or made by the encoders and cached. `check_media`: look at every media
+    file even if the features are known."""
     makers = []
     for one in plan.shape.inputs:
         if one.modality not in plan.tables:
@@ -169,8 +140,15 @@ def media_features(
         sources = multimodal_sources(recipe)
         skips = any(one.drop_bad for one in sources)
         cache_dir = recipe.data.cache_dir or default_cache_dir()
+        paths = [local_path(one.path, recipe.data.cache_dir) for one in sources]
         made = prepare_samples(
-            "media", _samples(sources, recipe), makers, cache_dir, skip_bad=skips
+            "media",
+            _samples(paths),
+            makers,
+            cache_dir,
+            skip_bad=skips,
+            files=source_files(paths),
+            check_media=check_media,
         )
         tables |= dict(zip(made.modalities, made.tables, strict=True))
     ordered = {one.modality: tables[one.modality] for one in plan.shape.inputs}
@@ -187,16 +165,15 @@ def multimodal_sources(recipe: Recipe) -> list[SourceConfig]:
     return [
         one
         for one in (*(config.train or ()), *(one for many in sets.values() for one in many))
-        if one.kind == "multimodal"
+        if one.kind != "auto" and record_kind(one.kind).holds_media
     ]
 
 
-def _samples(sources: list[SourceConfig], recipe: Recipe) -> Iterator[Sample]:
+def _samples(paths: Sequence[str]) -> Iterator[Sample]:
     """One sample for every picture and sound; bad records were reported when their store was built."""
-    for one in sources:
-        for record in read_sources(local_path(one.path, recipe.data.cache_dir)):
-            for ref in refs_of(record):
-                yield Sample({ref.modality: ref}, record.place)
+    for record in read_sources(paths):
+        for ref in refs_of(record):
+            yield Sample({ref.modality: ref}, record.place)
 
 
 def first_media(

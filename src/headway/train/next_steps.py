@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headway.checkpoint.stored_model import StoredModel, find_model
 from headway.config.load import load
 from headway.errors import HeadwayError
-from headway.infer.load import StoredModel, find_model
 from headway.model.media_shape import MediaShape
+from headway.records.base import record_kind
 from headway.runtime.optional import is_installed
 from headway.train.config import Recipe
 from headway.train.run_folder import RECIPE
@@ -141,10 +142,15 @@ def _is_chat(recipe: Recipe) -> bool:
         if last is not None
         else [one.model_dump() for one in recipe.data.train or ()]
     )
-    return any(
-        isinstance(one, dict) and one.get("kind") in ("chat", "preference", "unpaired")
-        for one in sources
-    )
+    return any(isinstance(one, dict) and _is_answered(one.get("kind")) for one in sources)
+
+
+def _is_answered(name: Any) -> bool:
+    """Whether records of a kind teach to answer in words."""
+    if not isinstance(name, str) or name == "auto":
+        return False
+    kind = record_kind(name)
+    return kind.has_template and not kind.holds_media
 
 
 def _measure(run: Path, found: StoredModel, recipe: Recipe) -> list[tuple[list[str], str]]:
@@ -161,7 +167,7 @@ def _measure(run: Path, found: StoredModel, recipe: Recipe) -> list[tuple[list[s
     plain = [
         one
         for one in (*held_out, *recipe.data.train)
-        if not one.raw_settings and one.kind == "text" and Path(one.path).exists()
+        if not one.raw_settings and record_kind(one.kind).is_text and Path(one.path).exists()
     ]
     if not plain:
         return []

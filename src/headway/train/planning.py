@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from headway.checkpoint.stored_model import find_model
 from headway.errors import ConfigError, DataError
-from headway.infer.load import find_model
+from headway.model.adapter.config import all_specs
 from headway.model.config import ModelConfig
 from headway.model.families.base import WRAPPED
-from headway.model.layout import param_specs
 from headway.optim.adamw import Config as AdamWConfig
-from headway.optim.groups import ADAPTER, OBJECTIVE, Shapes, make_groups, trainable
+from headway.optim.groups import Specs, make_groups, trainable
 from headway.parallel.config import ParallelConfig
 from headway.parallel.layout_rules import LayoutCase, broken_rules
 from headway.parallel.layouts import Layout
@@ -45,12 +45,8 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
     layout = layout_of(recipe.parallel, target.world)
     parallel, seq_len = recipe.parallel, recipe.data.seq_len
     _check_rows(recipe, model)
-    shapes = (
-        {spec.name: spec.shape for spec in param_specs(model)}
-        if recipe.adapter is None
-        else recipe.adapter.all_shapes(model)
-    )
-    training = trainable(shapes, recipe.freeze, recipe.train)
+    specs = all_specs(model, recipe.adapter)
+    training = trainable(specs, recipe.freeze, recipe.train)
     job = PlanJob(
         model=model,
         seq_len=seq_len,
@@ -61,10 +57,10 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
         precision="bf16" if recipe.precision == "auto" else recipe.precision,
         memory=recipe.memory,
         software=software_of(recipe, target.gpu),
-        shapes=shapes,
-        training=frozenset(name for name in training if not name.startswith(OBJECTIVE)),
+        specs=specs,
+        training=frozenset(training),
         state_dtype=recipe.optim.state_dtype if isinstance(recipe.optim, AdamWConfig) else "fp32",
-        other_state_bytes=_state_bytes(recipe, shapes, training),
+        other_state_bytes=_state_bytes(recipe, specs, training),
         grad_bytes=4 if parallel.accumulate_dtype == "fp32" or recipe.precision == "fp32" else 2,
         bucket_bytes=parallel.bucket_bytes,
         pipeline_split=parallel.pipeline_split,
@@ -84,21 +80,20 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
 
 def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None:
     """The frozen second model that a recipe's objective keeps in memory; None where it has none, or where its numbers are stored."""
-    wanted = recipe.objective.reference_spec
+    wanted = recipe.objective.needs.frozen
     if wanted is None or wanted.cached:
         return None
     role = "teacher" if wanted.is_teacher else "reference"
-    if wanted.path is None:
-        shapes = None if recipe.adapter is None else recipe.adapter.all_shapes(model)
-    else:
+    adapter = recipe.adapter
+    if wanted.path is not None:
+        adapter = None
         try:
-            model, shapes = find_model(wanted.path, recipe.data.cache_dir).config, None
+            model = find_model(wanted.path, recipe.data.cache_dir).config
         except (ConfigError, DataError) as problem:
             raise ConfigError(f"{wanted.setting}: {problem}") from None
-    shapes = {spec.name: spec.shape for spec in param_specs(model)} if shapes is None else shapes
-    return ReferenceModel(
-        role, model, {name: shape for name, shape in shapes.items() if ADAPTER not in name}
-    )
+    specs = all_specs(model, adapter)
+    kept = {name: spec for name, spec in specs.items() if "adapter" not in spec.groups}
+    return ReferenceModel(role, model, kept)
 
 
 def obeys_rules(recipe: Recipe, model: ModelConfig, layout: Layout) -> bool:
@@ -122,15 +117,14 @@ def obeys_rules(recipe: Recipe, model: ModelConfig, layout: Layout) -> bool:
     )
 
 
-def _state_bytes(recipe: Recipe, shapes: Shapes, training: set[str]) -> float | None:
+def _state_bytes(recipe: Recipe, specs: Specs, training: set[str]) -> float | None:
     """Bytes of state per trained parameter, of an optimizer other than AdamW: its rules are torch code, which is imported here only."""
     if isinstance(recipe.optim, AdamWConfig):
         return None
     from headway.parallel.update_rules import state_bytes
 
-    return state_bytes(
-        recipe.optim, make_groups(recipe.optim, shapes, training, recipe.objective.rules), shapes
-    )
+    groups = make_groups(recipe.optim, specs, training, recipe.objective.rules)
+    return state_bytes(recipe.optim, groups, {name: spec.shape for name, spec in specs.items()})
 
 
 def planned_model(recipe: Recipe) -> ModelConfig:
@@ -138,7 +132,7 @@ def planned_model(recipe: Recipe) -> ModelConfig:
     if (
         recipe.init.source is None
         and recipe.model.vocab_size is not None
-        and recipe.objective.gate_spec is None
+        and recipe.objective.needs.gates is None
     ):
         return recipe.model
     # the layout is checked here, by the rules of sizes: resolve would check it for training

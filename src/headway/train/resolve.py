@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from headway.checkpoint.stored_model import StoredModel, find_model
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.infer.load import StoredModel, find_model
-from headway.infer.stored_adapter import StoredAdapter
+from headway.model.adapter.stored import StoredAdapter
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.families.base import WRAPPED, classifier_of, family_of
 from headway.model.head_masks.file import find_masks, read_masks, read_table
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.layout import DECIDED
 from headway.model.upcycle import upcycled_config, upcycled_weights
-from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.prepare.detect import with_kinds
 from headway.runtime.process import from_environment
 from headway.runtime.s3 import StoreDown
+from headway.tasks.contrastive import Config as ContrastiveConfig
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.alignment import resolve_aligner
@@ -154,7 +154,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         say(f"the recipe changes the model of init.from={recipe.init.source}: {change}")
     changes: dict[str, object] = {
         "model": model,
-        "data": with_kinds(recipe.data, tokenizer, say, recipe.objective.UNPAIRED),
+        "data": with_kinds(recipe.data, tokenizer, say, recipe.objective.reads),
     }
     if recipe.steps is None and recipe.epochs is None:
         changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}
@@ -277,7 +277,7 @@ def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | N
 
 def _with_head(recipe: Recipe, model: ModelConfig) -> ModelConfig:
     """The shape with the head that the objective trains; a reward model trains no other objective."""
-    if recipe.objective.SCORES:
+    if recipe.objective.needs.head == "scores":
         model = _with(model, score_head=True)
         classifier_of(model)
     elif model.score_head:
@@ -357,7 +357,7 @@ def _head_gates(
     recipe: Recipe, weights: StoredModel | None, masks: HeadMasks | None
 ) -> HeadGatesConfig | None:
     """Settings of the head gates: of the weights, a mask file, the recipe's model and the objective; later ones override earlier ones."""
-    given, trained = recipe.model.head_gates, recipe.objective.gate_spec
+    given, trained = recipe.model.head_gates, recipe.objective.needs.gates
     explicit = given.model_fields_set if given is not None else set[str]()
     inherited = None if weights is None or leaves_gates(recipe) else weights.config.head_gates
     if given is None and trained is None and masks is None and inherited is None:

@@ -26,7 +26,6 @@ from headway.data.target_check import TargetReport
 from headway.diagnose.slow_ranks import SlowRankReporter
 from headway.errors import GaveUpError
 from headway.model.config import ModelConfig
-from headway.objective.base import StepInfo
 from headway.parallel.collectives import RankGroup, RankGroups
 from headway.parallel.engine import Engine
 from headway.runtime.deferred import Deferred
@@ -36,6 +35,7 @@ from headway.runtime.process import Process
 from headway.runtime.status_line import StatusLine
 from headway.runtime.stop import StopSignal
 from headway.runtime.storage import write_atomic
+from headway.tasks.base import StepInfo
 from headway.track.base import Event, MayFail, Tracker
 from headway.track.callbacks import CallbackThreads
 from headway.track.console import Console

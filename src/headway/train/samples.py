@@ -22,9 +22,10 @@ from headway.data.mixture import MixtureSource
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.request import EngineOptions, EngineRequest
 from headway.infer.engine.text import RequestText
-from headway.infer.load import LoadedModel, build_frozen_model
+from headway.infer.load import LoadedModel
 from headway.model.adapter.lora import merged
 from headway.model.adapter.packed_base import plain_values
+from headway.model.base import build_frozen_model
 from headway.model.layout import param_specs
 from headway.runtime.json_file import load_json
 from headway.tokenizer.load import Tokenizer, load_tokenizer

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headway.checkpoint.stored_model import FINAL
 from headway.data.config import default_cache_dir
 from headway.errors import CommunicationError, ConfigError
-from headway.infer.load import FINAL
 from headway.model.families.base import published
 from headway.parallel.collectives import RankGroup, start_group
 from headway.plan.memory import MemoryJob

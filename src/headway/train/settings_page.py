@@ -185,7 +185,7 @@ def catalogue() -> dict[str, list[str]]:
     return {
         "model.family": family_names(),
         "model.preset": list(PRESETS),
-        "objective.kind": kind_names("headway.objective"),
+        "objective.kind": kind_names("headway.tasks"),
         "optim.kind": kind_names("headway.optim"),
         "optim.schedule.kind": choices(Schedule, "kind"),
         "data.packing": choices(DataConfig, "packing"),

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from headway.checkpoint.config import CHECKPOINTS
+from headway.checkpoint.stored_model import FINAL, STAGES, StoredModel, find_model
 from headway.config.load import dump_yaml, load
 from headway.data.target_check import check_targets
 from headway.errors import ConfigError, HeadwayError
-from headway.infer.load import FINAL, STAGES, StoredModel, find_model
-from headway.infer.stored_adapter import StoredAdapter
+from headway.model.adapter.config import all_specs
+from headway.model.adapter.stored import StoredAdapter
 from headway.model.layout import param_specs
-from headway.optim.groups import OBJECTIVE, make_groups, trainable
+from headway.optim.groups import make_groups, objective_specs, trainable
 from headway.parallel.collectives import RankGroup
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import check_writable, link_atomic, write_atomic
@@ -140,25 +141,12 @@ def resolve_stage(stage: Stage, previous: StoredModel | None) -> Resolved:
 def check_stage(stage: Stage, resolved: Resolved, world: RankGroup) -> None:
     """Open what a stage reads, match its patterns and check its batch, so that its errors are found before the first stage trains."""
     recipe, model = resolved.recipe, resolved.model
-    shapes = (
-        {spec.name: spec.shape for spec in param_specs(model)}
-        if recipe.adapter is None
-        else recipe.adapter.all_shapes(model)
-    )
+    specs = all_specs(model, recipe.adapter)
     try:
         recipe.batch.resolve(recipe.data.seq_len, recipe.parallel.mesh(world.rank, world.size).data)
-        module = recipe.objective.build().module
-        if module is not None:
-            shapes |= {
-                OBJECTIVE + name: tuple(parameter.shape)
-                for name, parameter in module.named_parameters()
-            }
-        make_groups(
-            recipe.optim,
-            shapes,
-            trainable(shapes, recipe.freeze, recipe.train),
-            recipe.objective.rules,
-        )
+        specs |= objective_specs(recipe.objective.build().module)
+        training = trainable(specs, recipe.freeze, recipe.train)
+        make_groups(recipe.optim, specs, training, recipe.objective.rules)
         check_targets(open_run_data(resolved), resolved.tokenizer)
         check_reference(resolved)
     except HeadwayError as problem:
@@ -178,10 +166,7 @@ def expected_model(resolved: Resolved, folder: Path) -> StoredModel:
         from headway.model.init import initial_value
 
         for spec in param_specs(resolved.model):
-            yield (
-                spec.name,
-                initial_value(spec.name, spec.shape, resolved.model, resolved.recipe.seed),
-            )
+            yield spec.name, initial_value(spec, resolved.model, resolved.recipe.seed)
 
     weights: Callable[[], Iterator[tuple[str, Tensor]]] = (
         initial if resolved.weights is None else resolved.weights.weights

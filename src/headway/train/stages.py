@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from headway.checkpoint.stored_model import STAGES
 from headway.config.load import validate
 from headway.config.section import differences
 from headway.errors import ConfigError
-from headway.infer.load import STAGES
 from headway.runtime.json_file import load_json
 from headway.track.metrics_file import MetricsFile
 from headway.train.config import SHARED_BY_STAGES, InitConfig, Recipe
@@ -106,7 +106,7 @@ def _with_kinds(recipe: Recipe) -> Recipe:
     from headway.prepare.detect import with_kinds
 
     return recipe.model_copy(
-        update={"data": with_kinds(recipe.data, None, unpaired=recipe.objective.UNPAIRED)}
+        update={"data": with_kinds(recipe.data, None, reads=recipe.objective.reads)}
     )
 
 

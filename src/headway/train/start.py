@@ -20,10 +20,10 @@ from headway.checkpoint.load import (
     step_of,
 )
 from headway.checkpoint.remote import PROBE_SECONDS, RemoteCheckpoints
+from headway.checkpoint.stored_model import FINAL
 from headway.config.load import load
 from headway.config.section import differences
 from headway.errors import CheckpointError, ConfigError
-from headway.infer.load import FINAL
 from headway.runtime.paths import AnyPath, parse_path
 from headway.runtime.process import restarted_job
 from headway.runtime.s3 import StoreDown

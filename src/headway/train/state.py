@@ -21,12 +21,12 @@ from typing import Any, get_args
 
 from headway.checkpoint.best import VALID
 from headway.checkpoint.load import Reader, locate, open_checkpoint
-from headway.checkpoint.save import TensorRecord
 from headway.data.loader import LoaderState
 from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.loading.internlm import InternlmState, is_internlm
+from headway.parallel.box import StateTensor
 from headway.parallel.engine import Engine
 from headway.runtime.paths import parse_path
 from headway.train.config import Content, Recipe
@@ -61,10 +61,10 @@ class TrainState:
     valid: dict[str, Any] | None = None
     """The validation after this very step; None if there was none."""
 
-    def records(self) -> Iterator[TensorRecord]:
+    def records(self) -> Iterator[StateTensor]:
         """Every tensor to save: this rank's share."""
         self.engine.flush()
-        return (TensorRecord(*tensor) for tensor in self.engine.tensors())
+        return self.engine.tensors()
 
     def scalars(self) -> dict[str, Any]:
         """Everything to save that is not a tensor. The keys are the format of checkpoints."""

@@ -51,10 +51,10 @@ def _refused(recipe: Recipe) -> list[tuple[str, Any, str]]:
     """Setting, whether it is given, and why a wrapped class cannot have it."""
     gates = "a class of transformers has no head gates or head masks. Remove it."
     return [
-        (f"objective.kind={recipe.objective.kind}", recipe.objective.gate_spec, gates),
+        (f"objective.kind={recipe.objective.kind}", recipe.objective.needs.gates, gates),
         (
             f"objective.kind={recipe.objective.kind}",
-            recipe.objective.SCORES,
+            recipe.objective.needs.head == "scores",
             "reward models are of headway's own families.",
         ),
         ("init.masks", recipe.init.masks, gates),

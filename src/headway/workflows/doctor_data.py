@@ -8,21 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
 from headway.data.config import DataConfig, SourceConfig
+from headway.data.groups import ungrouped
 from headway.data.open import OpenData
-from headway.data.pairs import PairSource
-from headway.data.unpaired import UnpairedSource
 from headway.diagnose.check import Check
 from headway.diagnose.data_checks import DataContext, data_checks
 from headway.diagnose.equality import equality_checks
 from headway.parallel.collectives import RankGroup
 from headway.prepare.detect import format_of, local_path
 from headway.prepare.inspect import DocumentPreview, preview_document
+from headway.records.base import record_kind
 from headway.runtime.device import choose_compute
-from headway.text.read import read_documents, read_records
+from headway.text.read import read_documents
 from headway.tokenizer.inspect import HARD_TEXTS, measure, texts_in
 from headway.tokenizer.load import Tokenizer
 from headway.train.batches import open_run_data
@@ -122,7 +123,7 @@ def take_samples(
     """Documents to show; none without a tokenizer."""
     for number, one in enumerate(data.train if tokenizer is not None and options.documents else ()):
         source = one.selection.source
-        shown = source.store if isinstance(source, (PairSource, UnpairedSource)) else source
+        shown = ungrouped(source)
         if options.wanted:
             chosen = (
                 [document for document in options.wanted if document < shown.num_documents]
@@ -181,8 +182,9 @@ def _round_trip(name: str, detail: str, lost: list[str]) -> Check:
 
 def _texts(path: str, one: SourceConfig) -> Iterator[tuple[str, str]]:
     """(place, text) of what the tokenizer will see; of records every text in them."""
-    if one.kind in ("chat", "preference", "unpaired"):
-        for record in read_records([path]):
+    kind = record_kind(one.kind)
+    if kind.has_template and not kind.holds_media:
+        for record in kind.read([Path(path)]):
             for text in texts_in(dict(record.data)):
                 yield record.place, text[:MOST_CHARACTERS]
         return

@@ -38,7 +38,6 @@ LARGE_PARAMETERS = 100_000_000
 RATES = {
     # what trains: (lowest, highest) usual peak rate of AdamW
     "adapter": (2e-5, 2e-3),
-    "preference": (1e-8, 5e-5),
     "fine-tuning": (1e-7, 2e-4),
     "large model": (1e-6, 2e-3),
     "small model": (1e-6, 2e-2),
@@ -232,14 +231,22 @@ def rate_checks(trial: RecipeTrial) -> Iterator[Check]:
     recipe = trial.recipe
     schedule, rate = recipe.optim.schedule, recipe.optim.lr
     size = sum(prod(spec.shape) for spec in param_specs(trial.resolved.model))
-    kind = (
-        "adapter" if recipe.adapter is not None
-        else "preference" if recipe.objective.PAIRS or recipe.objective.UNPAIRED
-        else "fine-tuning" if recipe.init.source is not None
-        else "large model" if size >= LARGE_PARAMETERS
-        else "small model"
-    )  # fmt: skip
-    low, high = (bound * SCALES.get(recipe.optim.kind, 1.0) for bound in RATES[kind])
+    of_task = recipe.objective.usual_rates
+    if recipe.adapter is not None:
+        kind = "adapter"
+    elif of_task is not None:
+        kind = of_task.name
+    elif recipe.init.source is not None:
+        kind = "fine-tuning"
+    elif size >= LARGE_PARAMETERS:
+        kind = "large model"
+    else:
+        kind = "small model"
+    bounds = RATES.get(kind)
+    if bounds is None:
+        assert of_task is not None
+        bounds = (of_task.low, of_task.high)
+    low, high = (bound * SCALES.get(recipe.optim.kind, 1.0) for bound in bounds)
     detail = f"peak {rate:g} with {recipe.optim.kind} ({kind}); usual are {low:g} to {high:g}"
     if rate == 0:
         yield Check("learning rate", "fail", "optim.lr is 0: nothing is learned", "Set optim.lr.")

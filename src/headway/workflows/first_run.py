@@ -13,7 +13,6 @@ Invariant: the user's overrides are applied last, and each choice is one line on
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, prod
@@ -25,8 +24,7 @@ from headway.config.shipped import find_shipped
 from headway.data.config import DataConfig, default_cache_dir
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.prepare.detect import DetectedKind, detect, format_of, local_path
-
-log = logging.getLogger("headway")
+from headway.records.base import RecordKind, record_kind
 
 LARGE_PARAMETERS = 100_000_000
 """From here on a model is fine-tuned with an adapter."""
@@ -100,8 +98,9 @@ def choose_recipe(overrides: Sequence[str]) -> FirstRun:
         return plain
     init: Any = given.get("init")
     source = init.get("from") if isinstance(init, dict) else None
-    kind, names = found[0].kind, ", ".join(one.path for one in config.train or ())
-    if kind == "text":
+    kind = record_kind(found[0].kind)
+    names = ", ".join(one.path for one in config.train or ())
+    if kind.is_text:
         if source is not None:
             return FirstRun(
                 None,
@@ -116,9 +115,8 @@ def choose_recipe(overrides: Sequence[str]) -> FirstRun:
     if source is None and (given.get("tokenizer") or given.get("model")):
         return plain  # conversations from scratch, as the user describes them
     if source is None:
-        what = "conversations" if kind == "chat" else "preference pairs"
         raise ConfigError(
-            f"data.train is {names}, which holds {what}, and init.from is not given; such data fine-tunes a model. "
+            f"data.train is {names}, which holds {kind.content}, and init.from is not given; such data fine-tunes a model. "
             "Add init.from: a run folder, a Hugging Face folder or a hub id such as Qwen/Qwen2.5-0.5B."
         )
     return _fine_tune(kind, str(source), overrides, given, names, config.cache_dir)
@@ -161,14 +159,14 @@ def _pretrain(
 
 
 def _fine_tune(
-    kind: str,
+    kind: RecordKind,
     source: str,
     overrides: Sequence[str],
     given: dict[str, Any],
     names: str,
     cache_dir: Path | None,
 ) -> FirstRun:
-    from headway.infer.load import find_model
+    from headway.checkpoint.stored_model import find_model
     from headway.model.layout import param_specs
 
     try:
@@ -176,10 +174,12 @@ def _fine_tune(
     except (ConfigError, DataError) as problem:
         raise ConfigError(f"init.from: {problem}") from None
     is_large = size >= LARGE_PARAMETERS
-    name = "dpo" if kind == "preference" else "lora" if is_large else "sft"
-    chosen = [ADAPTER] if name == "dpo" and is_large and "adapter" not in given else []
+    name = kind.large_recipe if is_large else kind.recipe
+    # A recipe for models of all sizes trains large ones with an adapter, too.
+    is_for_all = kind.large_recipe == kind.recipe
+    chosen = [ADAPTER] if is_for_all and is_large and "adapter" not in given else []
     how = "a LoRA adapter" if name == "lora" or chosen else "all weights"
     lines = [
-        f"no recipe is given and {names} is {kind} data: the recipe laptop/{name}, training {how} ({size / 1e6:,.0f}M parameters)"
+        f"no recipe is given and {names} is {kind.name} data: the recipe laptop/{name}, training {how} ({size / 1e6:,.0f}M parameters)"
     ]
     return FirstRun(find_shipped(f"laptop/{name}"), [*chosen, *overrides], lines)

@@ -127,7 +127,7 @@ class _Part:
 
 
 def _parts(recipe: Recipe, whole: Path) -> list[_Part]:
-    from headway.infer.load import find_model
+    from headway.checkpoint.stored_model import find_model
     from headway.train.resolve import resolve
     from headway.train.staged_run import resolve_stage
     from headway.train.stages import FOLDER, expand

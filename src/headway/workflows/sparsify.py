@@ -208,7 +208,7 @@ def train_in_processes(
 
 def write_mask_files(run: Path, spec: MaskSpec, out: Path) -> list[str]:
     """One mask file per sparsity, and a picture of the gates with the last one; returns the files' names."""
-    from headway.infer.load import find_model
+    from headway.checkpoint.stored_model import find_model
     from headway.model.head_masks.file import write_masks
     from headway.model.head_masks.plot import draw_masks
 
@@ -227,8 +227,9 @@ def write_mask_files(run: Path, spec: MaskSpec, out: Path) -> list[str]:
 
 
 def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) -> LongResult:
+    from headway.checkpoint.stored_model import find_model
     from headway.eval.dataset import read_texts
-    from headway.infer.load import find_model, load_model
+    from headway.infer.load import load_model
 
     compute = choose_compute(recipe.device, "auto")
     loaded = load_model(run, device=compute.device, dtype=compute.dtype)

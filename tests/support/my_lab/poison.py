@@ -3,11 +3,11 @@
 from typing import Any, Literal
 
 from headway.config.section import setting
-from headway.objective.base import Loss, ObjectiveConfig, Term
-from headway.objective.next_token import Config as NextToken
+from headway.tasks.base import Loss, TaskConfig, Term
+from headway.tasks.next_token import Config as NextToken
 
 
-class Config(ObjectiveConfig):
+class Config(TaskConfig):
     """Settings of the poisoned loss."""
 
     kind: str = setting("support.my_lab.poison", "This module.")

@@ -3,10 +3,10 @@
 from typing import Any, Literal
 
 from headway.config.section import setting
-from headway.objective.base import Loss, ObjectiveConfig, Term
+from headway.tasks.base import Loss, TaskConfig, Term
 
 
-class Config(ObjectiveConfig):
+class Config(TaskConfig):
     """Settings of the squared loss."""
 
     kind: str = setting("support.my_lab.squared", "This module.")

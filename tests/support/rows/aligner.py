@@ -63,9 +63,9 @@ def aligner_shapes(overrides: tuple[str, ...]) -> Any:
 
 def aligner_numbers(overrides: tuple[str, ...]) -> Any:
     """Loss and gradient norm of three steps, and the log scale after them."""
-    from headway.objective.base import StepInfo
     from headway.optim.groups import hypers
     from headway.parallel.collectives import RankGroup
+    from headway.tasks.base import StepInfo
     from headway.train.alignment import first_heads
     from support.engines import OPTIM, Setup, make_engine
     from support.small_aligner import share_of_samples

@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 
-from headway.objective.next_token import Config as NextToken
+from headway.model.layout import ParamSpec, in_groups
 from headway.optim.base import Guard
 from headway.optim.groups import hypers
 from headway.optim.state_storage import storage_of
-from headway.parallel.assemble import group_parameters, meta_model
+from headway.parallel.assemble import group_parameters, meta_model, whole_specs
 from headway.parallel.engine import EngineSpec
 from headway.parallel.update_rules import UpdateRule
+from headway.tasks.next_token import Config as NextToken
 from headway.train.config import Recipe
 from support.observe import BASE, Row, load, refused
 
@@ -19,7 +20,7 @@ def group_numbers(overrides: tuple[str, ...]) -> Any:
     """Groups, their hyperparameters over six steps, and the clip norm."""
     recipe = load(Recipe, None, [*BASE, *overrides])
     spec = EngineSpec(recipe.model, NextToken(), recipe.optim, torch.device("cpu"))
-    groups = group_parameters(meta_model(spec), NextToken().build(), spec)
+    groups = group_parameters(whole_specs(meta_model(spec), NextToken().build()), spec)
     return (
         [(group.names, group.part) for group in groups],
         [hypers(recipe.optim, groups, step, 6) for step in range(6)],
@@ -36,7 +37,10 @@ def updated(overrides: tuple[str, ...]) -> Any:
             (
                 "",
                 *optim.parts(
-                    {"model.layers.0.mlp.up_proj.weight": (8, 4), "model.norm.weight": (8,)}
+                    {
+                        "up_proj.weight": ParamSpec("up_proj.weight", (8, 4)),
+                        "norm.weight": ParamSpec("norm.weight", (8,), groups=in_groups("norm")),
+                    }
                 ).values(),
             )
         )

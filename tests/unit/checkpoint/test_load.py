@@ -11,15 +11,16 @@ import torch
 from support.crash import Killed, killed_at
 
 from headway.checkpoint.load import newest_good, open_checkpoint
-from headway.checkpoint.save import TensorRecord, save_checkpoint
+from headway.checkpoint.save import save_checkpoint
 from headway.errors import CheckpointError
+from headway.parallel.box import StateTensor
 
 
-def records(value: float) -> list[TensorRecord]:
+def records(value: float) -> list[StateTensor]:
     weight = torch.full((4, 4), value)
     return [
-        TensorRecord("w", "master", (4, 4), [((0, 0), weight[:2]), ((2, 0), weight[2:])]),
-        TensorRecord("w", "exp_avg", (4, 4), [((0, 0), weight * 2)]),
+        StateTensor("w", "master", (4, 4), [((0, 0), weight[:2]), ((2, 0), weight[2:])]),
+        StateTensor("w", "exp_avg", (4, 4), [((0, 0), weight * 2)]),
     ]
 
 

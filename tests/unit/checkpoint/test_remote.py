@@ -12,9 +12,10 @@ from support.s3_server import Store, serve_s3
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import locate, newest_good, open_checkpoint
 from headway.checkpoint.remote import RemoteCheckpoints
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import Writers, save_checkpoint
 from headway.checkpoint.saver import SaveJob, Saver
 from headway.errors import CheckpointError, ConfigError
+from headway.parallel.box import StateTensor
 from headway.runtime import s3 as s3_module
 from headway.runtime.paths import S3Path, parse_path
 from headway.runtime.s3 import S3, StoreDown
@@ -39,12 +40,12 @@ def saver(folder: Path, **values: Any) -> Saver:
     return made
 
 
-def state(value: float, size: int = 1000) -> list[TensorRecord]:
+def state(value: float, size: int = 1000) -> list[StateTensor]:
     weight = torch.arange(float(size)) + value
     half = size // 2
     return [
-        TensorRecord("w", "master", (size,), [((0,), weight[:half]), ((half,), weight[half:])]),
-        TensorRecord("b", "param", (3,), [((0,), torch.full((3,), value, dtype=torch.bfloat16))]),
+        StateTensor("w", "master", (size,), [((0,), weight[:half]), ((half,), weight[half:])]),
+        StateTensor("b", "param", (3,), [((0,), torch.full((3,), value, dtype=torch.bfloat16))]),
     ]
 
 
@@ -206,7 +207,7 @@ def test_an_upload_that_was_cut_off_is_continued_not_repeated(
     monkeypatch.setattr(s3_module, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(s3_module, "THREADS", 1)
     size = 4 * (5 << 20) // 4
-    records = [TensorRecord("w", "master", (size,), [((0,), torch.arange(float(size)))])]
+    records = [StateTensor("w", "master", (size,), [((0,), torch.arange(float(size)))])]
     path = save_checkpoint(tmp_path, 5, records, {})
     parts = iter(range(100))
     store.fault = lambda method, path: (

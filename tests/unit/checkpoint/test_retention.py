@@ -17,15 +17,16 @@ from headway.checkpoint.best import (
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import newest_good
 from headway.checkpoint.retention import restore_links, retain, set_aside_later
-from headway.checkpoint.save import TensorRecord, save_checkpoint
+from headway.checkpoint.save import save_checkpoint
 from headway.errors import CheckpointError, ConfigError
+from headway.parallel.box import StateTensor
 
 
 def save(
     folder: Path, step: int, loss: float | None = None, *, snapshot: bool = False, **more: Any
 ) -> Path:
     valid = None if loss is None else {"web": {"loss": loss, "accuracy": 1 - loss, **more}}
-    record = TensorRecord("w", "master", (1,), [((0,), torch.full((1,), float(step)))])
+    record = StateTensor("w", "master", (1,), [((0,), torch.full((1,), float(step)))])
     return save_checkpoint(folder, step, [record], {"valid": valid}, snapshot=snapshot)
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import locate, newest_good, open_checkpoint
 from headway.checkpoint.retention import retain, set_aside_later
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import Writers, save_checkpoint
 from headway.errors import CheckpointError, ConfigError
+from headway.parallel.box import StateTensor
 
 DTYPES = [
     torch.float32,
@@ -40,8 +41,8 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def whole(name: str, tensor: torch.Tensor, role: str = "master") -> TensorRecord:
-    return TensorRecord(name, role, tuple(tensor.shape), [((0,) * tensor.dim(), tensor)])
+def whole(name: str, tensor: torch.Tensor, role: str = "master") -> StateTensor:
+    return StateTensor(name, role, tuple(tensor.shape), [((0,) * tensor.dim(), tensor)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -153,7 +154,7 @@ def test_any_cut_is_read_in_any_other_and_a_missing_box_is_refused(
     overlap = whole("t", tensor, "overlap")
     overlap.boxes.extend((at, piece) for at, piece in [held[extra % len(held)]] if any(at))
     reader = open_checkpoint(
-        save_checkpoint(folder, 1, [TensorRecord("t", "cut", shape, held), overlap], {})
+        save_checkpoint(folder, 1, [StateTensor("t", "cut", shape, held), overlap], {})
     )
     for role in ("cut", "overlap"):
         assert torch.equal(reader.read("t", role), tensor)
@@ -162,7 +163,7 @@ def test_any_cut_is_read_in_any_other_and_a_missing_box_is_refused(
     gone = held.pop(drop % len(held))
     lacking = open_checkpoint(
         save_checkpoint(
-            folder, 2, [TensorRecord("t", "cut", shape, [*held, (gone[0], gone[1][:0])])], {}
+            folder, 2, [StateTensor("t", "cut", shape, [*held, (gone[0], gone[1][:0])])], {}
         )
     )
     for refuse in (lambda: lacking.read("t", "cut"), lacking.verify):
@@ -173,7 +174,7 @@ def test_any_cut_is_read_in_any_other_and_a_missing_box_is_refused(
 def test_boxes_of_different_types_are_refused(tmp_path: Path) -> None:
     boxes = [((0,), torch.ones(2)), ((2,), torch.ones(2, dtype=torch.bfloat16))]
     reader = open_checkpoint(
-        save_checkpoint(tmp_path, 1, [TensorRecord("t", "master", (4,), boxes)], {})
+        save_checkpoint(tmp_path, 1, [StateTensor("t", "master", (4,), boxes)], {})
     )
     with pytest.raises(CheckpointError, match="dtypes bfloat16, float32; they must share one"):
         reader.read("t", "master")
@@ -199,7 +200,7 @@ def test_boxes_of_many_ranks_make_one_checkpoint(tmp_path: Path) -> None:
             save_checkpoint(
                 tmp_path,
                 3,
-                [TensorRecord("t", "master", (10,), [((4,), tensor[4:])])],
+                [StateTensor("t", "master", (10,), [((4,), tensor[4:])])],
                 {},
                 writers=Writers(1, 2, gather_on_1),
             )
@@ -209,7 +210,7 @@ def test_boxes_of_many_ranks_make_one_checkpoint(tmp_path: Path) -> None:
         answers[1].append(value)
         return [{"result": None, "error": None}, value]
 
-    one = TensorRecord("t", "master", (10,), [((0,), tensor[:4])])
+    one = StateTensor("t", "master", (10,), [((0,), tensor[:4])])
     path = save_checkpoint(tmp_path, 3, [one], {"a": 1}, writers=Writers(0, 2, gather_on_0))
     reader = open_checkpoint(path)
     assert reader.world == 2 and reader.scalars == {"a": 1}

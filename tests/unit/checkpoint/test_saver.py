@@ -15,9 +15,10 @@ from headway.checkpoint import save as save_module
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.host_copy import HostCopy
 from headway.checkpoint.load import newest_good, open_checkpoint
-from headway.checkpoint.save import TensorRecord, Writers
+from headway.checkpoint.save import Writers
 from headway.checkpoint.saver import SaveJob, Saver
 from headway.errors import CheckpointError
+from headway.parallel.box import StateTensor
 from headway.parallel.collectives import RankGroup
 
 
@@ -25,13 +26,13 @@ def config(**values: Any) -> CheckpointConfig:
     return CheckpointConfig(**{"async": True, **values})
 
 
-def state(value: float = 0.0) -> list[TensorRecord]:
+def state(value: float = 0.0) -> list[StateTensor]:
     weight = torch.arange(48.0).view(6, 8) + value
     return [
-        TensorRecord("w", "master", (6, 8), [((0, 0), weight[:2]), ((2, 0), weight[2:])]),
-        TensorRecord("w", "exp_avg", (8, 6), [((0, 0), weight.t())]),
-        TensorRecord("b", "param", (3,), [((0,), torch.ones(3, dtype=torch.bfloat16) * value)]),
-        TensorRecord("n", "param", (), [((), torch.tensor(7))]),
+        StateTensor("w", "master", (6, 8), [((0, 0), weight[:2]), ((2, 0), weight[2:])]),
+        StateTensor("w", "exp_avg", (8, 6), [((0, 0), weight.t())]),
+        StateTensor("b", "param", (3,), [((0,), torch.ones(3, dtype=torch.bfloat16) * value)]),
+        StateTensor("n", "param", (), [((), torch.tensor(7))]),
     ]
 
 
@@ -213,7 +214,7 @@ def test_host_memory_is_taken_once_and_holds_one_copy(tmp_path: Path) -> None:
         sizes.append(host.nbytes)
     needed = sum(t.nbytes for r in state() for _, t in r.boxes)
     assert len(set(sizes)) == 1 and needed <= sizes[0] <= needed + 64 * 8
-    bigger = [TensorRecord("w", "master", (5000,), [((0,), torch.arange(5000.0))])]
+    bigger = [StateTensor("w", "master", (5000,), [((0,), torch.arange(5000.0))])]
     assert torch.equal(host.take(bigger)[0].boxes[0][1], torch.arange(5000.0))
 
 
@@ -238,7 +239,7 @@ def test_two_ranks_save_beside_training_and_fail_together(tmp_path: Path) -> Non
         beside = group.host_group(20)
         saver = Saver(tmp_path, config(), Writers(beside.rank, beside.size, beside.gather))
         half = torch.full((2,), float(group.rank))
-        records = [TensorRecord("w", "master", (4,), [((2 * group.rank,), half)])]
+        records = [StateTensor("w", "master", (4,), [((2 * group.rank,), half)])]
         saver.save(SaveJob(1, {}), records)
         for _ in range(20):
             group.sum([1.0])  # training goes on exchanging

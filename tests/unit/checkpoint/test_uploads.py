@@ -9,9 +9,10 @@ from support.ranks import run_ranks
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import step_folders
-from headway.checkpoint.save import TensorRecord, Writers
+from headway.checkpoint.save import Writers
 from headway.checkpoint.saver import SaveJob, Saver
 from headway.errors import CheckpointError
+from headway.parallel.box import StateTensor
 from headway.parallel.collectives import RankGroup
 
 
@@ -52,7 +53,7 @@ def save(one: Saver, *steps: int) -> None:
     for step in steps:
         one.save(
             SaveJob(step, {}),
-            [TensorRecord("w", "master", (4,), [((0,), torch.full((4,), float(step)))])],
+            [StateTensor("w", "master", (4,), [((0,), torch.full((4,), float(step)))])],
         )
         one.wait_for_save()
 
@@ -121,7 +122,7 @@ def test_ranks_send_the_same_checkpoints(tmp_path: Path) -> None:
             one.save(
                 SaveJob(step, {}),
                 [
-                    TensorRecord(
+                    StateTensor(
                         "w", "master", (2, 4), [((world.rank, 0), torch.full((1, 4), float(step)))]
                     )
                 ],

@@ -260,14 +260,16 @@ def test_integers_beyond_63_bits_and_endless_steps_are_refused() -> None:
         load(Recipe, None, ["batch.rows=100000000000000"]).batch.resolve(512, 1)
 
 
-@pytest.mark.parametrize("package", ["objective", "optim", "parallel.hooks", "track"])
+@pytest.mark.parametrize("package", ["tasks", "optim", "parallel.hooks", "track"])
 def test_every_module_with_a_config_class_is_a_listed_kind(package: str) -> None:
     folder = Path(__file__).parents[3] / "src" / "headway" / package.replace(".", "/")
+    modules = {path.stem: path for path in folder.glob("*.py")}
+    modules |= {path.parent.name: path for path in folder.glob("*/__init__.py")}
     classes = {
-        path.stem: [
+        name: [
             node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
         ]
-        for path in folder.glob("*.py")
+        for name, path in modules.items()
     }
     assert sorted(name for name, found in classes.items() if "Config" in found) == sorted(
         kind_names(f"headway.{package}")

@@ -12,11 +12,11 @@ from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.open import open_data
-from headway.data.pairs import PAIR, PairSource
 from headway.data.row_stream import Windows
 from headway.data.selection import Selection
 from headway.errors import DataError
 from headway.store.reader import StoreWriter, open_store
+from headway.tasks.preference.source import PAIR, PairReader, PairSource
 
 
 def read(config: DataConfig, sources: list[MixtureSource], **options: Any) -> list[Any]:
@@ -132,7 +132,7 @@ def test_pairs_longer_than_a_row_are_left_out_and_said(tmp_path: Path) -> None:
     path = make_pair_store(tmp_path / "pairs", longest=30)
     lengths = PairSource(open_store(path)).lengths(0, 40)
     config = DataConfig(train=(str(path),), seq_len=48, tokenizer_unchecked=True)  # pyright: ignore[reportArgumentType]
-    data = open_data(config, tokenizer=None, vocab_size=64, seed=0, pairs=True)
+    data = open_data(config, tokenizer=None, vocab_size=64, seed=0, reader=PairReader())
     seen = [
         int(pair)
         for step in read(config, list(data.train))
@@ -146,7 +146,7 @@ def test_pairs_longer_than_a_row_are_left_out_and_said(tmp_path: Path) -> None:
     )
     small = config.model_copy(update={"seq_len": 8})
     with pytest.raises(DataError, match=r"no pair fits into a row of data\.seq_len=8 tokens"):
-        open_data(small, tokenizer=None, vocab_size=64, seed=0, pairs=True)
+        open_data(small, tokenizer=None, vocab_size=64, seed=0, reader=PairReader())
 
 
 def test_a_split_keeps_pairs_whole_and_numbers_them_through_over_sources(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_split_keeps_pairs_whole_and_numbers_them_through_over_sources(tmp_pat
             "tokenizer_unchecked": True,
         }
     )
-    data = open_data(config, tokenizer=None, vocab_size=64, seed=0, pairs=True)
+    data = open_data(config, tokenizer=None, vocab_size=64, seed=0, reader=PairReader())
     sides = [
         [
             int(pair)

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
-from headway.data.samples import SampleSource, sample_columns
+from headway.data.rows import RowPieces, group_columns
+from headway.data.samples import SampleSource
 
 
 class Table:
@@ -35,17 +35,19 @@ def test_absent_media_are_zeros_and_empty_rows_are_no_samples() -> None:
     # sample 1 of the first source has no sound; sample 0 of the second has no picture
     sources = [source("a", [[0, 0], [3, -1], [1, 2]], 10.0), source("b", [[-1, 1], [2, 2]], 50.0)]
 
-    def row(number: int, document: int) -> Any:
-        return SimpleNamespace(source=number, documents=[document])
+    def pieces(rows: list[int], documents: list[int]) -> RowPieces:
+        ones = np.ones(len(rows), np.int64)
+        return RowPieces(np.array(rows), np.array(documents), 0 * ones, ones, ones < 0)
 
-    found = sample_columns([row(1, 0), None, row(0, 1), row(0, 2)], sources)
+    layout: Any = SimpleNamespace(sources=sources, seq_len=2, max_documents=2)
+    found = group_columns(4, layout, {0: pieces([2, 3], [1, 2]), 1: pieces([0], [0])})
     assert found["sample"].tolist() == [0, -1, 1, 2]
     assert found["present.image"].tolist() == [False, False, True, True]
     assert found["present.audio"].tolist() == [True, False, False, True]
     # row 3 of the first picture table is (16, 17), row 1 of the second sound table is (152, 153)
     assert found["media.image"].tolist() == [[0, 0], [0, 0], [16, 17], [12, 13]]
     assert found["media.audio"].tolist() == [[152, 153], [0, 0], [0, 0], [114, 115]]
-    assert found["media.image"].dtype == torch.float32
+    assert found["media.image"].dtype == np.float32
     assert found["content.image"].tolist()[:2] == [-1, -1] and found["content.audio"].tolist()[
         1:3
     ] == [-1, -1]

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pairs import make_pair_store
 
-from headway.data.pairs import PairSource
 from headway.data.selection import Selection, split_side
 from headway.errors import ConfigError
 from headway.store.open import open_source
 from headway.store.reader import Store, StoreWriter, open_store
+from headway.tasks.preference.source import PairSource
 
 
 def make_store(folder: Path, lengths: list[int]) -> Store:

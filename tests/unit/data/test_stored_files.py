@@ -14,11 +14,9 @@ from headway.data.loader import Loader
 from headway.data.media import MediaFeatures
 from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
-from headway.data.pairs import PairSource
 from headway.data.selection import Selection
 from headway.data.stored_files import UnknownReaders, documents_read_from, stored_files
 from headway.data.teacher import CachedTeacher
-from headway.data.unpaired import UnpairedSource
 from headway.errors import DataError
 from headway.runtime.storage import sha256_file
 from headway.store import checksums
@@ -27,6 +25,8 @@ from headway.store.media_table import MediaTable, MediaTableWriter, open_table
 from headway.store.reader import Store, StoreWriter, open_store
 from headway.store.source import DocumentRange, TokenRange, TokenSource
 from headway.store.teacher_logits import LogitsOrigin, TeacherLogitsWriter, open_logits
+from headway.tasks.kto.source import UnpairedSource
+from headway.tasks.preference.source import PairSource
 
 
 def make_store(folder: Path, lengths: list[int], shard_tokens: int = 20) -> Store:
@@ -119,7 +119,7 @@ def test_tables_of_media_and_teachers_logits_are_listed(tmp_path: Path) -> None:
         temperature=1.0, dtype="float16", documents=(0, 8), tokens=(0, 80),
     )  # fmt: skip
     with TeacherLogitsWriter(tmp_path / "logits", origin) as writer:
-        writer._shard_positions = 25  # pyright: ignore[reportPrivateUsage] - shards of a test are small
+        writer._rows._shard_rows = 25  # pyright: ignore[reportPrivateUsage] - shards of a test are small
         writer.add(np.zeros((80, 2), np.int32), np.zeros((80, 3), np.float16))
         writer.finish()
     logits = open_logits(tmp_path / "logits")

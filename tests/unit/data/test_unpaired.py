@@ -8,12 +8,14 @@ from support.pairs import make_pair_store
 from support.unpaired import documents_of, random_records, steps_of, write_unpaired
 
 from headway.data.config import DataConfig
+from headway.data.groups import SourceReader
 from headway.data.open import open_data
 from headway.data.selection import Selection, split_side
-from headway.data.unpaired import LABEL, RECORD, UnpairedSource, mismatched
 from headway.diagnose.data_checks import length_check
 from headway.errors import DataError, HeadwayError
 from headway.store.reader import StoreWriter, open_store
+from headway.tasks.kto.source import LABEL, RECORD, UnpairedReader, UnpairedSource, mismatched
+from headway.tasks.preference.source import PairReader
 
 RECORDS = [([1, 2], [3, 4, 5], True), ([6], [7], False), ([8, 9, 10], [11, 12], True)]
 
@@ -91,8 +93,8 @@ def test_a_long_mismatch_loses_the_end_of_its_answer_and_a_long_record_is_left_o
 def test_partners_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_unpaired(tmp_path / "s", random_records(40))
     whole = UnpairedSource(open_store(path), 32)
-    monkeypatch.setattr("headway.data.unpaired.BLOCK_RECORDS", 3)
-    monkeypatch.setattr("headway.data.unpaired.CACHED_BLOCKS", 2)
+    monkeypatch.setattr("headway.tasks.kto.source.BLOCK_RECORDS", 3)
+    monkeypatch.setattr("headway.tasks.kto.source.CACHED_BLOCKS", 2)
     parts = UnpairedSource(open_store(path), 32)
     assert parts.lengths(0, 40).tolist() == whole.lengths(0, 40).tolist()
     assert [parts.facts.partner(i) for i in range(40)] == [
@@ -125,18 +127,18 @@ def test_what_has_no_labels_or_no_other_record_is_refused(tmp_path: Path) -> Non
     writer.finish()
     write_unpaired(tmp_path / "good", RECORDS)
 
-    def opened(path: str, pairs: bool = False, unpaired: bool = False) -> None:
+    def opened(path: str, reader: SourceReader | None = None) -> None:
         config = DataConfig(train=(str(tmp_path / path),), seq_len=32, tokenizer_unchecked=True)  # pyright: ignore[reportArgumentType]
-        open_data(config, tokenizer=None, vocab_size=64, seed=0, pairs=pairs, unpaired=unpaired)
+        open_data(config, tokenizer=None, vocab_size=64, seed=0, reader=reader)
 
     with pytest.raises(HeadwayError, match="holds no labelled answers, which objective kto needs"):
-        opened("text", unpaired=True)
+        opened("text", UnpairedReader(32))
     with pytest.raises(
         HeadwayError, match="holds answers labelled good or bad, which objective kto reads"
     ):
         opened("good")
     with pytest.raises(HeadwayError, match="holds answers labelled good or bad"):
-        opened("good", pairs=True)
+        opened("good", PairReader())
 
 
 def test_a_checkup_counts_long_records_and_not_those_held_out(tmp_path: Path) -> None:

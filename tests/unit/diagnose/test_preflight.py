@@ -15,7 +15,7 @@ from headway.diagnose import preflight as module
 from headway.diagnose.check import Check, failures
 from headway.diagnose.gpu_health import GpuHealth
 from headway.diagnose.host import HostNeeds, host_facts, variable_checks
-from headway.diagnose.preflight import Alone, StoreExchange, compare_hosts, preflight, require
+from headway.diagnose.preflight import StoreExchange, compare_hosts, preflight, require
 from headway.errors import LaunchError
 
 
@@ -119,15 +119,20 @@ def test_versions_code_gpus_and_the_recipe_are_compared() -> None:
     assert all(check.remedy for check in checks.values() if check.state != "ok")
 
 
+def alone() -> StoreExchange:
+    """The exchange of a job on one host."""
+    return StoreExchange(Meeting(), 0, 1)
+
+
 def test_a_host_with_too_few_or_sick_gpus_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sick = [GpuHealth(0, "H100"), GpuHealth(1, "H100", uncorrected_errors=3)]
     monkeypatch.setattr(host, "read_gpu_health", lambda: (sick, None))
-    checks = preflight(Alone(), tmp_path, HostNeeds(ranks=4, gpu_ranks=True), {})
+    checks = preflight(alone(), tmp_path, HostNeeds(ranks=4, gpu_ranks=True), {})
     assert {check.name for check in failures(checks)} == {"gpu count", "gpu 1 health"}
     only_first = preflight(
-        Alone(), tmp_path, HostNeeds(ranks=1, gpu_ranks=True), {"CUDA_VISIBLE_DEVICES": "0"}
+        alone(), tmp_path, HostNeeds(ranks=1, gpu_ranks=True), {"CUDA_VISIBLE_DEVICES": "0"}
     )
     assert failures(only_first) == []
 

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from headway.cli import main
 from headway.eval.perplexity import EvalDocument, perplexity
 from headway.infer.load import LoadedModel, load_model
+from headway.runtime.digests import write_digests
 from headway.tokenizer.load import Tokenizer
 
 BITS = math.log2(320)
@@ -27,6 +28,7 @@ def uniform(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
     weights = load_file(path / "model.safetensors")
     weights["model.norm.weight"].zero_()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    write_digests(path)
     return path
 
 

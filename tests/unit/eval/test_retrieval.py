@@ -20,6 +20,11 @@ def found(
     vectors: dict[str, dict[int, Any]],
 ) -> Any:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    for record in records:
+        for modality in ("image", "audio"):
+            if modality in record:
+                # Files of different content: equal ones would share a rank.
+                (tmp_path / record[modality]).write_text(record[modality])
     heads = SimpleNamespace(tensors={f"heads.{name}.proj.weight": None for name in vectors})
     monkeypatch.setattr(retrieval, "aligner_folder", lambda path: path)
     monkeypatch.setattr(retrieval, "read_aligner", lambda path: heads)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from support.byte_model import byte_tokenizer
 
+from headway.checkpoint.stored_model import find_model
 from headway.cli import main
 from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface
 from headway.infer.generate import GenerateOptions, generate
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.kernels.attention import causal_mask
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
@@ -66,7 +67,7 @@ def random_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
         spec.name: torch.randn(spec.shape, generator=generator) * 0.2
-        + initial_value(spec.name, spec.shape, config, 0)
+        + initial_value(spec, config, 0)
         for spec in param_specs(config)
     }
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from support.chat_tokenizer import byte_tokenizer
 
+from headway.checkpoint.stored_model import find_model
 from headway.cli import main
 from headway.errors import CheckpointError, ConfigError, DataError, HeadwayError
 from headway.export.gguf_writer import export_gguf, parse_type
 from headway.export.huggingface import export_huggingface
 from headway.export.modelfile import turn_texts
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.layout import param_specs
 from headway.model.loading.gguf_file import GgufFile
@@ -94,7 +95,7 @@ def folder(config: ModelConfig, out: Path) -> Path:
 def logits(model: Path) -> torch.Tensor:
     loaded = load_model(model)
     ids = torch.arange(40)[None] * 7 % 300
-    hidden = loaded.model.prefill(ids, torch.arange(40)[None])
+    hidden = loaded.model.hidden_states(ids, torch.arange(40)[None])
     return hidden.float() @ loaded.model.head_weight.float().T
 
 

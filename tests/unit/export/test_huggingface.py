@@ -9,15 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headway.checkpoint.save import TensorRecord, save_checkpoint
+from headway.checkpoint.save import save_checkpoint
+from headway.checkpoint.stored_model import find_model
 from headway.cli import main
 from headway.errors import CheckpointError, ConfigError
 from headway.export.huggingface import export_huggingface, export_model
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.loading.huggingface import read_config, read_weights
+from headway.parallel.box import StateTensor
 from headway.runtime.digests import write_digests
 from headway.tokenizer.load import Tokenizer
 
@@ -35,7 +37,7 @@ CONFIG = ModelConfig(
 
 def random_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     for spec in param_specs(config):
-        yield spec.name, initial_value(spec.name, spec.shape, config, 4)
+        yield spec.name, initial_value(spec, config, 4)
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -248,7 +250,7 @@ def test_checkpoints_and_runs_load_and_export_like_the_folder_they_become(
     tokenizer = tokenizer_folder(tmp_path / "tokenizer")
     for step, shift in ((1, 5.0), (2, 0.0)):
         records = [
-            TensorRecord(n, "master", tuple(v.shape), [((0,) * v.dim(), v + shift)])
+            StateTensor(n, "master", tuple(v.shape), [((0,) * v.dim(), v + shift)])
             for n, v in random_weights(CONFIG)
         ]
         save_checkpoint(
@@ -284,7 +286,7 @@ def test_checkpoints_and_runs_load_and_export_like_the_folder_they_become(
 
 
 def test_a_checkpoint_without_a_model_shape_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 1, [TensorRecord("a", "master", (2,), [((0,), torch.zeros(2))])], {})
+    save_checkpoint(tmp_path, 1, [StateTensor("a", "master", (2,), [((0,), torch.zeros(2))])], {})
     with pytest.raises(CheckpointError, match="does not say what shape the model has"):
         find_model(tmp_path)
 

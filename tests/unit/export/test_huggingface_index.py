@@ -29,9 +29,7 @@ def test_the_index_says_where_every_parameter_is_and_how_many_bytes_there_are(
     tmp_path: Path, dtype: str, width: int
 ) -> None:
     limit = 10_000
-    weights = (
-        (spec.name, initial_value(spec.name, spec.shape, CONFIG, 1)) for spec in param_specs(CONFIG)
-    )
+    weights = ((spec.name, initial_value(spec, CONFIG, 1)) for spec in param_specs(CONFIG))
     export_huggingface(
         CONFIG, weights, tmp_path / "out", tokenizer=None, dtype=dtype, max_shard_bytes=limit
     )  # pyright: ignore
@@ -54,9 +52,7 @@ def test_every_token_that_ends_a_text_is_listed_for_generation(
 ) -> None:
     config = CONFIG.with_(vocab_size=320)
     byte_tokenizer().save(tmp_path / "tokenizer")
-    weights = (
-        (spec.name, initial_value(spec.name, spec.shape, config, 1)) for spec in param_specs(config)
-    )
+    weights = ((spec.name, initial_value(spec, config, 1)) for spec in param_specs(config))
     export_huggingface(
         config, weights, tmp_path / "out", tokenizer=tmp_path / "tokenizer", end_ids=ends
     )

@@ -225,7 +225,7 @@ def random_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(11)
     for spec in param_specs(config):
         noise = torch.randn(spec.shape, generator=generator) * 0.2
-        yield spec.name, noise + initial_value(spec.name, spec.shape, config, 0)
+        yield spec.name, noise + initial_value(spec, config, 0)
 
 
 @pytest.mark.parametrize("case", THEIRS)
@@ -294,7 +294,7 @@ def test_a_shape_transformers_refuses_is_refused_before_it_is_written(tmp_path: 
 
 
 def test_transformers_generates_the_same_tokens(transformers: Any, tmp_path: Path) -> None:
-    from headway.model.kv_cache import KVCache
+    from headway.model.paged_rows import PagedRows
 
     config = OURS["qwen2 windows"]
     export_huggingface(config, random_weights(config), tmp_path / "out", tokenizer=None)
@@ -304,12 +304,12 @@ def test_transformers_generates_the_same_tokens(transformers: Any, tmp_path: Pat
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
     )[0, 8:].tolist()
     model = load_model(tmp_path / "out").model
-    cache = KVCache(config, 1, 20, device="cpu", dtype=torch.float32)
-    hidden = model(ids, torch.arange(8)[None], causal_mask(1, 8), cache)
+    rows = PagedRows(model, 1, 20)
+    hidden = rows.read(ids)[:, -1]
     found: list[int] = []
-    for at in range(8, 20):
-        found.append(int(model.logits(hidden[:, -1]).argmax()))
-        hidden = model(torch.tensor([[found[-1]]]), torch.tensor([[at]]), None, cache)
+    for _ in range(12):
+        found.append(int(model.logits(hidden).argmax()))
+        hidden = rows.step(torch.tensor(found[-1:]))
     assert found == expected
 
 
@@ -319,9 +319,7 @@ def test_a_folder_that_transformers_saved_anew_is_refused_with_the_remedy(tmp_pa
     config = ModelConfig(
         hidden_size=32, num_layers=1, num_heads=2, ffn_size=32, vocab_size=64, max_seq_len=32
     )
-    weights = [
-        (spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config)
-    ]
+    weights = [(spec.name, initial_value(spec, config, 0)) for spec in param_specs(config)]
     export_huggingface(config, weights, tmp_path / "out", tokenizer=None)
     load_model(tmp_path / "out")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(

@@ -92,7 +92,7 @@ def random_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
         spec.name: torch.randn(spec.shape, generator=generator) * 0.2
-        + initial_value(spec.name, spec.shape, config, 0)
+        + initial_value(spec, config, 0)
         for spec in param_specs(config)
     }
 

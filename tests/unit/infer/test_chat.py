@@ -21,7 +21,7 @@ from headway.infer.generate import GenerateOptions
 from headway.infer.load import LoadedModel, load_model
 from headway.infer.messages import read_messages
 from headway.infer.sampling import Sampling
-from headway.prepare.parse_chat import parse_conversation
+from headway.records.chat import parse_conversation
 from headway.text.document import Record
 
 

@@ -17,14 +17,15 @@ from headway.errors import ConfigError, DataError
 from headway.infer.chat import ChatAnswer, ChatSession, read_chats
 from headway.infer.chat_engine import EngineResponder
 from headway.infer.generate import GenerateOptions, answer_conversations
-from headway.infer.load import LoadedModel, build_frozen_model, load_model
+from headway.infer.load import LoadedModel, load_model
 from headway.infer.media import MediaQuestion, answer_media
 from headway.infer.sampling import Sampling
 from headway.media.items import MediaRef
+from headway.model.base import build_frozen_model
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.media_shape import MediaInput, MediaShape
-from headway.prepare.parse_chat import Conversation
+from headway.records.chat import Conversation
 from headway.tokenizer.chat_template import Turn
 
 SAMPLED = GenerateOptions(8, sampling=Sampling(1.0, seed=3))
@@ -235,8 +236,8 @@ def test_wrong_options_are_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, says in (
-        ([], "--model is missing"),
-        (["--model", "a", "--model", "b", "--model", "c"], "given 3 times"),
+        ([], "no model is given"),
+        (["--model", "a", "--model", "b", "--model", "c"], "3 models are given"),
         (["--url", "ftp://x"], "it must be an address"),
         (["--url", "http://127.0.0.1:1", "--masks", "own"], "--masks has no meaning with --url"),
     ):
@@ -333,9 +334,7 @@ def test_pictures_stay_in_the_conversation_as_in_the_plain_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIG.with_(max_seq_len=256, media=MediaShape((MediaInput("image", 6, 3),), hidden=8))
-    weights = [
-        (spec.name, initial_value(spec.name, spec.shape, config, 4)) for spec in param_specs(config)
-    ]
+    weights = [(spec.name, initial_value(spec, config, 4)) for spec in param_specs(config)]
     model = build_frozen_model(config, weights, torch.device("cpu"), torch.float32)
     loaded = LoadedModel(model, config, byte_tokenizer("<|im_start|>", "<|im_end|>"), tmp_path)
     encode = SomeEncoder()

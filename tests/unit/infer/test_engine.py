@@ -148,7 +148,7 @@ def test_any_schedule_within_any_memory_gives_the_same_answers(
         assert tokens == expected[index][: len(tokens)] and (
             number in cancelled or tokens == expected[index]
         )
-    engine.cache.pool.forget_all()
+    engine.cache.forget_all()
     assert (
         engine.cache.pool.num_available == engine.cache.pool.num_pages
         and engine.stats().running == 0

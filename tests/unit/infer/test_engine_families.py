@@ -75,7 +75,7 @@ def random_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(11)
     for spec in param_specs(config):
         noise = torch.randn(spec.shape, generator=generator) * 0.2
-        yield spec.name, noise + initial_value(spec.name, spec.shape, config, 0)
+        yield spec.name, noise + initial_value(spec, config, 0)
 
 
 def run(engine: InferenceEngine, requests: list[EngineRequest]) -> list[list[int]]:

@@ -52,7 +52,7 @@ def tokens_of(events: Sequence[EngineEvent]) -> list[int]:
 
 def is_empty(engine: InferenceEngine) -> bool:
     """Every page, ring and slot was given back."""
-    engine.cache.pool.forget_all()
+    engine.cache.forget_all()
     stats = engine.stats()
     return (
         engine.cache.pool.num_available == engine.cache.pool.num_pages

@@ -13,9 +13,9 @@ DRILL_SECONDS = float(os.environ.get("HEADWAY_FUZZ_SECONDS", "180"))
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """Requests fail on purpose, and each says so."""
-    logging.getLogger("headway").setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR, "headway")
 
 
 def test_every_feature_in_any_schedule_gives_the_plain_loops_answers(tmp_path: Path) -> None:

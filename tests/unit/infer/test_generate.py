@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from headway.checkpoint.stored_model import find_model
 from headway.cli import main
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.export.huggingface import export_huggingface
 from headway.infer.generate import GenerateOptions, generate, prompt_ids, read_prompts
-from headway.infer.load import LoadedModel, find_model, load_model
+from headway.infer.load import LoadedModel, load_model
 from headway.infer.sampling import Sampling
 from headway.kernels.attention import causal_mask
 from headway.model.config import ModelConfig
@@ -52,7 +53,7 @@ def byte_tokenizer(*, adds_bos: bool = False) -> Tokenizer:
 
 def random_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     for spec in param_specs(config):
-        yield spec.name, initial_value(spec.name, spec.shape, config, 4)
+        yield spec.name, initial_value(spec, config, 4)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.hostile_folders import healthy_folders, hostile_folders, random_folders
 
+from headway.checkpoint.stored_model import find_model
 from headway.errors import CheckpointError, ConfigError, HeadwayError
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.tokenizer.load import load_tokenizer
 
 LONGEST_LINE = 1500

@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from support.byte_model import CONFIG, write_model
+from support.engine_steps import engine_logits
 from support.head_masks import masked_forward
 
 from headway.cli import main
 from headway.errors import ConfigError
-from headway.infer.decode import Decoder
 from headway.infer.generate import GenerateOptions, generate
 from headway.infer.load import LoadedModel, load_model
 from headway.kernels.attention import causal_mask
 from headway.model.head_masks.choice import MaskChoice
 from headway.model.head_masks.file import write_masks
 from headway.model.head_masks.masks import HeadMasks, random_masks
-from headway.model.kv_cache import KVCache
 
 MASKS = HeadMasks(((True, False), (False, False)), window=6, sinks=2)
 TEXT = "the cat sat on the mat and then it went away over the hills and far away, to the sea, and never came back again"
@@ -191,21 +190,12 @@ def test_compiled_steps_are_the_plain_ones(
     monkeypatch.setattr(
         torch, "compile", lambda half, **more: compile_(half, backend="aot_eager", **more)
     )
-    found = []
-    for compiled in (False, True):
-        cache = KVCache(
-            loaded.config,
-            2,
-            20,
-            device="cpu",
-            dtype=torch.float32,
-            masks=MASKS,
-            prompt_lengths=[3, 3],
+    tokens = torch.arange(24).view(2, 12)
+    plain, compiled = (
+        engine_logits(
+            loaded.model, tokens, [3, 3], 9, chunk=3, masks=MASKS, compile_blocks=compiled
         )
-        ids = torch.arange(6).view(2, 3)
-        with torch.inference_mode():
-            loaded.model(ids, torch.arange(3).expand(2, -1), causal_mask(2, 3), cache)
-        decoder = Decoder(loaded.model, cache, steps=9, compile_blocks=compiled)
-        steps = [decoder.step(torch.tensor([at, at + 5])).clone() for at in range(3, 12)]
-        found.append(torch.stack(steps))
-    assert (found[0] - found[1]).abs().max() < 1e-4
+        for compiled in (False, True)
+    )
+    for row in range(2):
+        assert (plain[row] - compiled[row]).abs().max() < 1e-4

@@ -230,7 +230,7 @@ def test_the_distribution_is_the_models(tmp_path: Path) -> None:
         longer: dict[tuple[int, ...], float] = {}
         for path, chance in outcomes.items():
             ids = torch.tensor([[*prompt, *path]])
-            hidden = model.model.prefill(ids, torch.arange(ids.shape[1])[None])[0, -1]
+            hidden = model.model.hidden_states(ids, torch.arange(ids.shape[1])[None])[0, -1]
             top = model.model.logits(hidden[None])[0, : model.tokenizer.vocab_size].float().topk(2)
             longer |= {
                 (*path, int(t)): chance * float(p)

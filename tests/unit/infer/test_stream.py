@@ -12,7 +12,7 @@ from headway.infer.generate import GenerateOptions, answer, answer_conversations
 from headway.infer.load import LoadedModel, load_model
 from headway.infer.messages import read_messages
 from headway.infer.sampling import Sampling
-from headway.prepare.parse_chat import Conversation
+from headway.records.chat import Conversation
 from headway.tokenizer.chat import Turn
 
 

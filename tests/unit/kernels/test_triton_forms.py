@@ -11,7 +11,6 @@ import pytest
 
 NAMES = (
     "adamw",
-    "decode_attention",
     "paged_attention",
     "cached_chunk",
     "softmax_gradient",

@@ -142,7 +142,7 @@ def test_our_png_equals_pillows_reading_and_needs_no_pillow(
     assert (
         decode_image(image(square), ImageSpec(150, None)) == pixels[:150].transpose(2, 0, 1)
     ).all()
-    with pytest.raises(ConfigError, match=r'needs Pillow.*pip install "headway\[media\]"'):
+    with pytest.raises(ConfigError, match=r"needs Pillow.*pip install .*\[media\]"):
         decode_image(image(data), ImageSpec(8, 8))
 
 
@@ -310,7 +310,7 @@ def test_the_standard_librarys_wave_equals_soundfile(
     with_soundfile = decode_waveform(audio(out.getvalue()), 16_000)
     monkeypatch.setitem(sys.modules, "soundfile", None)
     np.testing.assert_array_equal(decode_waveform(audio(out.getvalue()), 16_000), with_soundfile)
-    with pytest.raises(ConfigError, match=r"needs soundfile.*headway\[media\]"):
+    with pytest.raises(ConfigError, match=r"needs soundfile.*pip install .*\[media\]"):
         decode_waveform(audio(b"fLaC"), 16_000)
 
 

@@ -14,7 +14,7 @@ from headway.errors import DataError
 from headway.media.png import write_png
 from headway.media.records import MediaOptions, MediaRecord, parse_media_record, read_records
 from headway.media.sound import write_wave
-from headway.prepare.media_records import MediaConversation, parse_media
+from headway.records.multimodal import MediaConversation, parse_media
 from headway.text.document import Record
 
 PNG = write_png(np.zeros((4, 4, 3), np.uint8))

@@ -16,12 +16,13 @@ from headway.media.items import (
     decode_image,
 )
 from headway.media.records import MediaOptions, parse_media_record
-from headway.media.video import VideoSpec, decode_video
-from headway.prepare.media_records import parse_media
+from headway.media.video import decode_frames
+from headway.records.multimodal import parse_media
 from headway.text.document import Record
 
 av = pytest.importorskip("av")
-SPEC = VideoSpec(4, ImageSpec(16, 16), AudioSpec(64))
+SPEC = ImageSpec(16, 16)
+SOUND = AudioSpec(64)
 
 
 FILM = film()
@@ -31,41 +32,48 @@ def video(data: bytes) -> MediaRef:
     return MediaRef("video", data=data, name="a.mp4")
 
 
+def sound(data: bytes) -> MediaRef:
+    return MediaRef("audio", data=data, name="a.mp4 (sound)", part="sound")
+
+
 @pytest.mark.parametrize("kind", ["mp4", "matroska", "avi"])
 def test_frames_are_spread_evenly_over_the_video(kind: str) -> None:
-    found = decode_video(video(FILM if kind == "mp4" else film(kind=kind)), SPEC)
-    assert found.frames.shape == (4, 3, 16, 16) and found.frames.dtype == np.uint8
-    means = found.frames.reshape(4, -1).mean(axis=1)
+    data = FILM if kind == "mp4" else film(kind=kind)
+    frames = decode_frames(video(data), 4, SPEC)
+    assert frames.shape == (4, 3, 16, 16) and frames.dtype == np.uint8
+    means = frames.reshape(4, -1).mean(axis=1)
     assert abs(means - [30, 90, 150, 210]).max() < 12
-    assert found.audio is not None and found.audio.shape == (64, 64)
-    assert abs(int(found.audio[:, 32].argmax()) - 23) <= 4
+    mel = decode_audio(sound(data), SOUND)
+    assert mel.shape == (64, 64)
+    assert abs(int(mel[:, 32].argmax()) - 23) <= 4
 
 
 def test_sound_at_another_rate_has_the_same_pitch() -> None:
-    plain, wide = (decode_video(video(film(rate=rate)), SPEC).audio for rate in (16_000, 32_000))
-    assert plain is not None and wide is not None
+    plain, wide = (decode_audio(sound(film(rate=rate)), SOUND) for rate in (16_000, 32_000))
     assert int(wide[:, 32].argmax()) == int(plain[:, 32].argmax())
     # half of the samples would be a tone of 500 Hz
     assert float(np.abs(wide[:, 20:44] - plain[:, 20:44]).mean()) < 6
 
 
 def test_a_video_without_sound_and_one_of_few_frames() -> None:
-    found = decode_video(video(film(2, sound=False)), SPEC)
-    assert found.audio is None and found.frames.shape == (4, 3, 16, 16)
+    silent = film(2, sound=False)
+    assert decode_frames(video(silent), 4, SPEC).shape == (4, 3, 16, 16)
+    with pytest.raises(DataError, match="holds no sound"):
+        decode_audio(sound(silent), SOUND)
 
 
 def test_the_sound_of_an_mp4_can_be_read_alone() -> None:
-    mel = decode_audio(MediaRef("audio", data=FILM, name="a.m4a"), AudioSpec(64))
-    np.testing.assert_array_equal(mel, decode_video(video(FILM), SPEC).audio)
+    mel = decode_audio(MediaRef("audio", data=FILM, name="a.m4a"), SOUND)
+    np.testing.assert_array_equal(mel, decode_audio(sound(FILM), SOUND))
 
 
 def test_long_large_damaged_and_other_files_are_one_line() -> None:
     with pytest.raises(DataError, match="2 seconds of video; at most 1 are decoded"):
-        decode_video(video(FILM), SPEC, MediaLimits(video_seconds=1))
+        decode_frames(video(FILM), 4, SPEC, MediaLimits(video_seconds=1))
     with pytest.raises(DataError, match="more than 10 frames"):
-        decode_video(video(FILM), SPEC, MediaLimits(video_frames=10))
+        decode_frames(video(FILM), 4, SPEC, MediaLimits(video_frames=10))
     with pytest.raises(DataError, match="at most 100 are decoded"):
-        decode_video(video(FILM), SPEC, MediaLimits(image_pixels=100))
+        decode_frames(video(FILM), 4, SPEC, MediaLimits(image_pixels=100))
     playlist = b"#EXTM3U\n#EXTINF:10,\nfile:///etc/hostname\n"
     for damaged in (
         b"",
@@ -75,7 +83,7 @@ def test_long_large_damaged_and_other_files_are_one_line() -> None:
         b"\x1a\x45\xdf\xa3" + bytes(100),
     ):
         with pytest.raises(DataError, match=r"^a\.mp4: "):
-            decode_video(video(damaged), SPEC)
+            decode_frames(video(damaged), 4, SPEC)
 
 
 def test_a_video_of_a_record_stands_for_pictures_and_its_sound(tmp_path: Path) -> None:
@@ -94,10 +102,10 @@ def test_a_video_of_a_record_stands_for_pictures_and_its_sound(tmp_path: Path) -
     assert conversation.turns[0].content == "<image><image><audio>One? <image><image>Two?"
     assert [(ref.modality, ref.part) for ref in conversation.media] == [
         ("image", "frame 1/2"), ("image", "frame 2/2"), ("audio", "sound"), ("image", "frame 1/2"), ("image", "frame 2/2")]  # fmt: skip
-    whole = decode_video(video(FILM), VideoSpec(2, ImageSpec(16, 16), AudioSpec(64)))
-    frames = [decode_image(ref, ImageSpec(16, 16)) for ref in conversation.media[:2]]
-    np.testing.assert_array_equal(np.stack(frames), whole.frames)
-    np.testing.assert_array_equal(decode_audio(conversation.media[2], AudioSpec(64)), whole.audio)
+    frames = [decode_image(ref, SPEC) for ref in conversation.media[:2]]
+    np.testing.assert_array_equal(np.stack(frames), decode_frames(video(FILM), 2, SPEC))
+    mel = decode_audio(conversation.media[2], SOUND)
+    np.testing.assert_array_equal(mel, decode_audio(sound(FILM), SOUND))
     assert len({ref.content_hash() for ref in conversation.media}) == 5
     caption = parse_media_record(Record({"text": "x", "video": "a.mp4"}, place, 2))
     assert [(ref.modality, ref.part) for ref in caption.media] == [

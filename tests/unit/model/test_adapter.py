@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headway.checkpoint.stored_model import find_model
 from headway.errors import CheckpointError, ConfigError
 from headway.export.adapter import export_adapter
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.kernels.attention import causal_mask
 from headway.model.adapter.config import AdapterConfig, linears
 from headway.model.adapter.lora import AdaptedLinear, adapt, merged, with_updates

@@ -27,6 +27,7 @@ from headway.model.encoders.towers import (
     PatchStem,
     TextTower,
     VisionTower,
+    tower_specs,
     tower_value,
 )
 from headway.model.loading.aligner_file import is_purrsight_file
@@ -202,8 +203,8 @@ def test_the_file_of_lite0_has_296_tensors_and_others_are_refused(tmp_path: Path
 )  # fmt: skip
 def test_towers_start_well_and_know_nothing_of_other_items(tower: torch.nn.Module) -> None:
     with torch.no_grad():
-        for name, parameter in tower.named_parameters():
-            parameter.copy_(tower_value(name, tuple(parameter.shape), 0, 2))
+        for spec in tower_specs(tower):
+            tower.get_parameter(spec.name).copy_(tower_value(spec, 0, 2))
     draw = torch.Generator().manual_seed(0)
     given = {
         "VisionTower": torch.randint(0, 256, (5, 3, 16, 16), generator=draw).to(torch.uint8),
@@ -220,8 +221,8 @@ def test_towers_start_well_and_know_nothing_of_other_items(tower: torch.nn.Modul
 def test_padding_of_a_text_changes_nothing() -> None:
     tower = TextTower(12, 16, 1, 2)
     with torch.no_grad():
-        for name, parameter in tower.named_parameters():
-            parameter.copy_(tower_value(name, tuple(parameter.shape), 0, 1))
+        for spec in tower_specs(tower):
+            tower.get_parameter(spec.name).copy_(tower_value(spec, 0, 1))
         short = torch.tensor([[97, 98, 99] + [-1] * 9], dtype=torch.int32)
         found = tower(short)
         tower.embed_tokens.weight[256] = 7.0  # what the padding is embedded as

@@ -6,15 +6,15 @@ import pytest
 from support.batches import make_batch, make_step
 from torch.utils.flop_counter import FlopCounterMode
 
-from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.config import AdapterConfig, all_specs
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops, visible_tokens
 from headway.model.layout import num_parameters, param_specs
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 
 ROWS, SEQ = 2, 32
 SMALL = ModelConfig(
@@ -67,9 +67,10 @@ def test_frozen_layers_by_hand() -> None:
 
 def test_a_loras_base_counts_four_and_its_own_matrices_six() -> None:
     rank = 4
-    adapter = AdapterConfig(rank=rank, targets=("q_proj",)).shapes(SMALL)
-    shapes = {spec.name: spec.shape for spec in param_specs(SMALL)} | adapter
-    found = token_flops(SMALL, SEQ, shapes=shapes, training=list(adapter))
+    adapter = AdapterConfig(rank=rank, targets=("q_proj",))
+    found = token_flops(
+        SMALL, SEQ, specs=all_specs(SMALL, adapter), training=list(adapter.shapes(SMALL))
+    )
     unreached = (
         QUERIES + 2 * KEYS + rank * 32
     )  # q, k, v and A of the first block: nothing before them trains
@@ -179,7 +180,7 @@ def test_it_is_what_the_engine_multiplies(how: dict[str, Any], tied: bool) -> No
     with FlopCounterMode(display=False) as counter:
         engine.forward_backward(step, StepInfo(0, 1))
     training = [name for group in engine.groups for name in group.names]
-    found = token_flops(config, SEQ, shapes=engine.shapes, training=training)
+    found = token_flops(config, SEQ, specs=engine.specs, training=training)
     # The gradient of the head's weight is added to its place, which torch does not count.
     unseen = 2 * VOCAB * (("model.embed_tokens.weight" if tied else "lm_head.weight") in training)
     assert counter.get_total_flops() == (found.full - unseen) * ROWS * SEQ

@@ -21,7 +21,7 @@ from headway.model.head_gates import (
 )
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initial_value
-from headway.model.layout import GATES, param_specs
+from headway.model.layout import GATES, ParamSpec, param_specs
 from headway.model.transformer import Transformer
 
 CONFIG = ModelConfig(
@@ -126,10 +126,11 @@ def test_settling_streams_as_many_heads_as_the_gates_expect_the_lowest_first() -
 
 
 def test_gates_begin_nearly_full_or_striped_and_belong_to_the_model() -> None:
-    first = initial_value(GATES, (30, 40), CONFIG, 0)
+    first = initial_value(ParamSpec(GATES, (30, 40), start="gates"), CONFIG, 0)
     assert float(first.mean()) == pytest.approx(4.0, abs=2e-3)
     assert float(first.std()) == pytest.approx(0.01, rel=0.1)
-    striped = initial_value(GATES, (3, 4), CONFIG.with_(head_gates=HeadGatesConfig(stripe=True)), 0)
+    stripes = CONFIG.with_(head_gates=HeadGatesConfig(stripe=True))
+    striped = initial_value(ParamSpec(GATES, (3, 4), start="gates"), stripes, 0)
     assert striped.tolist() == [[10.0] * 4, [-10.0] * 4, [10.0] * 4]
     with torch.device("meta"):
         names = [(name, tuple(p.shape)) for name, p in Transformer(CONFIG).named_parameters()]

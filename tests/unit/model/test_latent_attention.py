@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 
 from headway.diagnose.equality import small_model
 from headway.errors import ConfigError, HeadwayError
-from headway.kernels.decode_attention import decode_reference
 from headway.kernels.paged_attention import paged_reference
-from headway.model import kv_layer, paged_layer
+from headway.model import paged_layer
 from headway.model.adapter.config import AdapterConfig, linears
 from headway.model.adapter.rows import load_adapters
 from headway.model.config import ModelConfig
@@ -21,11 +20,11 @@ from headway.model.families.base import family_of, pieces_of, published
 from headway.model.flops import token_flops
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initialize
-from headway.model.kv_cache import KVCache
 from headway.model.latent_attention import LatentAttention
 from headway.model.layout import active_parameters, num_parameters, param_specs
 from headway.model.loading.huggingface import check_weights, read_config, read_weights
 from headway.model.paged_cache import CacheShape, PagedCache
+from headway.model.paged_rows import PagedRows
 from headway.model.presets import PRESETS
 from headway.model.router import Router
 from headway.model.transformer import Transformer
@@ -230,36 +229,21 @@ def test_both_forms_over_a_cache_are_the_forward(q_rank: int | None) -> None:
     model = build(latent_attention={**LATENT, "q_rank": q_rank}, attention_scale=0.5)
     tokens = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(0))
     position = torch.arange(20).expand(2, -1)
-    cache = KVCache(model.config, 2, 20, device="cpu", dtype=torch.float32, prompt_lengths=[9, 9])
     model.fuse_projections()
+    rows = PagedRows(model, 2, 20)
     with torch.inference_mode():
-        whole = model.prefill(tokens, position)
-        pieces = [
-            model.prefill(tokens[:, :9], position[:, :9], cache),
-            model.prefill(tokens[:, 9:15], position[:, 9:15], cache),
-        ]
-        pieces += [
-            model.cached_forward()(tokens[:, at : at + 1], position[:, at : at + 1], cache)
-            for at in (15,)
-        ]
-        cache.advance(1)
-        pieces += [
-            model.prefill(tokens[:, at : at + 1], position[:, at : at + 1], cache)
-            for at in range(16, 20)
-        ]
+        whole = model.hidden_states(tokens, position)
+        pieces = [rows.read(tokens[:, :9]), rows.read(tokens[:, 9:15])]
+        pieces += [rows.step(tokens[:, place])[:, None] for place in range(15, 20)]
     assert (torch.cat(pieces, 1) - whole).abs().max() < 2e-5
 
 
 def test_a_token_takes_the_bytes_of_its_latent_and_shared_key() -> None:
     config = build().config
     channels = 16 + 4
-    assert (
-        KVCache(config, 3, 10, device="cpu", dtype=torch.float32).num_bytes
-        == 2 * 3 * 10 * channels * 4
-    )
     shape = CacheShape(config, None, 64, 8, torch.bfloat16)
     assert (shape.page_bytes, shape.ring_bytes) == (2 * 8 * channels * 2, 0)
-    paged = PagedCache(shape, slots=2, pages=5, kept_rings=0, device=torch.device("cpu"))
+    paged = PagedCache(shape, slots=2, pages=5, snapshots=0, device=torch.device("cpu"))
     assert paged.num_bytes == 5 * shape.page_bytes
     v3 = ModelConfig.model_validate({"preset": "deepseek-v3"})
     assert CacheShape(v3, None, 4096, 1, torch.bfloat16).page_bytes == 61 * 576 * 2
@@ -273,19 +257,19 @@ def test_kernels_of_single_steps_see_a_wide_head_several_times(
     config = model.config
     attention = model.blocks()["model.layers.0"].self_attn
     assert isinstance(attention, LatentAttention)
-    monkeypatch.setattr(kv_layer, "MOST_QUERIES", 2)
-    monkeypatch.setattr(kv_layer, "decode_attention", decode_reference)
+    monkeypatch.setattr(paged_layer, "MOST_QUERIES", 2)
     monkeypatch.setattr(paged_layer, "paged_attention", paged_reference)
-    assert kv_layer.copies_of_head(6, 1, config.cached_size) == 3
-    cache = KVCache(config, 2, 8, device="cpu", dtype=torch.float32, prompt_lengths=[3, 3])
+    assert paged_layer.copies_of_head(6, 1, config.cached_size) == 3
     paged = PagedCache(
         CacheShape(config, None, 8, 4, torch.float32),
         slots=2,
         pages=4,
-        kept_rings=0,
+        snapshots=0,
         device=torch.device("cpu"),
     )
-    paged.set_pages([(0, 0, 2), (1, 0, 1)])
+    paged.table.append(0, [2])
+    paged.table.append(1, [1])
+    paged.table.flush()
     batch = paged.decode_batch(2)
     batch.slots.copy_(torch.arange(2))
     generator = torch.Generator().manual_seed(1)
@@ -293,14 +277,10 @@ def test_kernels_of_single_steps_see_a_wide_head_several_times(
         q = torch.randn(2, 1, 6, config.cached_size, generator=generator)
         k = torch.randn(2, 1, 1, config.cached_size, generator=generator)
         position = torch.full((2,), at)
-        cache.layers[1].step(
-            q, k, k, position, at + 1, None
-        )  # the plain path fills the other layer
-        right = cache.layers[1].step(q, k, k, position, at + 1, None)
-        found = cache.layers[0]._step_cuda(q, k, k, position, None, cache.layers[0].rule)
-        in_pages = paged.layers[0]._step_cuda(q, k, k, position, batch, None)
+        batch.most = at + 1
+        right = paged.layers[1].step(q, k, k, position, batch)  # the plain path, in another layer
+        found = paged.layers[0]._step_cuda(q, k, k, position, batch, None)
         assert (found - right).abs().max() < 1e-5
-        assert (in_pages - right).abs().max() < 1e-5
 
 
 def test_an_adapter_per_request_may_not_change_what_requests_share(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value, initialize
-from headway.model.layout import num_parameters, param_specs
+from headway.model.layout import ParamSpec, num_parameters, param_specs
 from headway.model.presets import PRESETS
 from headway.model.transformer import Transformer
 
@@ -66,9 +66,8 @@ def test_a_parameters_initial_value_depends_on_seed_and_name_alone() -> None:
     own = dict(b.named_parameters())
     for name, value in a.named_parameters():
         assert torch.equal(value, own[name])
-    first, other = (
-        initial_value("model.embed_tokens.weight", (96, 32), SMALL, seed) for seed in (1, 2)
-    )
+    spec = ParamSpec("model.embed_tokens.weight", (96, 32))
+    first, other = (initial_value(spec, SMALL, seed) for seed in (1, 2))
     assert not torch.equal(first, other)
 
 

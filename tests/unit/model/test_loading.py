@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.internlm_folder import upstream_classes, write_weights
 
+from headway.checkpoint.stored_model import find_model
 from headway.cli import main
 from headway.errors import CheckpointError
-from headway.infer.load import find_model
 from headway.model.config import ModelConfig
 from headway.model.families import z2all
 from headway.model.layout import param_specs

@@ -18,11 +18,11 @@ from headway.model.layout import active_parameters, num_parameters, param_specs
 from headway.model.moe import MixtureOfExperts
 from headway.model.router import counted_tokens
 from headway.model.transformer import Transformer
-from headway.objective.balance import LOAD, load_ratios
-from headway.objective.base import StepInfo
 from headway.optim.base import Guard
 from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
+from headway.tasks.balance import LOAD, load_ratios
+from headway.tasks.base import StepInfo
 
 EXPERTS = {"num": 5, "per_token": 2, "ffn_size": 24}
 MIXTURE = CONFIG.with_(dropout=0.0, init_std=0.3, experts=EXPERTS)

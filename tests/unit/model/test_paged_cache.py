@@ -1,18 +1,19 @@
-"""Pages and rings give the hidden states of a plain cache: packed pieces, then steps, under any masks and windows."""
+"""Pages and rings give the hidden states of a forward under explicit masks: packed pieces, then steps, under any masks and windows."""
 
 import pytest
 import torch
 from support.family_shapes import FAMILY_SHAPES
+from support.head_masks import masked_forward
 
 from headway.kernels.cached_chunk import attend_streaming_reference, store_reference
+from headway.kernels.paged_attention import paged_reference
 from headway.model import paged_layer
 from headway.model.base import Model, build_model
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
-from headway.model.init import initial_value
-from headway.model.kv_cache import KVCache
+from headway.model.init import initialize
 from headway.model.paged_cache import CacheShape, PagedCache
-from headway.model.paged_layer import PrefillPiece
+from headway.model.paged_layer import LayerPages, PrefillPiece
 
 BASE = ModelConfig(
     hidden_size=32,
@@ -48,25 +49,8 @@ CASES |= {f"{name} masks": (FAMILIES[name], CASES["masks"][1]) for name in ("gem
 
 def build(config: ModelConfig) -> Model:
     model = build_model(config).eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(name, tuple(parameter.shape), config, 4))
+    initialize(model, 4)
     return model
-
-
-def plain(model: Model, masks: HeadMasks | None, tokens: torch.Tensor, length: int) -> torch.Tensor:
-    cache = KVCache(
-        model.config,
-        1,
-        160,
-        device="cpu",
-        dtype=torch.float32,
-        masks=masks,
-        prompt_lengths=[length],
-    )
-    found = [model.prefill(tokens[None, :length], torch.arange(length)[None], cache)]
-    for at in range(length, length + STEPS):
-        found.append(model.prefill(tokens[None, at : at + 1], torch.tensor([[at]]), cache))
-    return torch.cat(found, 1)[0]
 
 
 def paged(
@@ -77,24 +61,21 @@ def paged(
         CacheShape(model.config, masks, 160, PAGE, torch.float32),
         slots=4,
         pages=60,
-        kept_rings=2,
+        snapshots=2,
         device=torch.device("cpu"),
     )
-    tables = [
-        [cache.pool.allocate() for _ in range(-(-len(tokens) // PAGE))] for tokens in sequences
-    ]
+    for row, tokens in enumerate(sequences):
+        cache.table.append(
+            row, [cache.pool.allocate() for _ in range(cache.table.num_pages(len(tokens)))]
+        )
     found: list[list[torch.Tensor]] = [[] for _ in sequences]
     begin = [0, 0, 0]
     while begin != list(LENGTHS):
         pieces = [
-            PrefillPiece(row, begin[row], min(length - begin[row], 11 + 5 * row), tables[row])
+            PrefillPiece(row, begin[row], min(length - begin[row], 11 + 5 * row))
             for row, length in enumerate(LENGTHS)
         ]
-        pieces = [
-            PrefillPiece(one.slot, one.start, one.count, one.pages[: -(-one.end // PAGE)])
-            for one in pieces
-            if one.count
-        ]
+        pieces = [one for one in pieces if one.count]
         tokens = torch.cat([sequences[one.slot][one.start : one.end] for one in pieces])
         position = torch.cat([torch.arange(one.start, one.end) for one in pieces])
         hidden = model.cached_forward()(tokens[None], position[None], cache.prefill_batch(pieces))[
@@ -103,9 +84,7 @@ def paged(
         for one, part in zip(pieces, hidden.split([one.count for one in pieces]), strict=True):
             found[one.slot].append(part)
             begin[one.slot] = one.end
-    cache.set_pages(
-        [(row, index, page) for row, pages in enumerate(tables) for index, page in enumerate(pages)]
-    )
+    cache.table.flush()
     batch = cache.decode_batch(3)
     batch.slots.copy_(torch.arange(3))
     for step in range(STEPS):
@@ -122,7 +101,7 @@ def paged(
 
 @pytest.mark.parametrize("path", ["plain", "kernel"])
 @pytest.mark.parametrize("name", CASES)
-def test_hidden_states_are_those_of_a_plain_cache(
+def test_hidden_states_are_those_of_the_masked_forward(
     name: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, masks = CASES[name]
@@ -130,14 +109,14 @@ def test_hidden_states_are_those_of_a_plain_cache(
         monkeypatch.setattr(paged_layer, "attend_streaming", attend_streaming_reference)
         monkeypatch.setattr(paged_layer, "store", store_reference)
         monkeypatch.setattr(paged_layer, "uses_kernels", lambda q: True)
+        monkeypatch.setattr(paged_layer, "paged_attention", paged_reference)
+        monkeypatch.setattr(LayerPages, "step", LayerPages._step_cuda)
     model = build(config)
     generator = torch.Generator().manual_seed(3)
     sequences = [
         torch.randint(0, 320, (length + STEPS,), generator=generator) for length in LENGTHS
     ]
     with torch.inference_mode():
-        for tokens, length, found in zip(
-            sequences, LENGTHS, paged(model, masks, sequences), strict=True
-        ):
-            expected = plain(model, masks, tokens, length)
+        for tokens, found in zip(sequences, paged(model, masks, sequences), strict=True):
+            expected = masked_forward(model, tokens[None], masks)[0]
             assert (found - expected).abs().max() < 2e-5 * max(1.0, expected.abs().max())

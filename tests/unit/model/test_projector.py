@@ -12,9 +12,9 @@ from headway.model.layout import param_specs
 from headway.model.media_shape import MediaInput, MediaShape
 from headway.model.projector import AlignerHead, MediaTensors
 from headway.model.transformer import Transformer
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.parallel.collectives import DifferentiableCollectives, RankGroup
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 
 SEPARATE = MediaShape((MediaInput("image", 6, 3), MediaInput("audio", 5, 2)), hidden=8)
 

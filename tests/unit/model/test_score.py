@@ -9,12 +9,14 @@ import torch
 from support.family_cases import CASES, build_theirs
 from support.pairs import pair_batch
 
+from headway.checkpoint.stored_model import find_model
 from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface, with_padding
-from headway.infer.load import build_frozen_model, find_model, load_model
+from headway.infer.load import load_model
+from headway.model.base import build_frozen_model
 from headway.model.config import ModelConfig
 from headway.model.families.base import classifier_of, family_names, family_of
-from headway.model.layout import HEAD, SCORE, num_parameters, param_specs
+from headway.model.layout import HEAD, SCORE, ParamSpec, in_groups, num_parameters, param_specs
 from headway.optim.groups import trainable
 from headway.runtime.digests import write_digests
 
@@ -174,10 +176,12 @@ def test_padding_of_an_export_ends_no_answer() -> None:
 
 
 def test_the_head_trains_beside_an_adapter_unless_it_is_frozen() -> None:
-    shapes = {
-        "model.layers.0.mlp.up_proj.weight": (8, 4),
-        "model.layers.0.mlp.up_proj.lora_A.weight": (2, 4),
-        SCORE: (1, 4),
-    }
-    assert trainable(shapes, (), ()) == {"model.layers.0.mlp.up_proj.lora_A.weight", SCORE}
-    assert trainable(shapes, ("score",), ()) == {"model.layers.0.mlp.up_proj.lora_A.weight"}
+    update = "model.layers.0.mlp.up_proj.lora_A.weight"
+    specs = [
+        ParamSpec("model.layers.0.mlp.up_proj.weight", (8, 4)),
+        ParamSpec(update, (2, 4), groups=in_groups("adapter")),
+        ParamSpec(SCORE, (1, 4), groups=in_groups("score")),
+    ]
+    by_name = {spec.name: spec for spec in specs}
+    assert trainable(by_name, (), ()) == {update, SCORE}
+    assert trainable(by_name, ("score",), ()) == {update}

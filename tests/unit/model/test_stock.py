@@ -13,15 +13,17 @@ import torch.nn.functional as F
 from support.batches import make_batch
 from support.stock_cases import CASES, SHAPE, build_stock, save_stock
 
+from headway.checkpoint.stored_model import find_model
 from headway.data.batch import Batch
 from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface, export_model
-from headway.infer.load import LoadedModel, find_model, load_model
+from headway.infer.load import LoadedModel, load_model
 from headway.model.families.base import as_stored, family_for
 from headway.model.families.transformers import Wrapping, read
 from headway.model.flops import token_flops
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
+from headway.model.paged_rows import PagedRows
 from headway.model.stock.model import StockModel
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -85,7 +87,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(pair: tuple[Any, Loade
     tokens = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
     position = torch.arange(12).expand(2, -1)
     gap = (
-        (loaded.model.logits(loaded.model.prefill(tokens, position)) - theirs(tokens).logits)
+        (loaded.model.logits(loaded.model.hidden_states(tokens, position)) - theirs(tokens).logits)
         .abs()
         .max()
     )
@@ -93,14 +95,14 @@ def test_logits_and_greedy_text_are_those_of_transformers(pair: tuple[Any, Loade
     wanted = theirs.generate(
         tokens, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
     )[:, 12:].tolist()
-    cache = loaded.new_cache(2, 24, [12, 12])
-    token = loaded.model.logits(loaded.model.prefill(tokens, position, cache)[:, -1])
-    step, found = loaded.model.decoder(cache), []
+    rows = PagedRows(loaded.model, 2, 24)
+    hidden = rows.read(tokens)[:, -1]
+    found = []
     for _ in range(12):
-        token[:, SHAPE["eos_token_id"]] = -torch.inf  # as min_new_tokens does
-        found.append(token.argmax(-1))
-        token = step(found[-1], cache.next_position())
-        cache.advance(1)
+        logits = loaded.model.logits(hidden)
+        logits[:, SHAPE["eos_token_id"]] = -torch.inf  # as min_new_tokens does
+        found.append(logits.argmax(-1))
+        hidden = rows.step(found[-1])
     assert torch.stack(found, 1).tolist() == wanted
     sys.stdout.write(f"{type(theirs).__name__:24} logits {gap:.1e}, greedy text equal\n")
 
@@ -208,10 +210,8 @@ def test_a_known_family_is_wrapped_on_request_only(tmp_path: Path) -> None:
 
 def test_random_weights_are_drawn_as_the_class_draws_them_by_name_and_seed() -> None:
     config = read({**SHAPE, "model_type": "nemotron"})  # its norms add 1 to their weights
-    one = {
-        spec.name: initial_value(spec.name, spec.shape, config, 3) for spec in param_specs(config)
-    }
-    again = {name: initial_value(name, one[name].shape, config, 3) for name in reversed(list(one))}
+    one = {spec.name: initial_value(spec, config, 3) for spec in param_specs(config)}
+    again = {spec.name: initial_value(spec, config, 3) for spec in reversed(param_specs(config))}
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert (
         float(one["model.norm.weight"].sum()) == 32.0
@@ -252,9 +252,7 @@ def test_code_of_a_folder_runs_when_a_recipe_trusts_it_and_travels_with_an_expor
     assert "modeling_mine" not in str([name for name in sys.modules if "mine" in name])
     config = find_model(folder, wrapping=Wrapping(trust_remote_code=True)).config
     assert as_stored(config).trust_remote_code is False  # a checkpoint alone runs nothing
-    weights = (
-        (spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config)
-    )
+    weights = ((spec.name, initial_value(spec, config, 0)) for spec in param_specs(config))
     export_huggingface(config, weights, tmp_path / "out", tokenizer=None)
     assert (tmp_path / "out/modeling_mine.py").is_file()
     written = json.loads((tmp_path / "out/config.json").read_text())

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from support.engine_steps import engine_logits
 
 from headway.kernels.attention import AttentionMask, attend, causal_mask, mask_of
 from headway.model.config import ModelConfig
 from headway.model.init import initialize
-from headway.model.kv_cache import KVCache
+from headway.model.paged_rows import PagedRows
 from headway.model.rope import Rotation, inverse_frequencies, rotate
 from headway.model.transformer import Block, Transformer
 
@@ -141,27 +142,19 @@ def test_decoding_from_the_cache_equals_the_whole_forward(case: str) -> None:
     model = build(VARIANTS[case])
     ids = tokens(20, rows=2)
     expected = plain(model, ids)
-    cache = KVCache(model.config, 2, 20, device="cpu", dtype=torch.float32)
-    parts = [model(ids[:, :9], torch.arange(9).expand(2, -1), causal_mask(2, 9), cache)]
-    for start, stop in ((9, 10), (10, 14), (14, 15), (15, 20)):
-        parts.append(
-            model(ids[:, start:stop], torch.arange(start, stop).expand(2, -1), None, cache)
-        )
-    assert (model.logits(torch.cat(parts, 1)) - expected).abs().max() < 1e-5
+    rows = PagedRows(model, 2, 20)
+    with torch.inference_mode():
+        parts = [rows.read(part) for part in ids.split((9, 1, 4, 1, 5), dim=1)]
+        assert (model.logits(torch.cat(parts, 1)) - expected).abs().max() < 1e-5
 
 
 def test_rows_of_different_length_share_a_cache() -> None:
     model = build(VARIANTS["windows"])
-    ids = tokens(14, rows=2)
-    lengths = torch.tensor([8, 3])
-    cache = KVCache(model.config, 2, 14, device="cpu", dtype=torch.float32, prompt_lengths=[8, 3])
-    model(ids[:, :8], torch.arange(8).expand(2, -1), causal_mask(2, 8), cache)
-    for _ in range(5):
-        step = model.logits(model(ids.gather(1, lengths[:, None]), lengths[:, None], None, cache))
-        lengths = lengths + 1
-        for row in range(2):
-            alone = plain(model, ids[row : row + 1, : lengths[row]])
-            assert (step[row, 0] - alone[0, -1]).abs().max() < 1e-5
+    ids, lengths = tokens(14, rows=2), [8, 3]
+    found = engine_logits(model, ids, lengths, 5, chunk=8)
+    for row, logits in enumerate(found):
+        alone = plain(model, ids[row : row + 1, : lengths[row] + 5])[0]
+        assert (logits - alone).abs().max() < 1e-5
 
 
 def test_layers_without_rotation_do_not_see_positions() -> None:

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from headway.objective.base import ParameterRule
+from headway.model.layout import ParamSpec, in_groups
 from headway.optim.adamw import Config as AdamW
 from headway.optim.base import GroupRule, Hyper
 from headway.optim.groups import hypers, make_groups, matching, trainable
 from headway.optim.schedule import Schedule
+from headway.tasks.base import ParameterRule
 
 UP, UP_BIAS = "model.layers.0.mlp.experts.up_proj.weight", "model.layers.0.mlp.experts.up_proj.bias"
 NORM, ROUTER_BIAS, LAMBDA = (
@@ -16,30 +17,30 @@ NORM, ROUTER_BIAS, LAMBDA = (
     "model.layers.0.mlp.gate.e_score_correction_bias",
     "objective.lambda_1",
 )
-SHAPES: dict[str, tuple[int, ...]] = {
-    UP: (4, 8, 6),
-    UP_BIAS: (4, 8),
-    ROUTER_BIAS: (4,),
-    NORM: (6,),
-    LAMBDA: (),
+SPECS = {
+    UP: ParamSpec(UP, (4, 8, 6), groups=in_groups("linear", "expert")),
+    UP_BIAS: ParamSpec(UP_BIAS, (4, 8), groups=in_groups("bias", "expert")),
+    ROUTER_BIAS: ParamSpec(ROUTER_BIAS, (4,), groups=in_groups("router_bias")),
+    NORM: ParamSpec(NORM, (6,), groups=in_groups("norm")),
+    LAMBDA: ParamSpec(LAMBDA, (), groups=in_groups("objective")),
 }
 HALFWAY = Schedule(kind="constant", warmup=4)
 """At step 1 the rate is half of the peak."""
 
 
 def hyper_of(name: str, config: AdamW, rules: tuple[ParameterRule, ...] = (), **more: Any) -> Hyper:
-    groups = make_groups(config, SHAPES, trainable(SHAPES, (), ()), rules)
+    groups = make_groups(config, SPECS, trainable(SPECS, (), ()), rules)
     (group,) = (group for group in groups if name in group.names)
     return hypers(config, groups, 1, 100, **more)[group.name]
 
 
 def test_a_balancing_bias_never_trains() -> None:
-    assert trainable(SHAPES, (), ()) == {UP, UP_BIAS, NORM, LAMBDA}
-    assert ROUTER_BIAS not in trainable(SHAPES, (), ("*mlp.gate*", NORM))
+    assert trainable(SPECS, (), ()) == {UP, UP_BIAS, NORM, LAMBDA}
+    assert ROUTER_BIAS not in trainable(SPECS, (), ("*mlp.gate*", NORM))
 
 
 def test_biases_of_stacked_experts_are_no_matrices_and_do_not_decay() -> None:
-    assert matching("matrices", SHAPES) == {UP}
+    assert matching("matrices", SPECS) == {UP}
     config = AdamW(lr=1.0, weight_decay=0.1, schedule=HALFWAY)
     assert [hyper_of(name, config).weight_decay for name in (UP, UP_BIAS, NORM)] == [0.1, 0.0, 0.0]
 

@@ -13,9 +13,6 @@ from headway.errors import ConfigError, ParallelError
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.experts_config import ExpertsConfig
-from headway.objective.base import ObjectiveConfig
-from headway.objective.dpo import Config as DPO
-from headway.objective.next_token import Config as NextToken
 from headway.optim.groups import ParamGroup
 from headway.parallel.config import ParallelConfig
 from headway.parallel.flat.buffer import (
@@ -27,6 +24,9 @@ from headway.parallel.flat.buffer import (
     lay_out,
 )
 from headway.parallel.mesh import Mesh, plan_mesh
+from headway.tasks.base import TaskConfig
+from headway.tasks.dpo import Config as DPO
+from headway.tasks.next_token import Config as NextToken
 from headway.train.config import Recipe
 
 SHAPES = {"a": (10, 7), "b": (5,), "c": (64, 3, 2), "d": (1,), "e": (33, 9)}
@@ -39,10 +39,10 @@ def test_boxes_are_exactly_the_elements_of_a_range(shape: list[int], data: st.Da
     length = data.draw(st.integers(0, size - first))
     whole = torch.arange(size).view(shape)
     found = []
-    for offset, part, start in boxes_of(tuple(shape), first, length):
-        box = whole[tuple(slice(o, o + n) for o, n in zip(offset, part, strict=True))]
-        assert box.flatten().tolist() == list(range(first + start, first + start + prod(part)))
-        found += box.flatten().tolist()
+    for box, start in boxes_of(tuple(shape), first, length):
+        elements = box.of(whole).flatten().tolist()
+        assert elements == list(range(first + start, first + start + prod(box.shape)))
+        found += elements
     assert found == list(range(first, first + length))
 
 
@@ -138,7 +138,7 @@ def test_axes_without_parallelism_have_groups_of_one(world: int) -> None:
 
 def rows_refusal(
     seq_len: int = 64,
-    objective: ObjectiveConfig = NextToken(),
+    objective: TaskConfig = NextToken(),
     adapter: AdapterConfig | None = None,
     **model: Any,
 ) -> str:

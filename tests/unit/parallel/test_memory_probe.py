@@ -10,10 +10,10 @@ from support.batches import make_batch, make_step
 from support.engines import CONFIG
 
 from headway.data.batch import Batch
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.engine import EngineSpec
 from headway.parallel.memory_probe import largest_fitting, make_probe, rows_of, stack_rows
+from headway.tasks.next_token import Config as NextToken
 from headway.train.memory import _measure
 
 SPEC = EngineSpec(CONFIG, NextToken(), AdamW())

@@ -122,7 +122,7 @@ def test_evaluation_recomputes_and_moves_nothing() -> None:
         for memory in ({}, MODES["offload and recompute"])
     )
     batch = share_of_step(0, 1, 0, 1).microbatches
-    from headway.objective.base import StepInfo
+    from headway.tasks.base import StepInfo
 
     at = StepInfo(0, 10, training=False)
     assert {k: float(v[0]) for k, v in plain.evaluate(batch, at).items()} == {

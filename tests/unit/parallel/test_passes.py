@@ -7,11 +7,11 @@ import torch
 from support.batches import make_batch, make_step
 from support.engines import CONFIG, Setup, make_engine
 
-from headway.objective.base import StepInfo
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.collectives import RankGroup
+from headway.tasks.base import StepInfo
 
 PLAIN = CONFIG.with_(dropout=0.0)
 BATCH = make_batch([[16], [7, 9], [3, 13], [10]], seq_len=16, vocab=64)

@@ -11,7 +11,6 @@ from headway.errors import HeadwayError, ParallelError
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import HeadGatesConfig
 from headway.model.layout import GATES
-from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.optim.adafactor import Config as Adafactor
 from headway.optim.base import GroupRule
 from headway.optim.lion import Config as Lion
@@ -22,6 +21,7 @@ from headway.optim.schedule_free import WarmupSchedule
 from headway.parallel.collectives import RankGroup
 from headway.parallel.flat.buffer import BufferSharding, lay_out_whole
 from headway.parallel.update_rules import assign, check_whole
+from headway.tasks.head_sparsity import Config as HeadSparsity
 from headway.train.config import Recipe
 
 COMMON: dict[str, Any] = {"lr": 3e-3, "clip": 0.5, "schedule": Schedule(warmup=1)}

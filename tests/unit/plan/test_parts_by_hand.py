@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.config import AdapterConfig, all_specs
 from headway.model.config import ModelConfig
 from headway.parallel.config import MemoryConfig
 from headway.parallel.layouts import Layout
@@ -97,14 +97,16 @@ def test_gates_are_on_every_pipeline_rank() -> None:
 
 
 def test_kv_heads_are_divided_by_as_many_ranks_as_there_are() -> None:
-    shapes = job(Layout(1)).all_shapes
-    four = count_parameters(SMALL, shapes, set(shapes), tensor=4).layers[0].total
+    specs = job(Layout(1)).all_specs
+    four = count_parameters(SMALL, specs, set(specs), tensor=4).layers[0].total
     assert four == 2 * 4096 // 4 + 2 * 2048 // 2 + 3 * 64 * 160 // 4 + 128
 
 
 def test_the_matrices_of_an_adapter_are_divided_with_their_linear() -> None:
-    adapter = AdapterConfig(rank=4, targets=("k_proj", "down_proj")).shapes(SMALL)
-    counts = count_parameters(SMALL, adapter, set(adapter), tensor=2)
+    adapter = AdapterConfig(rank=4, targets=("k_proj", "down_proj"))
+    counts = count_parameters(
+        SMALL, all_specs(SMALL, adapter), set(adapter.shapes(SMALL)), tensor=2
+    )
     # k is split by its 32 outputs: A whole, B halved; down by its 160 inputs: A halved, B whole
     assert counts.layers[0].trained == 4 * 64 + 32 * 4 // 2 + 4 * 160 // 2 + 64 * 4
 
@@ -216,7 +218,7 @@ def test_a_frozen_head_and_frozen_layers_compute_no_gradients_of_weights() -> No
 
 def test_a_reference_adds_its_forward_pass() -> None:
     plain = wide()
-    reference = ReferenceModel("reference", WIDE, plain.all_shapes)
+    reference = ReferenceModel("reference", WIDE, plain.all_specs)
     more = stage_seconds(wide(reference=reference))[0].forward - stage_seconds(plain)[0].forward
     frozen = wide(training=())
     layers = sum(layer_seconds(frozen, layer).forward for layer in range(4))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headway.config.load import load
-from headway.infer.load import build_frozen_model
+from headway.model.base import build_frozen_model
 from headway.model.flops import token_flops
 from headway.plan.hardware import GPUS
 from headway.plan.job import PlanJob

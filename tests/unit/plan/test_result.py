@@ -132,7 +132,9 @@ def test_the_bubble_of_equal_stages_is_the_known_one(stages: int) -> None:
         seconds: dict[ActionKind, list[float]] = {
             kind: [size / virtual] * stages * virtual for kind, size in usual.items()
         }
-        return simulate(PipelineShape(schedule, stages, virtual), 2 * stages, seconds).bubble
+        timeline = simulate(PipelineShape(schedule, stages, virtual), 2 * stages, seconds)
+        busy = sum(action.end - action.start for action in timeline.actions)
+        return 1 - busy / (stages * timeline.seconds)
 
     number = 2 * stages
     assert bubble("1f1b", 1) == pytest.approx((stages - 1) / (number + stages - 1))

@@ -1,6 +1,7 @@
 """Stores that earlier versions cached are found again: the names of cached stores never change."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers
 
 from headway.prepare.build import BuildOptions, cached_store
+from headway.records.encode_media import MediaPositions
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.load import Tokenizer
 
@@ -73,4 +75,45 @@ def test_cached_stores_keep_the_names_of_the_first_release(
     store = cached_store(
         [tmp_path / "data.jsonl"], tokenizer, tmp_path / "cache", BuildOptions(**options)
     )
+    assert store.name == name
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (
+            {"positions": MediaPositions({"image": 2}, missing=True)},
+            "4230244294badea3a8cda1f6bc2a9db8",
+        ),
+        (
+            {
+                "positions": MediaPositions({"image": 2, "audio": 3}, missing=False),
+                "keys": KeyMap.of({"prompt": "instruction", "response": "response"}),
+                "max_length": 40,
+                "drop_bad": True,
+            },
+            "986660294985918d52af333c5be2f56a",
+        ),
+    ],
+)
+def test_cached_stores_with_media_keep_the_names_of_the_second_release(
+    tmp_path: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # names of media files are part of the key
+    for number, file in enumerate(("a.png", "b.png")):
+        Path(file).write_bytes(bytes([number]) * (10 + number))
+        os.utime(file, ns=(1_700_000_000_000_000_000, 1_700_000_000_000_000_000))
+    turns = [{"role": "user", "content": "<image> Hm?"}, {"role": "assistant", "content": "No."}]
+    records = [
+        {"image": "a.png", "instruction": "What?", "response": "A cat."},
+        {"messages": turns, "images": ["b.png"]},
+        {"text": "both", "image": "b.png"},
+    ]
+    Path("chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    chosen = BuildOptions("multimodal", **options)
+    store = cached_store(["chat.jsonl"], tokenizer, Path("cache"), chosen)
     assert store.name == name

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from headway.errors import DataError
-from headway.prepare.parse_chat import parse_conversation, parse_preference
+from headway.records.chat import parse_conversation
+from headway.records.preference import parse_preference
 from headway.text.document import Record
 from headway.tokenizer.chat_template import Call, Turn
 

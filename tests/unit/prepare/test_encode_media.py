@@ -7,8 +7,14 @@ import pytest
 from support.chat_tokenizer import byte_tokenizer
 
 from headway.errors import DataError
-from headway.prepare.encode_media import MediaDocument, MediaEncoder, MediaPositions, place_media
-from headway.tokenizer.chat import Turn, find_template, render
+from headway.records.encode_media import (
+    MediaDocument,
+    MediaEncoder,
+    MediaPositions,
+    media_pieces,
+    place_media,
+)
+from headway.tokenizer.chat import Rendered, Turn, encode_segments, find_template, render
 
 POSITIONS = MediaPositions({"image": 3, "audio": 2}, missing=False)
 ALWAYS = MediaPositions({"image": 3, "audio": 2}, missing=True)
@@ -27,10 +33,21 @@ def asked(question: str, answer: str = "yes") -> list[Turn]:
 
 
 def document(turns: list[Turn], media: list[tuple[str, str]], **given: Any) -> MediaDocument:
-    encoder = encoder_of(**given)
-    (found,) = encoder.documents([place_media(turns, media, encoder.positions)])
-    assert isinstance(found, MediaDocument)
+    found = encoded(encoder_of(**given), turns, media)
+    assert found is not None
     return found
+
+
+def encoded(
+    encoder: MediaEncoder, turns: list[Turn], media: list[tuple[str, str]]
+) -> MediaDocument | None:
+    placed = place_media(turns, media, encoder.positions)
+    template = encoder.template
+    pieces = media_pieces(template.segments(placed.turns), len(placed.items), template.name)
+    rendered = encode_segments(pieces, template.name, encoder.tokenizer)
+    return encoder.document(
+        [piece for piece in rendered if isinstance(piece, Rendered)], placed.items
+    )
 
 
 def text_of(found: MediaDocument) -> str:
@@ -111,20 +128,12 @@ def test_the_answer_is_budgeted_before_the_prompt(limit: int) -> None:
 
 def test_an_answer_is_cut_only_when_the_prompt_has_no_more_to_give() -> None:
     encoder = encoder_of(max_length=70)
-    (found,) = encoder.documents(
-        [place_media(asked("<image>" + "x" * 300, "y" * 300), [("image", HASH["a"])], POSITIONS)]
-    )
-    assert (
-        isinstance(found, MediaDocument)
-        and len(found.ids) == 70
-        and encoder.counts["answers_truncated"] == 1
-    )
+    found = encoded(encoder, asked("<image>" + "x" * 300, "y" * 300), [("image", HASH["a"])])
+    assert found is not None and len(found.ids) == 70 and encoder.counts["answers_truncated"] == 1
     kept = byte_tokenizer().decode(found.ids.tolist())
     assert kept.count("x") == 16 and kept.count("y") > 10 and found.items
-    (nothing,) = encoder_of(max_length=20).documents(
-        [place_media(asked("<image>" + "x" * 99), [("image", HASH["a"])], POSITIONS)]
-    )
-    assert nothing is None
+    short = encoder_of(max_length=20)
+    assert encoded(short, asked("<image>" + "x" * 99), [("image", HASH["a"])]) is None
 
 
 def test_mistakes_are_named() -> None:

@@ -1,20 +1,35 @@
 """Stores of conversations with media: one process and several write the same bytes and errors; `data prepare` makes them ahead."""
 
 import json
+import os
 import shutil
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.fuzzing import run_verb
+from support.media_looks import count_looks
 
 from headway.errors import DataError
+from headway.media.items import ImageSpec
 from headway.media.synthetic import SyntheticMedia, write_media
-from headway.prepare import multimodal
-from headway.prepare.encode_media import MediaPositions
-from headway.prepare.multimodal import MediaBuild, media_store
+from headway.prepare.build import BuildOptions, cached_store
+from headway.prepare.features import InputRows, prepare_samples, read_samples
+from headway.prepare.media_inputs import ImageInput
+from headway.records.encode_media import MediaPositions
+from headway.records.multimodal import RECORD_BYTES
 from headway.tokenizer.train import train_bpe
 
-BUILD = MediaBuild(MediaPositions({"image": 2, "audio": 3}, missing=True), max_length=40)
+OPTIONS = BuildOptions(
+    "multimodal",
+    max_length=40,
+    positions=MediaPositions({"image": 2, "audio": 3}, missing=True),
+)
+
+
+def media_store(source: Path, tokenizer: Path, cache: Path, workers: int | None = None) -> Path:
+    return cached_store([str(source)], tokenizer, cache, replace(OPTIONS, workers=workers))
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +51,10 @@ def bytes_of(store: Path) -> dict[str, bytes]:
 def test_several_processes_write_the_bytes_of_one(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multimodal, "CHUNK_RECORDS", 5)
+    monkeypatch.setattr("headway.prepare.workers.CHUNK_BYTES", 5 * RECORD_BYTES)
     source = shutil.copytree(made, tmp_path / "set") / "chat.jsonl"
     one, two = (
-        media_store(str(source), made / "tok", BUILD, tmp_path / f"cache{count}", count)
-        for count in (1, 2)
+        media_store(source, made / "tok", tmp_path / f"cache{count}", count) for count in (1, 2)
     )
     assert one.name == two.name and bytes_of(one) == bytes_of(two) and len(bytes_of(one)) >= 3
 
@@ -49,7 +63,7 @@ def test_several_processes_write_the_bytes_of_one(
 def test_several_processes_report_the_bad_record_that_one_reports(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multimodal, "CHUNK_RECORDS", 5)
+    monkeypatch.setattr("headway.prepare.workers.CHUNK_BYTES", 5 * RECORD_BYTES)
     source = shutil.copytree(made, tmp_path / "set") / "chat.jsonl"
     lines = source.read_text().splitlines()
     for number in (7, 12):
@@ -58,7 +72,7 @@ def test_several_processes_report_the_bad_record_that_one_reports(
     said: list[str] = []
     for count in (1, 2):
         with pytest.raises(DataError) as problem:
-            media_store(str(source), made / "tok", BUILD, tmp_path / f"bad{count}", count)
+            media_store(source, made / "tok", tmp_path / f"bad{count}", count)
         said.append(str(problem.value))
     assert said[0] == said[1] and f"{source}:8" in said[0]
 
@@ -95,3 +109,61 @@ def test_data_prepare_makes_what_training_then_finds(
     ]
     assert run_verb(["data", "tokenize", "--kind", "multimodal", *given]) == 2
     assert "headway data prepare RECIPE --workers N" in capsys.readouterr().err
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    return count_looks(monkeypatch)
+
+
+def test_a_known_store_is_found_without_a_look_at_records_or_media(
+    made: Path, tmp_path: Path, looked: Counter[str]
+) -> None:
+    source = shutil.copytree(made, tmp_path / "set") / "chat.jsonl"
+    store = media_store(source, made / "tok", tmp_path / "cache")
+    assert looked["parsed"] > 0 and looked["looked at"] > 0
+    looked.clear()
+    assert media_store(source, made / "tok", tmp_path / "cache") == store
+    assert looked["parsed"] == 0 and looked["looked at"] == 0
+    # Other settings are other stores, and `data prepare` looks at every file.
+    other = replace(OPTIONS, max_length=41)
+    assert cached_store([str(source)], made / "tok", tmp_path / "cache", other) != store
+    looked.clear()
+    assert cached_store([source], made / "tok", tmp_path / "cache", OPTIONS, True) == store
+    assert looked["parsed"] > 0 and looked["looked at"] > 0
+
+
+def test_replaced_pictures_and_changed_records_are_noticed(made: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(made, tmp_path / "set") / "chat.jsonl"
+    cache = tmp_path / "cache"
+    store = media_store(source, made / "tok", cache)
+    first, second, *_ = sorted((tmp_path / "set").rglob("*.png"))
+    shutil.copy(second, tmp_path / "new.png")
+    os.replace(tmp_path / "new.png", first)
+    replaced = media_store(source, made / "tok", cache)
+    assert (
+        replaced != store and bytes_of(replaced)["media.sealed"] != bytes_of(store)["media.sealed"]
+    )
+    source.write_text("".join(source.read_text().splitlines(keepends=True)[1:]))
+    assert media_store(source, made / "tok", cache) not in (store, replaced)
+
+
+def test_known_samples_are_found_without_a_look_at_records_or_media(
+    made: Path, tmp_path: Path, looked: Counter[str]
+) -> None:
+    source = shutil.copytree(made, tmp_path / "set") / "captions.jsonl"
+    makers = [InputRows("image", ImageInput(ImageSpec(8, 8)))]
+
+    def prepared() -> tuple[list[list[int]], str, tuple[str, ...]]:
+        samples = read_samples(str(source), ("image",))
+        found = prepare_samples("set", samples, makers, tmp_path / "cache", files=[source])
+        return found.rows.tolist(), found.content_key, found.places
+
+    first = prepared()
+    assert looked["parsed"] > 0 and looked["looked at"] > 0
+    looked.clear()
+    assert prepared() == first
+    assert looked["parsed"] == 0 and looked["looked at"] == 0
+    for table in (tmp_path / "cache/media").glob("*/*/"):
+        shutil.rmtree(table)
+    assert prepared() == first and looked["parsed"] > 0, "a table that is gone is made again"

@@ -8,8 +8,10 @@ import pytest
 from support.runs import headway
 
 from headway.errors import ConfigError, DataError
-from headway.prepare.parse_chat import parse_conversation, parse_preference, parse_unpaired
 from headway.prepare.validate import ValidateOptions, validate
+from headway.records.chat import parse_conversation
+from headway.records.preference import parse_preference
+from headway.records.unpaired import parse_unpaired
 from headway.text.document import Record
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat_template import Call, Turn

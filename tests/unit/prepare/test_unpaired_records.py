@@ -10,14 +10,14 @@ from support.byte_model import byte_tokenizer
 from support.one_process_executor import run_inside
 
 from headway.data.config import SourceConfig
-from headway.data.unpaired import BAD, GOOD, UnpairedSource
 from headway.errors import DataError
 from headway.prepare.build import BuildOptions, build_store
 from headway.prepare.detect import detect
-from headway.prepare.parse_chat import parse_unpaired
 from headway.prepare.validate import ValidateOptions, validate
+from headway.records.unpaired import parse_unpaired
 from headway.runtime.executor.work import Placement
 from headway.store.reader import Store, open_store
+from headway.tasks.kto.source import BAD, GOOD, UnpairedSource
 from headway.text.document import Record
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.load import load_tokenizer
@@ -118,7 +118,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 def test_a_label_decides_the_kind_for_kto_alone(tmp_path: Path) -> None:
     path = str(write(tmp_path / "r.jsonl", [SHAPES["trl text"]]))
     assert (
-        detect(path, SourceConfig(path=path), unpaired=True).describe()
+        detect(path, SourceConfig(path=path), reads=("unpaired", "preference")).describe()
         == "unpaired (prompt, completion, label), 1 record"
     )
     assert detect(path, SourceConfig(path=path)).kind == "chat"
@@ -127,7 +127,10 @@ def test_a_label_decides_the_kind_for_kto_alone(tmp_path: Path) -> None:
             tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c", "label": True}]
         )
     )
-    assert detect(pairs, SourceConfig(path=pairs), unpaired=True).kind == "preference"
+    assert (
+        detect(pairs, SourceConfig(path=pairs), reads=("unpaired", "preference")).kind
+        == "preference"
+    )
 
 
 @pytest.fixture(scope="module")

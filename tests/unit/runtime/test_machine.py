@@ -107,7 +107,7 @@ def test_without_a_gpu_its_load_is_not_known() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert gpu_load(0) == GpuLoad(None, None, None)
+    assert gpu_load(0) == GpuLoad(None, None)
 
 
 @pytest.mark.gpu
@@ -119,15 +119,10 @@ def test_a_gpu_is_described_and_its_load_is_asked_by_uuid() -> None:
     assert describe()["gpus"][0]["name"] == torch.cuda.get_device_name(0)
     load = gpu_load(0)
     if importlib.util.find_spec("pynvml") is None:
-        assert load == GpuLoad(None, None, None)
+        assert load == GpuLoad(None, None)
     else:
         assert load.utilisation is not None and 0 <= load.utilisation <= 1
-        assert (
-            load.power_watts is not None
-            and load.power_watts > 10
-            and load.memory_used is not None
-            and load.memory_used > 0
-        )
+        assert load.power_watts is not None and load.power_watts > 10
 
 
 def test_a_process_may_use_what_its_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_no_schema_ends_or_delays_the_engine_or_its_neighbours(
     assert len(ends) == len(used) + 2
     for name, number in zip(used, range(first + 1, last), strict=True):
         assert ends[number].finished in ("eos", "grammar", "length"), (name, ends[number].error)
-    engine.cache.pool.forget_all()
+    engine.cache.forget_all()
     assert engine.stats().cache_bytes_used == 0
 
 

@@ -17,9 +17,10 @@ from support.byte_model import CONFIG, byte_tokenizer
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.request import EngineOptions, EngineRequest
 from headway.infer.generate import GenerateOptions
-from headway.infer.load import LoadedModel, build_frozen_model
+from headway.infer.load import LoadedModel
 from headway.infer.media import MediaQuestion, answer_media
 from headway.media.items import ImageSpec, MediaRef
+from headway.model.base import build_frozen_model
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.media_shape import MediaInput, MediaShape
@@ -79,9 +80,7 @@ def test_a_picture_in_a_request_is_answered_as_the_same_file_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIG.with_(max_seq_len=256, media=MediaShape((MediaInput("image", 6, 3),), hidden=8))
-    weights = [
-        (spec.name, initial_value(spec.name, spec.shape, config, 4)) for spec in param_specs(config)
-    ]
+    weights = [(spec.name, initial_value(spec, config, 4)) for spec in param_specs(config)]
     tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
     loaded = LoadedModel(
         build_frozen_model(config, weights, torch.device("cpu"), torch.float32),

@@ -11,8 +11,11 @@ import pytest
 from support.chat_double import PAGE
 from support.serving import RunningServer
 
+from headway.serve.page_files import VENDORED
+
 NODE = shutil.which("node")
 SCRIPTS = sorted(PAGE.glob("*.js"))
+LIBRARIES = [PAGE.parents[1] / "vendor" / name for name in VENDORED]
 needs_node = pytest.mark.skipif(NODE is None, reason="needs node")
 
 
@@ -40,14 +43,14 @@ def test_the_page_is_made_of_its_own_files_and_names_no_other_host() -> None:
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text
         ), file.name
-        for other in re.findall(r'from "\./([^"]+)"', text):
-            assert (PAGE / other).is_file(), f"{file.name} imports {other}"
+        for other in re.findall(r'(?:from|import) "\./([^"]+)"', text):
+            assert (PAGE / other).is_file() or other in VENDORED, f"{file.name} imports {other}"
 
 
 def test_the_server_gives_every_file_under_a_policy_that_allows_its_own_alone(
     server: RunningServer,
 ) -> None:
-    for file in sorted(PAGE.iterdir()):
+    for file in (*sorted(PAGE.iterdir()), *LIBRARIES):
         answer = server.client().get("/" if file.name == "index.html" else f"/static/{file.name}")
         assert answer.status_code == 200 and answer.content == file.read_bytes(), file.name
         policy = dict(
@@ -86,7 +89,7 @@ def test_both_languages_say_everything_that_the_page_says() -> None:
 def in_node(folder: Path, script: str, given: Any = None) -> Any:
     """What a module beside this file prints as JSON; it can import the page's files."""
     assert NODE is not None
-    for file in (*SCRIPTS, Path(__file__).parent / script):
+    for file in (*SCRIPTS, *LIBRARIES, Path(__file__).parent / script):
         shutil.copy(file, folder / file.name)
     (folder / "package.json").write_text('{"type": "module"}')
     (folder / "given.json").write_text(json.dumps(given), encoding="utf-8")
@@ -174,6 +177,7 @@ def test_markdown_is_read_and_nothing_in_it_becomes_more_than_text(tmp_path: Pat
         (None, "b <think>"),
     ]
     assert "lost" not in seen, seen["lost"]
+    assert seen["deep"] == [True, True, True]
     assert "grown" not in seen, seen["grown"]
     assert seen["milliseconds"] < 8000, "a hostile answer must not freeze the page"
 

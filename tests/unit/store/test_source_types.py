@@ -109,7 +109,7 @@ def test_a_validation_folder_is_a_set_for_each_thing_in_it(tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
     for wrong, said in (
         (tmp_path / "empty", "holds no data set"),
-        (tmp_path / "none", "which is not a folder"),
+        (tmp_path / "none", "there is no such file or folder"),
     ):
         with pytest.raises(ConfigError, match=said):
             open_data(

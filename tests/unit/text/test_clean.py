@@ -60,9 +60,8 @@ def test_characters_are_counted_by_kind() -> None:
         counted.han,
         counted.digits,
         counted.signs,
-        counted.spaces,
         counted.controls,
-    ) == (6, 2, 3, 1, 4, 1)
+    ) == (6, 2, 3, 1, 1)
 
 
 def edited(text: str, share: float, seed: int) -> str:

@@ -15,8 +15,8 @@ from headway.text.self_instruct.filters import (
 )
 from headway.text.self_instruct.tasks import (
     LANGUAGES,
+    InstructionTask,
     Language,
-    Task,
     load_seeds,
     make_prompt,
     parse_answer,
@@ -79,7 +79,10 @@ def test_answers_with_markdown_thoughts_and_cut_ends_are_read() -> None:
         "**Output:** Rhine\nElbe\n<|5|>\nnothing here\n<|6|>\nInstruction: Say it.\nInput: a\nb\nOutput: c\n<|7|>\nInstruction: half"
     )
     tasks, dropped = parse_answer(answer, was_cut=True)
-    assert tasks == [Task("Name two rivers.", "", "Rhine\nElbe"), Task("Say it.", "a\nb", "c")]
+    assert tasks == [
+        InstructionTask("Name two rivers.", "", "Rhine\nElbe"),
+        InstructionTask("Say it.", "a\nb", "c"),
+    ]
     assert dropped == {"unreadable": 1, "cut off": 1}
     assert parse_answer("I cannot do that.", was_cut=False) == ([], {"no task in the answer": 1})
     assert parse_answer("", was_cut=True) == ([], {"no task in the answer": 1})
@@ -88,52 +91,63 @@ def test_answers_with_markdown_thoughts_and_cut_ends_are_read() -> None:
 @pytest.mark.parametrize(
     ("language", "task", "reason"),
     [
-        ("en", Task("Name three rivers", "", "x"), "too short"),
-        ("en", Task("", "", "x"), "too short"),
-        ("en", Task("word " * 151, "", "x"), "too long"),
-        ("en", Task("'Tis what to do now", "", "x"), "begins with punctuation"),
-        ("en", Task("Describe the picture in detail", "", "x"), "asks for media"),
-        ("en", Task("Write an answer to this letter", "Dear [your name]", "x"), "placeholder"),
-        ("en", Task("Write an answer to this letter", "", "Dear ____,"), "placeholder"),
-        ("en", Task("Write an answer to this letter", "", ""), "no output"),
-        ("en", Task("请 写 一封 回信 给 他", "", "x"), "other language"),
-        ("en", Task("List the capitals of northern Europe please", "", "x"), "too similar"),
-        ("zh", Task("写诗吧", "", "x"), "too short"),
-        ("zh", Task("写" * 151, "", "x"), "too long"),
-        ("zh", Task("，请写一首诗", "", "x"), "begins with punctuation"),
-        ("zh", Task("描述这张图片的内容", "", "x"), "asks for media"),
-        ("zh", Task("给【请填写姓名】写一封信", "", "x"), "placeholder"),
-        ("zh", Task("Write a poem for me", "", "x"), "other language"),
-        ("zh", Task("介绍北欧各国的首都吧", "", "x"), "too similar"),
+        ("en", InstructionTask("Name three rivers", "", "x"), "too short"),
+        ("en", InstructionTask("", "", "x"), "too short"),
+        ("en", InstructionTask("word " * 151, "", "x"), "too long"),
+        ("en", InstructionTask("'Tis what to do now", "", "x"), "begins with punctuation"),
+        ("en", InstructionTask("Describe the picture in detail", "", "x"), "asks for media"),
+        (
+            "en",
+            InstructionTask("Write an answer to this letter", "Dear [your name]", "x"),
+            "placeholder",
+        ),
+        ("en", InstructionTask("Write an answer to this letter", "", "Dear ____,"), "placeholder"),
+        ("en", InstructionTask("Write an answer to this letter", "", ""), "no output"),
+        ("en", InstructionTask("请 写 一封 回信 给 他", "", "x"), "other language"),
+        (
+            "en",
+            InstructionTask("List the capitals of northern Europe please", "", "x"),
+            "too similar",
+        ),
+        ("zh", InstructionTask("写诗吧", "", "x"), "too short"),
+        ("zh", InstructionTask("写" * 151, "", "x"), "too long"),
+        ("zh", InstructionTask("，请写一首诗", "", "x"), "begins with punctuation"),
+        ("zh", InstructionTask("描述这张图片的内容", "", "x"), "asks for media"),
+        ("zh", InstructionTask("给【请填写姓名】写一封信", "", "x"), "placeholder"),
+        ("zh", InstructionTask("Write a poem for me", "", "x"), "other language"),
+        ("zh", InstructionTask("介绍北欧各国的首都吧", "", "x"), "too similar"),
     ],
 )
 def test_each_bad_task_is_dropped_for_its_reason(
-    language: Language, task: Task, reason: str
+    language: Language, task: InstructionTask, reason: str
 ) -> None:
     known = {"en": "List the capitals of northern Europe", "zh": "介绍北欧各国的首都"}
-    assert TaskFilter(language, [Task(known[language], "", "x")]).judge(task) == reason
+    assert TaskFilter(language, [InstructionTask(known[language], "", "x")]).judge(task) == reason
 
 
 def test_a_kept_task_names_its_neighbours_and_joins_them() -> None:
     judge = TaskFilter(
         "en",
         [
-            Task("List five green vegetables for soup", "", "x"),
-            Task("Who wrote this sonnet about summer", "", "x"),
+            InstructionTask("List five green vegetables for soup", "", "x"),
+            InstructionTask("Who wrote this sonnet about summer", "", "x"),
         ],
     )
-    kept = judge.judge(Task("List five kinds of tree", "", "Oak"))
+    kept = judge.judge(InstructionTask("List five kinds of tree", "", "Oak"))
     assert isinstance(kept, KeptTask)
     scores = [2 * 2 / 11, 0.0]
     assert list(kept.most_similar.values()) == pytest.approx(scores, abs=1e-4)
     assert kept.avg_similarity == pytest.approx(sum(scores) / 2, abs=1e-4)
     assert max(kept.most_similar.values()) <= MAX_SIMILARITY
-    assert judge.judge(Task("List five kinds of tree", "", "Elm")) == "too similar"
+    assert judge.judge(InstructionTask("List five kinds of tree", "", "Elm")) == "too similar"
 
 
 def test_limits_of_length_are_open_below_and_closed_above() -> None:
-    assert isinstance(TaskFilter("en", []).judge(Task("Name three long rivers", "", "x")), KeptTask)
     assert isinstance(
-        TaskFilter("en", []).judge(Task(" ".join(f"w{i}" for i in range(150)), "", "x")), KeptTask
+        TaskFilter("en", []).judge(InstructionTask("Name three long rivers", "", "x")), KeptTask
     )
-    assert isinstance(TaskFilter("zh", []).judge(Task("写首小诗", "", "x")), KeptTask)
+    assert isinstance(
+        TaskFilter("en", []).judge(InstructionTask(" ".join(f"w{i}" for i in range(150)), "", "x")),
+        KeptTask,
+    )
+    assert isinstance(TaskFilter("zh", []).judge(InstructionTask("写首小诗", "", "x")), KeptTask)

@@ -14,7 +14,8 @@ from headway.cli import main
 from headway.errors import ConfigError, DataError, LaunchError
 from headway.runtime.executor import slurm as slurm_kind
 from headway.runtime.executor.work import Placement, work_folder
-from headway.text.clean import ONLY_DUPLICATES, CleanRules, clean_files
+from headway.text.clean import clean_files
+from headway.text.clean_rules import ONLY_DUPLICATES, CleanRules
 from headway.text.sample import SourceShare, sample
 from headway.text.tasks.clean import clean_files_on
 from headway.text.tasks.parts import Reading, cut_files

@@ -8,7 +8,7 @@ import pytest
 from headway.config.load import load
 from headway.config.shipped import find_recipe
 from headway.errors import ConfigError
-from headway.objective.contrastive import Config
+from headway.tasks.contrastive import Config
 from headway.train.alignment import resolve_aligner
 from headway.train.config import Recipe
 

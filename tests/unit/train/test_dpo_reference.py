@@ -10,13 +10,13 @@ from support.pairs import make_pair_store
 from headway.config.load import load
 from headway.data.loader import Loader
 from headway.data.open import open_data
-from headway.data.pairs import PAIR
 from headway.kernels.attention import causal_mask
 from headway.model.init import initialize
 from headway.model.transformer import Transformer
-from headway.objective.pairs import REFERENCE
 from headway.parallel.engine import EngineSpec
 from headway.store.reader import Store, open_store
+from headway.tasks.preference.loss import REFERENCE
+from headway.tasks.preference.source import PAIR, PairReader
 from headway.train.config import Recipe
 from headway.train.dpo_reference import make_reference
 from headway.train.resolve import resolve
@@ -60,7 +60,7 @@ def test_pairs_of_every_source_and_split_find_their_own_numbers(tmp_path: Path) 
         ],
     )
     resolved = resolve(recipe)
-    data = open_data(recipe.data, tokenizer=None, vocab_size=64, seed=5, pairs=True)
+    data = open_data(recipe.data, tokenizer=None, vocab_size=64, seed=5, reader=PairReader())
     spec = EngineSpec(resolved.model, recipe.objective, recipe.optim, chunk_tokens=64, seed=5)
     reference = make_reference(resolved, data, spec, 3)
     assert reference is not None

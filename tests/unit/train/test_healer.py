@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.save import TensorRecord, save_checkpoint
+from headway.checkpoint.save import save_checkpoint
 from headway.data.loader import LoaderState
 from headway.data.mixture import MixtureState
+from headway.parallel.box import StateTensor
 from headway.train import health
 from headway.train.config import HealConfig
 from headway.train.health import BadStep, Healer
@@ -68,7 +69,7 @@ def test_only_ways_back_to_the_same_checkpoint_count_and_the_limit_is_the_last_t
     tmp_path: Path,
 ) -> None:
     (tmp_path / "logs").mkdir()
-    record = TensorRecord("w", "master", (2,), [((0,), torch.zeros(2))])
+    record = StateTensor("w", "master", (2,), [((0,), torch.zeros(2))])
     for step in (5, 10):
         save_checkpoint(tmp_path / "checkpoints", step, [record], {})
     healer, _, _ = healer_of()

@@ -1,15 +1,21 @@
-// One chart on a canvas. Series come in ({id, label, color, dash, x, y, meanX, meanY, bad}); lines, axes and a crosshair go out.
-// A second canvas above holds the crosshair, so that moving the mouse never draws the lines again.
+// One chart, drawn by uPlot. Curves come in ({id, label, color, dash, x, y, meanX, meanY, bad});
+// lines, axes and a crosshair that all charts share go out.
 "use strict";
 (() => {
-  const LEFT = 54, RIGHT = 12, TOP = 8, BOTTOM = 24;
+  const FONT = "11px system-ui, sans-serif";
+  const NO_CURVE = { color: "transparent", x: [], y: [], alpha: 1, width: 1, isBold: false };
 
-  hw.smooth = (y, given) => {
-    // An exponential moving average whose first values are not drawn towards zero. A curve of few points is smoothed over the same part of
-    // the picture as one of many, not over the same number of points: otherwise ten validations would lag far behind.
-    const weight = given ** Math.max(1, 500 / Math.max(1, y.length));
+  // Where the mouse is, on the horizontal axis of all charts.
+  let crosshair = null;
+
+  hw.smooth = (y, chosenWeight) => {
+    // An exponential moving average whose first values are not drawn towards zero. A curve of few
+    // points is smoothed over the same part of the picture as one of many, not over the same number
+    // of points: otherwise ten validations would lag far behind.
+    const weight = chosenWeight ** Math.max(1, 500 / Math.max(1, y.length));
     const out = new Float64Array(y.length);
-    let sum = 0, mass = 0;
+    let sum = 0;
+    let mass = 0;
     for (let i = 0; i < y.length; i++) {
       sum = sum * weight + y[i] * (1 - weight);
       mass = mass * weight + (1 - weight);
@@ -19,298 +25,372 @@
   };
 
   hw.nearest = (x, value) => {
-    let low = 0, high = x.length - 1;
+    let low = 0;
+    let high = x.length - 1;
     if (high < 0) return -1;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (x[middle] < value) low = middle + 1; else high = middle;
+      if (x[middle] < value) low = middle + 1;
+      else high = middle;
     }
-    return low > 0 && Math.abs(x[low - 1] - value) <= Math.abs(x[low] - value) ? low - 1 : low;
+    const isBefore = low > 0 && Math.abs(x[low - 1] - value) <= Math.abs(x[low] - value);
+    return isBefore ? low - 1 : low;
   };
 
-  hw.ticks = (low, high, count) => {
-    const span = high - low;
-    if (!(span > 0)) return [low];
-    const raw = span / Math.max(1, count), power = 10 ** Math.floor(Math.log10(raw)), rest = raw / power;
-    const step = (rest > 5 ? 10 : rest > 2.5 ? 5 : rest > 2 ? 2.5 : rest > 1 ? 2 : 1) * power;
-    const found = [];
-    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(Number((i * step).toPrecision(12)));
-    return found;
+  // Steps between the marks of an axis.
+  const COUNTS = Array.from({ length: 19 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+  const BYTES = Array.from({ length: 60 }, (_, power) => 2 ** power);
+  const SECONDS = [
+    0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200,
+    86400, 172800, 604800, 2592000, 7776000, 31536000,
+  ];
+
+  // The marks of a logarithmic axis. uPlot marks 1, 2, 3, ... of each power of ten: a curve between two
+  // of those would have no mark at all.
+  const logSplits = (u, axis, low, high) => {
+    const splits = [];
+    const decades = Math.log10(high / low);
+    if (decades < 0.5) {
+      const raw = (high - low) / 5;
+      const power = 10 ** Math.floor(Math.log10(raw));
+      const step = power * [1, 2, 2.5, 5, 10].find((digit) => digit * power >= raw * 0.999);
+      for (let i = Math.ceil(low / step); i * step <= high; i++) splits.push(Number((i * step).toPrecision(12)));
+      return splits;
+    }
+    let digits = [1];
+    if (decades <= 3) digits = [1, 2, 5];
+    if (decades <= 1) digits = [1, 1.5, 2, 3, 4, 5, 6, 8];
+    for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++) {
+      for (const digit of digits) {
+        const value = Number((digit * 10 ** power).toPrecision(12));
+        if (value >= low && value <= high) splits.push(value);
+      }
+    }
+    return splits;
   };
 
-  hw.byteTicks = (low, high, count) => {
-    const unit = 1024 ** Math.floor(Math.log(Math.max(1, Math.abs(high))) / Math.log(1024));
-    return hw.ticks(low / unit, high / unit, count).map((one) => one * unit);
-  };
-
-  hw.timeTicks = (low, high, count) => {
-    const steps = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800, 2592000];
-    const raw = (high - low) / Math.max(1, count);
-    if (raw < 1) return hw.ticks(low, high, count);
-    const step = steps.find((one) => one >= raw) || steps[steps.length - 1] * Math.ceil(raw / steps[steps.length - 1]);
-    const found = [];
-    for (let i = Math.ceil(low / step); i * step <= high; i++) found.push(i * step);
-    return found;
-  };
-
-  hw.logTicks = (low, high, most = 8) => {
-    const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
-    const factors = last - first <= 1 ? [1, 1.5, 2, 3, 4, 5, 6, 8] : last - first <= 3 ? [1, 2, 5] : [1];
-    const every = Math.max(1, Math.ceil((last - first) / most));
-    const found = [];
-    for (let p = first; p <= last; p += every) for (const f of factors) if (f * 10 ** p >= low && f * 10 ** p <= high) found.push(f * 10 ** p);
-    return found.length > 1 ? found : hw.ticks(low, high, 4);
+  // Of marks that are too close to each other for their texts, only the first keeps it.
+  const withRoom = (u, splits, axis) => {
+    const scale = axis === 0 ? "x" : "y";
+    const room = axis === 0 ? 44 : 14;
+    let last = -Infinity;
+    return splits.map((value) => {
+      const position = u.valToPos(value, scale);
+      if (Math.abs(position - last) < room) return null;
+      last = position;
+      return value;
+    });
   };
 
   hw.Chart = class {
     constructor(holder, options) {
       this.holder = holder;
-      this.options = options; // unit, onHover(x | null), onZoom(from, to), onReset()
-      this.base = hw.el("canvas", { class: "lines" });
-      this.over = hw.el("canvas", { class: "cross" });
-      holder.append(this.base, this.over);
+      this.options = options; // unit, onHover(x | null, chart, event), onZoom(from, to), onReset()
       this.series = [];
-      this.view = { axis: "step", logX: false, logY: false, smoothing: 0, outliers: true, zoom: null };
-      this.drag = null;
-      this.over.addEventListener("pointermove", (event) => this.move(event));
-      this.over.addEventListener("pointerleave", () => { if (!this.drag) this.options.onHover(null, this); });
-      this.over.addEventListener("pointerdown", (event) => this.press(event));
-      this.over.addEventListener("pointerup", (event) => this.release(event));
-      this.over.addEventListener("dblclick", () => this.options.onReset());
-      new ResizeObserver(() => this.draw()).observe(holder);
+      this.plot = null;
+      this.key = "";
+      this.sizes = new ResizeObserver(() => this.resize());
+      this.sizes.observe(holder);
     }
 
-    set(series, view) { this.series = series; this.view = view; this.draw(); }
+    set(series, view) {
+      this.series = series;
+      this.view = view;
+      this.draw();
+    }
 
-    size() {
-      const ratio = window.devicePixelRatio || 1, width = this.holder.clientWidth, height = this.holder.clientHeight;
-      for (const canvas of [this.base, this.over]) {
-        if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
-          canvas.width = Math.round(width * ratio);
-          canvas.height = Math.round(height * ratio);
-        }
-      }
-      return { width, height, ratio };
+    destroy() {
+      this.sizes.disconnect();
+      this.plot?.destroy();
+    }
+
+    size() { return { width: this.holder.clientWidth, height: this.holder.clientHeight }; }
+
+    resize() {
+      const size = this.size();
+      if (size.width < 60 || size.height < 60) return;
+      if (this.plot) this.plot.setSize(size);
+      else if (this.view) this.draw();
     }
 
     prepare() {
-      // What is drawn of each series: faint points and a bold line.
-      for (const one of this.series) {
-        // A long curve is its lowest and highest points, which are drawn faintly, and its means, which are the line.
-        const hasMeans = one.meanX && one.meanX.length > 0, middle = hasMeans ? one.meanY : one.y;
-        one.boldX = hasMeans ? one.meanX : one.x;
-        one.boldY = this.view.smoothing > 0 ? hw.smooth(middle, this.view.smoothing) : middle;
+      // What is drawn of each curve: faint points and a bold line.
+      for (const curve of this.series) {
+        // A long curve is its lowest and highest points, which are drawn faintly, and its means,
+        // which are the line.
+        const hasMeans = curve.meanX && curve.meanX.length > 0;
+        const middle = hasMeans ? curve.meanY : curve.y;
+        curve.boldX = hasMeans ? curve.meanX : curve.x;
+        curve.boldY = this.view.smoothing > 0 ? hw.smooth(middle, this.view.smoothing) : middle;
       }
+    }
+
+    // All faint lines, then all bold ones, so that no curve hides another's line; the highlighted one is last.
+    lines() {
+      const isSmooth = this.view.smoothing > 0;
+      const many = this.series.length > 12;
+      const faint = [];
+      const bold = [];
+      for (const curve of this.series) {
+        const { color, dash } = curve;
+        if ((isSmooth || curve.boldX !== curve.x) && !many && curve.x.length) {
+          faint.push({ curve, color, dash, x: curve.x, y: curve.y, alpha: isSmooth ? 0.28 : 0.4, width: 1, isBold: false });
+        }
+        let width = many ? 1.2 : 1.6;
+        if (curve.strong) width = 2.6;
+        if (curve.boldX.length) {
+          bold.push({ curve, color, dash, x: curve.boldX, y: curve.boldY, alpha: curve.dim ? 0.25 : 1, width, isBold: true });
+        }
+      }
+      bold.sort((a, b) => Number(a.curve.strong) - Number(b.curve.strong));
+      // uPlot wants a line even where nothing is known yet.
+      return faint.length + bold.length ? [...faint, ...bold] : [NO_CURVE];
     }
 
     range() {
       const { logX, logY, zoom, outliers } = this.view;
-      let x0 = Infinity, x1 = -Infinity;
-      for (const { x } of this.series) if (x.length) { x0 = Math.min(x0, x[0]); x1 = Math.max(x1, x[x.length - 1]); }
+      let x0 = Infinity;
+      let x1 = -Infinity;
+      for (const { x } of this.series) {
+        if (!x.length) continue;
+        x0 = Math.min(x0, x[0]);
+        x1 = Math.max(x1, x[x.length - 1]);
+      }
       if (zoom) [x0, x1] = zoom;
       if (logX) x0 = Math.max(x0, x1 > 1 ? Math.min(1, x1) : x1 / 1000);
-      const seen = [];
-      let low = Infinity, high = -Infinity;
-      for (const one of this.series) {
-        for (const [xs, ys] of this.view.smoothing > 0.9 ? [[one.boldX, one.boldY]] : [[one.x, one.y]]) {
-          for (let i = 0; i < xs.length; i++) {
-            if (xs[i] < x0 || xs[i] > x1 || (logY && !(ys[i] > 0))) continue;
-            if (ys[i] < low) low = ys[i];
-            if (ys[i] > high) high = ys[i];
-            if (!outliers) seen.push(ys[i]);
-          }
+      const values = [];
+      let low = Infinity;
+      let high = -Infinity;
+      for (const curve of this.series) {
+        // With strong smoothing the line alone counts: the points around it are background.
+        const onlyLine = this.view.smoothing > 0.9;
+        const xs = onlyLine ? curve.boldX : curve.x;
+        const ys = onlyLine ? curve.boldY : curve.y;
+        for (let i = 0; i < xs.length; i++) {
+          if (xs[i] < x0 || xs[i] > x1 || (logY && !(ys[i] > 0))) continue;
+          if (ys[i] < low) low = ys[i];
+          if (ys[i] > high) high = ys[i];
+          if (!outliers) values.push(ys[i]);
         }
       }
-      if (!outliers && seen.length > 20) {
-        seen.sort((a, b) => a - b);
-        const at = (share) => seen[Math.floor(share * (seen.length - 1))];
-        const first = at(0.01), last = at(0.99), room = 0.3 * (last - first);
-        low = Math.max(low, first - room);
-        high = Math.min(high, last + room);
+      if (!outliers && values.length > 20) {
+        values.sort((a, b) => a - b);
+        const quantile = (share) => values[Math.floor(share * (values.length - 1))];
+        const room = 0.3 * (quantile(0.99) - quantile(0.01));
+        low = Math.max(low, quantile(0.01) - room);
+        high = Math.min(high, quantile(0.99) + room);
       }
-      if (!(low <= high)) { low = 0; high = 1; }
-      if (!(x0 <= x1)) { x0 = 0; x1 = 1; }
-      if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
-      if (logY) { const room = Math.max(1.02, (high / low) ** 0.05); low /= room; high *= room; }
-      else { const room = high > low ? 0.05 * (high - low) : Math.max(Math.abs(high) * 0.05, 1e-9); const floor = low >= 0; low -= room; high += room; if (floor && low < 0) low = 0; }
-      return { x0, x1, low, high };
+      if (!(low <= high)) [low, high] = logY ? [0.1, 1] : [0, 1];
+      if (!(x0 <= x1)) [x0, x1] = logX ? [0.1, 1] : [0, 1];
+      if (x0 === x1) [x0, x1] = logX ? [x0 / 2, x1 * 2] : [x0 - 0.5, x1 + 0.5];
+      if (logY) {
+        const room = Math.max(1.02, (high / low) ** 0.05);
+        return { x0, x1, low: low / room, high: high * room };
+      }
+      const room = high > low ? 0.05 * (high - low) : Math.max(Math.abs(high) * 0.05, 1e-9);
+      const isPositive = low >= 0;
+      low -= room;
+      if (isPositive && low < 0) low = 0;
+      return { x0, x1, low, high: high + room };
     }
 
-    scales(size) {
-      const { logX, logY } = this.view, range = this.range();
-      const inner = { left: LEFT, right: size.width - RIGHT, top: TOP, bottom: size.height - BOTTOM };
-      const span = (a, b, from, to, log) => {
-        const fa = log ? Math.log(a) : a, fb = log ? Math.log(b) : b;
-        return {
-          to: (value) => from + ((log ? Math.log(Math.max(value, 1e-300)) : value) - fa) / (fb - fa) * (to - from),
-          back: (pixel) => { const t = fa + (pixel - from) / (to - from) * (fb - fa); return log ? Math.exp(t) : t; },
-        };
-      };
-      return { inner, range, x: span(range.x0, range.x1, inner.left, inner.right, logX), y: span(range.low, range.high, inner.bottom, inner.top, logY) };
-    }
-
+    // Draw what is known. The plot stays as long as its lines and axes look the same; then only its
+    // numbers change, and the crosshair stays where it is.
     draw() {
       const size = this.size();
       if (size.width < 60 || size.height < 60) return;
       this.prepare();
-      const scale = this.scale = this.scales(size), paint = this.base.getContext("2d"), { inner } = scale;
-      const style = getComputedStyle(this.holder), ink = style.getPropertyValue("--axis").trim(), grid = style.getPropertyValue("--grid").trim();
-      paint.setTransform(size.ratio, 0, 0, size.ratio, 0, 0);
-      paint.clearRect(0, 0, size.width, size.height);
-      this.axes(paint, scale, ink, grid);
-      paint.save();
-      paint.beginPath();
-      paint.rect(inner.left, inner.top - 2, inner.right - inner.left, inner.bottom - inner.top + 4);
-      paint.clip();
-      const bold = this.view.smoothing > 0, many = this.series.length > 12;
-      for (const one of this.series) {
-        if ((bold || one.boldX !== one.x) && !many) this.line(paint, scale, one, one.x, one.y, bold ? 0.28 : 0.4, 1);
-        this.line(paint, scale, one, one.boldX, one.boldY, one.dim ? 0.25 : 1, one.strong ? 2.6 : many ? 1.2 : 1.6);
-        paint.globalAlpha = 1;
-        paint.fillStyle = one.color;
-        for (const at of one.bad || []) { // NaN or infinite: a mark at the top
-          const px = scale.x.to(at);
-          paint.beginPath(); paint.moveTo(px - 4, inner.top); paint.lineTo(px + 4, inner.top); paint.lineTo(px, inner.top + 7); paint.fill();
-        }
-      }
-      paint.restore();
-      this.overlay(this.at === undefined ? null : this.at);
-    }
-
-    line(paint, scale, one, xs, ys, alpha, width) {
-      const log = this.view.logY, only = xs.length <= 60;
-      paint.globalAlpha = alpha;
-      paint.strokeStyle = paint.fillStyle = one.color;
-      paint.lineWidth = width;
-      paint.lineJoin = "round";
-      paint.setLineDash(one.dash || []);
-      paint.beginPath();
-      let pen = false;
-      for (let i = 0; i < xs.length; i++) {
-        if (log && !(ys[i] > 0)) { pen = false; continue; }
-        const px = scale.x.to(xs[i]), py = scale.y.to(ys[i]);
-        if (pen) paint.lineTo(px, py); else paint.moveTo(px, py);
-        pen = true;
-      }
-      paint.stroke();
-      paint.setLineDash([]);
-      if (only && alpha > 0.5) {
-        for (let i = 0; i < xs.length; i++) {
-          if (log && !(ys[i] > 0)) continue;
-          paint.beginPath(); paint.arc(scale.x.to(xs[i]), scale.y.to(ys[i]), xs.length < 25 ? 2.4 : 1.6, 0, 7); paint.fill();
-        }
-      }
-      paint.globalAlpha = 1;
-    }
-
-    axes(paint, scale, ink, grid) {
-      const { inner, range } = scale, { axis, logX, logY } = this.view;
-      paint.font = "11px system-ui, sans-serif";
-      paint.lineWidth = 1;
-      const rows = Math.max(2, Math.floor((inner.bottom - inner.top) / 34));
-      const ys = logY ? hw.logTicks(range.low, range.high, rows) : (this.options.unit === hw.bytes ? hw.byteTicks : hw.ticks)(range.low, range.high, rows);
-      paint.textAlign = "right";
-      paint.textBaseline = "middle";
-      let lastY = Infinity;
-      for (const value of ys) {
-        const py = Math.round(scale.y.to(value)) + 0.5;
-        if (py > inner.bottom + 1 || py < inner.top - 1) continue;
-        paint.strokeStyle = grid;
-        paint.beginPath(); paint.moveTo(inner.left, py); paint.lineTo(inner.right, py); paint.stroke();
-        if (lastY - py < 13) continue;
-        paint.fillStyle = ink;
-        paint.fillText(Math.abs(value) >= 1e4 && this.options.unit !== hw.bytes ? hw.short(value, 4) : this.options.unit(value), inner.left - 6, py);
-        lastY = py;
-      }
-      const columns = Math.max(2, Math.floor((inner.right - inner.left) / 84));
-      const xs = logX ? hw.logTicks(range.x0, range.x1, columns) : axis === "time" ? hw.timeTicks(range.x0, range.x1, columns) : hw.ticks(range.x0, range.x1, columns);
-      paint.textBaseline = "top";
-      let end = -Infinity;
-      for (const value of xs) {
-        const px = Math.round(scale.x.to(value)) + 0.5;
-        if (px < inner.left - 1 || px > inner.right + 1) continue;
-        const text = axis === "time" ? hw.seconds(value) : Math.abs(value) >= 1e4 ? hw.short(value, 4) : String(value), wide = paint.measureText(text).width;
-        const left = Math.max(inner.left - 8, Math.min(px - wide / 2, inner.right + RIGHT - 2 - wide));
-        paint.strokeStyle = grid;
-        paint.beginPath(); paint.moveTo(px, inner.bottom); paint.lineTo(px, inner.bottom + 4); paint.stroke();
-        if (left < end + 10) continue;
-        paint.textAlign = "left";
-        paint.fillStyle = ink;
-        paint.fillText(text, left, inner.bottom + 7);
-        end = left + wide;
-      }
-      paint.strokeStyle = ink;
-      paint.globalAlpha = 0.5;
-      paint.beginPath(); paint.moveTo(inner.left, inner.bottom + 0.5); paint.lineTo(inner.right, inner.bottom + 0.5); paint.stroke();
-      paint.globalAlpha = 1;
-    }
-
-    overlay(at) {
-      this.at = at;
-      const size = this.size(), paint = this.over.getContext("2d"), scale = this.scale;
-      paint.setTransform(size.ratio, 0, 0, size.ratio, 0, 0);
-      paint.clearRect(0, 0, size.width, size.height);
-      if (!scale) return;
-      const style = getComputedStyle(this.holder);
-      if (this.drag && this.drag.moved) {
-        paint.fillStyle = style.getPropertyValue("--accent").trim();
-        paint.globalAlpha = 0.18;
-        const left = Math.min(this.drag.from, this.drag.to), right = Math.max(this.drag.from, this.drag.to);
-        paint.fillRect(left, scale.inner.top, right - left, scale.inner.bottom - scale.inner.top);
-        paint.globalAlpha = 1;
+      this.drawn = this.lines();
+      this.limits = this.range();
+      const { logX, logY, axis } = this.view;
+      const looks = this.drawn.map(({ color, dash, alpha, width, isBold }) => [color, dash, alpha, width, isBold]);
+      const key = JSON.stringify([logX, logY, axis, document.documentElement.dataset.theme, looks]);
+      const positive = (values) => (values.some((value) => !(value > 0)) ? Array.from(values, (value) => (value > 0 ? value : null)) : values);
+      const data = [null, ...this.drawn.map(({ x, y }) => [x, logY ? positive(y) : y])];
+      if (this.plot && this.key === key) {
+        this.plot.setData(data);
         return;
       }
-      if (at === null || at === undefined) return;
-      const px = scale.x.to(at);
-      if (px < scale.inner.left || px > scale.inner.right) return;
-      paint.strokeStyle = style.getPropertyValue("--axis").trim();
-      paint.globalAlpha = 0.6;
-      paint.beginPath(); paint.moveTo(Math.round(px) + 0.5, scale.inner.top); paint.lineTo(Math.round(px) + 0.5, scale.inner.bottom); paint.stroke();
-      paint.globalAlpha = 1;
-      for (const { point, one } of this.valuesAt(at)) {
-        const py = scale.y.to(point.bold);
-        if (py < scale.inner.top - 2 || py > scale.inner.bottom + 2) continue;
-        paint.fillStyle = one.color;
-        paint.strokeStyle = style.getPropertyValue("--card").trim();
-        paint.beginPath(); paint.arc(scale.x.to(point.x), py, 3.5, 0, 7); paint.fill(); paint.stroke();
+      this.plot?.destroy();
+      this.plot = new uPlot(this.plotOptions(size), data, this.holder);
+      this.key = key;
+      this.touch(this.plot.over);
+    }
+
+    plotOptions(size) {
+      const style = getComputedStyle(this.holder);
+      const color = (name) => style.getPropertyValue(name).trim();
+      const line = (index) => this.drawn[index - 1];
+      const { logX, logY } = this.view;
+      return {
+        ...size,
+        mode: 2, // each line has an x of its own
+        padding: [8, 20, 0, 0],
+        legend: { show: false },
+        scales: {
+          x: { time: false, distr: logX ? 3 : 1, range: () => [this.limits.x0, this.limits.x1] },
+          y: { distr: logY ? 3 : 1, range: () => [this.limits.low, this.limits.high] },
+        },
+        axes: this.axes(color("--axis"), color("--grid")),
+        series: [
+          null,
+          ...this.drawn.map((look) => ({
+            facets: [{ scale: "x", auto: false }, { scale: "y", auto: false }],
+            auto: false,
+            stroke: look.color,
+            dash: look.dash,
+            alpha: look.alpha,
+            width: look.width,
+            pxAlign: 0,
+            points: {
+              show: false,
+              fill: look.color,
+              width: 0,
+              size: 5,
+              // A curve of few points shows them.
+              filter: (u, index) => (look.isBold && line(index).x.length <= 60 ? [...line(index).x.keys()] : null),
+            },
+          })),
+        ],
+        cursor: {
+          y: false,
+          drag: { x: true, y: false, setScale: false, dist: 5 },
+          bind: { dblclick: () => () => this.options.onReset() },
+          // The crosshair moves in all charts; a stretch is chosen in one.
+          sync: { key: "charts", scales: ["x", null], filters: { pub: (type) => type === "mousemove" } },
+          points: { size: 8, width: 1.5, stroke: color("--card"), fill: (u, index) => line(index).color },
+          dataIdx: (u, index) => this.markAt(line(index), u.posToVal(u.cursor.left, "x")),
+        },
+        hooks: {
+          ready: [(u) => this.join(u)],
+          draw: [(u) => this.drawBad(u)],
+          setCursor: [(u) => this.moved(u)],
+          setSelect: [(u) => this.chosen(u)],
+        },
+      };
+    }
+
+    axes(ink, grid) {
+      const { axis, logX, logY } = this.view;
+      const { unit } = this.options;
+      const isBytes = unit === hw.bytes;
+      const xText = (value) => {
+        if (value === null) return null;
+        if (axis === "time") return hw.seconds(value);
+        return Math.abs(value) >= 1e4 ? hw.short(value, 4) : String(value);
+      };
+      const yTexts = (splits) => {
+        // Enough digits that no two marks read the same, as far as there is room.
+        const step = Math.abs(splits[1] - splits[0]) || 1;
+        const largest = Math.max(...splits.map(Math.abs));
+        const digits = Math.min(8, Math.ceil(Math.log10(largest / step)) + 1);
+        return splits.map((value) => {
+          if (value === null) return null;
+          if (Math.abs(value) >= 1e4 && !isBytes) return hw.short(value, Math.max(4, digits));
+          return unit(value, Math.max(5, digits));
+        });
+      };
+      const log = { splits: logSplits, filter: withRoom };
+      return [
+        {
+          stroke: ink,
+          font: FONT,
+          size: 26,
+          gap: 4,
+          space: 84,
+          incrs: axis === "time" ? SECONDS : COUNTS,
+          values: (u, splits) => splits.map(xText),
+          grid: { show: false },
+          ticks: { stroke: grid, width: 1, size: 4 },
+          border: { show: true, stroke: `color-mix(in srgb, ${ink} 50%, transparent)`, width: 1 },
+          ...(logX ? log : {}),
+        },
+        {
+          stroke: ink,
+          font: FONT,
+          // All charts begin at the same place, unless a text needs more room.
+          size: (u, texts) => Math.max(58, ...(texts ?? []).map((text) => 12 + 6.5 * (text ?? "").length)),
+          gap: 6,
+          space: 34,
+          incrs: isBytes ? BYTES : undefined,
+          values: (u, splits) => yTexts(splits),
+          grid: { stroke: grid, width: 1 },
+          ticks: { show: false },
+          ...(logY ? log : {}),
+        },
+      ];
+    }
+
+    // Which point of a line is marked under the crosshair: none past the line's end.
+    markAt({ x, isBold }, at) {
+      const { x0, x1 } = this.limits;
+      if (!isBold || at > x[x.length - 1] + (x1 - x0) * 0.02) return null;
+      return hw.nearest(x, at);
+    }
+
+    drawBad(u) { // NaN or infinite: a mark at the top
+      const scale = uPlot.pxRatio;
+      const { left, top, width } = u.bbox;
+      u.ctx.save();
+      for (const curve of this.series) {
+        u.ctx.fillStyle = curve.color;
+        for (const x of curve.bad || []) {
+          const middle = u.valToPos(x, "x", true);
+          if (!(middle >= left && middle <= left + width)) continue;
+          u.ctx.beginPath();
+          u.ctx.moveTo(middle - 4 * scale, top);
+          u.ctx.lineTo(middle + 4 * scale, top);
+          u.ctx.lineTo(middle, top + 7 * scale);
+          u.ctx.fill();
+        }
+      }
+      u.ctx.restore();
+    }
+
+    moved(u) {
+      const { event, left } = u.cursor;
+      if (!event) return; // moved along with another chart's crosshair
+      const isHovering = left >= 0 && u.select.width === 0;
+      crosshair = isHovering ? u.posToVal(left, "x") : null;
+      this.options.onHover(crosshair, this, event);
+    }
+
+    // A plot that is made while the mouse rests on a chart shows the crosshair too.
+    join(u) {
+      if (crosshair !== null) u.setCursor({ left: u.valToPos(crosshair, "x"), top: 0 }, false);
+    }
+
+    chosen(u) {
+      const { left, width } = u.select;
+      if (width === 0) return;
+      const from = u.posToVal(left, "x");
+      const to = u.posToVal(left + width, "x");
+      u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+      this.options.onZoom(from, to);
+    }
+
+    // uPlot knows the mouse alone; a finger does the same.
+    touch(over) {
+      const events = { pointerdown: "mousedown", pointermove: "mousemove", pointerup: "mouseup", pointercancel: "mouseup" };
+      for (const [type, mouse] of Object.entries(events)) {
+        over.addEventListener(type, (event) => {
+          if (event.pointerType === "mouse") return;
+          const { clientX, clientY } = event;
+          over.dispatchEvent(new MouseEvent(mouse, { bubbles: true, clientX, clientY, movementX: 1 }));
+        });
       }
     }
 
     valuesAt(at) {
-      const found = [];
-      for (const one of this.series) {
-        const index = hw.nearest(one.x, at);
-        if (index < 0 || at > one.x[one.x.length - 1] + (this.scale.range.x1 - this.scale.range.x0) * 0.02) continue;
-        const smooth = one.boldX === one.x ? index : hw.nearest(one.boldX, at);
-        found.push({ one, point: { x: one.x[index], y: one.y[index], bold: one.boldY[smooth] } });
+      const rows = [];
+      const { x0, x1 } = this.limits;
+      for (const curve of this.series) {
+        const index = hw.nearest(curve.x, at);
+        if (index < 0 || at > curve.x[curve.x.length - 1] + (x1 - x0) * 0.02) continue;
+        const smooth = curve.boldX === curve.x ? index : hw.nearest(curve.boldX, at);
+        rows.push({ one: curve, point: { x: curve.x[index], y: curve.y[index], bold: curve.boldY[smooth] } });
       }
-      return found;
-    }
-
-    locate(event) { const box = this.over.getBoundingClientRect(); return event.clientX - box.left; }
-
-    press(event) { if (event.button === 0) { this.drag = { from: this.locate(event), to: this.locate(event), moved: false }; this.over.setPointerCapture(event.pointerId); } }
-
-    move(event) {
-      if (!this.scale) return;
-      const px = this.locate(event);
-      if (this.drag) {
-        this.drag.to = Math.max(this.scale.inner.left, Math.min(px, this.scale.inner.right));
-        this.drag.moved = this.drag.moved || Math.abs(this.drag.to - this.drag.from) > 5;
-        if (this.drag.moved) { this.options.onHover(null, this); this.overlay(null); return; }
-      }
-      const inside = px >= this.scale.inner.left - 4 && px <= this.scale.inner.right + 4;
-      this.options.onHover(inside ? this.scale.x.back(px) : null, this, event);
-    }
-
-    release() {
-      const drag = this.drag;
-      this.drag = null;
-      if (drag && drag.moved && this.scale) {
-        const ends = [this.scale.x.back(drag.from), this.scale.x.back(drag.to)].sort((a, b) => a - b);
-        this.options.onZoom(ends[0], ends[1]);
-      }
-      this.overlay(null);
+      return rows;
     }
   };
 })();

@@ -66,7 +66,7 @@
         const shut = search ? false : closed.split(",").includes(title) !== (title === "Counts");
         parts.push(this.section(title, members, shut, keep, focus));
       }
-      for (const [key, card] of this.cards) if (!keep.has(key)) { this.watcher.unobserve(card.node); this.cards.delete(key); }
+      for (const [key, card] of this.cards) if (!keep.has(key)) { this.watcher.unobserve(card.node); card.chart.destroy(); this.cards.delete(key); }
       this.empty.textContent = !this.app.runs.size ? "No runs here yet. A run appears as soon as it writes its first step." : !chosen.length ? "Choose one or more runs on the left." : search ? "No metric has such a name." : "These runs have not written a step yet.";
       hw.fill(this.node, parts.length ? parts : this.empty);
     }
@@ -100,7 +100,7 @@
         canvas, card.legend);
       card.node.card = card;
       card.chart = new hw.Chart(canvas, {
-        unit: bySource ? (v) => hw.number(v) : hw.metricUnit(metrics[0]),
+        unit: bySource ? (v, digits) => hw.number(v, digits) : hw.metricUnit(metrics[0]),
         onHover: (at, chart, event) => this.hover(at, card, event),
         onZoom: (from, to) => this.app.store.set({ zoom: [from, to] }),
         onReset: () => this.app.store.set({ zoom: null }),
@@ -183,7 +183,6 @@
     refresh() { for (const card of this.cards.values()) if (card.onScreen) this.update(card); }
 
     hover(at, card, event) {
-      for (const other of this.cards.values()) if (other.onScreen) other.chart.overlay(at);
       if (at === null || !card.series) { this.tip.classList.remove("on"); return; }
       const unit = card.chart.options.unit, smoothing = this.app.store.state.smooth > 0;
       const rows = card.chart.valuesAt(at).sort((a, b) => b.point.bold - a.point.bold), shown = rows.slice(0, 14);

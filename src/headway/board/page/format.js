@@ -67,7 +67,7 @@ hw.when = (seconds) => {
 
 hw.ago = (seconds, now) => (seconds ? `${hw.seconds(Math.max(0, Math.floor(now - seconds)))} ago` : "–");
 
-hw.metricUnit = (name) => (/_bytes$/.test(name) ? hw.bytes : /(seconds|_time)$/.test(name) ? (v) => (Math.abs(v) < 60 ? `${hw.number(v, 4)} s` : hw.seconds(v)) : (v) => hw.number(v));
+hw.metricUnit = (name) => (/_bytes$/.test(name) ? hw.bytes : /(seconds|_time)$/.test(name) ? (v) => (Math.abs(v) < 60 ? `${hw.number(v, 4)} s` : hw.seconds(v)) : (v, digits) => hw.number(v, digits));
 
 hw.xText = (axis, value) => (axis === "time" ? hw.seconds(value) : axis === "tokens" ? `${hw.short(value, 4)} tokens` : `step ${hw.number(Math.round(value))}`);
 

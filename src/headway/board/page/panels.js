@@ -6,36 +6,51 @@
   const swatch = (app, run) => hw.el("span", { class: "runname" }, hw.el("i", { class: "swatch", style: { background: hw.color(app.slot(run.id)) } }), run.name);
   const nothing = (words) => hw.el("p", { class: "empty" }, words);
 
-  hw.markdown = (source, picture) => {
-    // The part of Markdown that reports use: headings, tables, lists, pictures, indented text, `code` and **strong**.
-    const inline = (line) => line.split(/(`[^`]*`|\*\*[^*]+\*\*)/).map((part) => (part.length > 2 && part.startsWith("`") ? hw.el("code", {}, part.slice(1, -1)) : part.length > 4 && part.startsWith("**") ? hw.el("b", {}, part.slice(2, -2)) : part));
-    const cells = (line) => line.replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.replace(/\\\|/g, "|").trim());
-    const out = hw.el("div", { class: "markdown" }), lines = source.split("\n");
-    for (let i = 0; i < lines.length; i++) {
-      const line = lines[i], heading = /^(#{1,6}) (.*)/.exec(line), image = /^!\[([^\]]*)\]\(([^)]*)\)\s*$/.exec(line);
-      if (!line.trim()) continue;
-      if (heading) out.append(hw.el(`h${Math.min(6, heading[1].length + 1)}`, {}, inline(heading[2])));
-      else if (image) { const address = picture(image[2]); if (address) out.append(hw.el("img", { src: address, alt: image[1], loading: "lazy" })); }
-      else if (line.startsWith("|") && /^\|[\s:|-]+\|?\s*$/.test(lines[i + 1] || "")) {
-        const head = cells(line), body = [];
-        for (i += 2; i < lines.length && lines[i].startsWith("|"); i++) body.push(cells(lines[i]));
-        i--;
-        const numeric = head.map((_, at) => body.length > 0 && body.every((row) => !row[at] || /^[-+]?[\d.,]+(e[-+]?\d+)?\s*(%|x|s|ms|k|M|GB|MB)?( \([\d.,]+\))?$/.test(row[at])));
-        const row = (tag, values) => hw.el("tr", {}, values.map((cell, at) => hw.el(tag, { class: numeric[at] ? "num" : "" }, inline(cell))));
-        out.append(hw.el("div", { class: "scroll fit" }, hw.el("table", {}, hw.el("thead", {}, row("th", head)), hw.el("tbody", {}, body.map((values) => row("td", values))))));
-      } else if (line.startsWith("    ")) {
-        const block = [];
-        for (; i < lines.length && (lines[i].startsWith("    ") || (!lines[i].trim() && (lines[i + 1] || "").startsWith("    "))); i++) block.push(lines[i].slice(4));
-        i--;
-        out.append(hw.el("pre", {}, block.join("\n")));
-      } else if (/^[-*] /.test(line)) {
-        const items = [];
-        for (; i < lines.length && /^[-*] /.test(lines[i]); i++) items.push(hw.el("li", {}, inline(lines[i].slice(2))));
-        i--;
-        out.append(hw.el("ul", {}, items));
-      } else out.append(hw.el("p", {}, inline(line)));
+  // Reports are Markdown; a run's folder may hold anything. HTML is shown as it is written, links stay text,
+  // and a picture is one that the board gives or none.
+  const reader = markdownit({ html: false, breaks: true });
+  reader.disable(["autolink", "lheading", "link", "reference"]);
+  reader.normalizeLink = (address) => address;
+  reader.renderer.rules.image = (tokens, index, options, env, renderer) => {
+    const token = tokens[index];
+    const address = env.picture(token.attrGet("src"));
+    if (!address) return "";
+    token.attrSet("src", address);
+    token.attrSet("alt", renderer.renderInlineAsText(token.children, options, env));
+    token.attrSet("loading", "lazy");
+    return renderer.renderToken(tokens, index, options);
+  };
+  reader.core.ruler.push("page", (state) => {
+    for (const token of state.tokens) {
+      if (/^heading_/.test(token.type)) token.tag = `h${Math.min(6, Number(token.tag.slice(1)) + 1)}`;
+      // The page's policy forbids style attributes; columns of numbers get a class below.
+      if (/^t[hd]_open$/.test(token.type)) token.attrs = null;
     }
-    return out;
+  });
+  const CLEAN = {
+    RETURN_DOM_FRAGMENT: true,
+    ALLOWED_TAGS: [
+      "blockquote", "br", "code", "em", "h2", "h3", "h4", "h5", "h6", "hr", "img", "li", "ol", "p", "pre",
+      "s", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul", "#text",
+    ],
+    ALLOWED_ATTR: ["alt", "loading", "src", "start"],
+  };
+  const NUMBER = /^[-+]?[\d.,]+(e[-+]?\d+)?\s*(%|x|s|ms|k|M|GB|MB)?( \([\d.,]+\))?$/;
+
+  hw.markdown = (source, picture) => {
+    const content = DOMPurify.sanitize(reader.render(source, { picture }), CLEAN);
+    for (const table of content.querySelectorAll("table")) {
+      const box = hw.el("div", { class: "scroll fit" });
+      table.replaceWith(box);
+      box.append(table);
+      const [head, ...rows] = table.rows;
+      [...head.cells].forEach((_, column) => {
+        const texts = rows.map((row) => row.cells[column].textContent);
+        const isNumeric = rows.length > 0 && texts.every((text) => !text || NUMBER.test(text));
+        for (const row of table.rows) row.cells[column].classList.toggle("num", isNumeric);
+      });
+    }
+    return hw.el("div", { class: "markdown" }, content);
   };
 
   const maskPicture = (app, run, mask) => {

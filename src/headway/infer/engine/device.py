@@ -18,7 +18,8 @@ from headway.infer.engine.request import EngineOptions
 from headway.infer.load import LoadedModel
 from headway.model.adapter.rows import AdapterRows
 from headway.model.base import compile_any_length
-from headway.model.paged_cache import PagedCache, PagedDecode, to_device
+from headway.model.cache_blocks import to_device
+from headway.model.paged_cache import PagedCache, PagedDecode
 from headway.model.paged_layer import PrefillPiece
 from headway.model.projector import MediaTensors
 

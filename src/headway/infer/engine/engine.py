@@ -162,7 +162,7 @@ class InferenceEngine:
         for batch in warm_up_batches(abilities):
             if batch is not before:
                 # What an earlier batch computed would leave nothing to compute.
-                self.cache.pool.forget_all()
+                self.cache.forget_all()
             try:
                 self._run_warm_up(batch)
             except torch.OutOfMemoryError:
@@ -176,7 +176,7 @@ class InferenceEngine:
                     len(batch.requests[0].prompt),
                 )
             before = batch
-        self.cache.pool.forget_all()
+        self.cache.forget_all()
         self._reset_counters()
 
     def _run_warm_up(self, batch: WarmUpBatch) -> None:
@@ -406,7 +406,7 @@ class InferenceEngine:
         if not reading:
             return None
         self._memory.flush()
-        work = plan_pieces(reading, self.options.prefill_tokens, self.cache.shape.page_tokens)
+        work = plan_pieces(reading, self.options.prefill_tokens)
         media = packed_media(self.loaded, work)
         tokens = [one.tokens[piece.start : piece.end] for one, piece in work]
         adapters = [self._adapters.get(one.request.adapter or "", 0) for one, _ in work]

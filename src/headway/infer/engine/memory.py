@@ -1,6 +1,6 @@
 """Slots and pages of sequences: who gets them, what is shared, and what is kept for later. Bytes are fixed at the start.
 
-budget -> CacheShape (bytes of a page, bytes of one slot's rings) -> slots, pages, kept rings -> PagedCache
+budget -> CacheShape (bytes of a page, bytes of one slot's rings) -> slots, pages, snapshots -> PagedCache
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ CUDA_SHARE, CPU_SHARE = 0.8, 0.25
 """Of the free memory, where no budget is given."""
 FEW = 4
 """Requests that should run at once in the smallest budgets."""
-KEPT_RINGS = 2
-"""One copy of rings is kept for this many slots."""
+SLOTS_PER_SNAPSHOT = 2
+"""One snapshot of rings has room for this many slots."""
 
 
 def build_cache(
@@ -48,7 +48,7 @@ def build_cache(
     )
     slots, kept = options.max_running, 0
     if ring and options.prefix_reuse:
-        kept = max(4, slots // KEPT_RINGS)
+        kept = max(4, slots // SLOTS_PER_SNAPSHOT)
     budget = options.cache_bytes
     if budget is None:
         free = _free_bytes(loaded.device)
@@ -77,7 +77,7 @@ def build_cache(
             f"Give at least {ring + per_slot * page}."
         )
     return PagedCache(
-        shape, slots=slots, pages=pages, kept_rings=kept, device=loaded.device, needs_rings=ring > 0
+        shape, slots=slots, pages=pages, snapshots=kept, device=loaded.device, needs_state=ring > 0
     )
 
 
@@ -94,24 +94,23 @@ class EngineMemory:
     """The slots and pages of running sequences."""
 
     def __init__(self, cache: PagedCache, *, prefix_reuse: bool) -> None:
-        self.cache, self.pool, self._reuse = cache, cache.pool, prefix_reuse
+        self.cache = cache
+        self.pool = cache.pool
+        self.table = cache.table
+        self.states = cache.states
+        self._reuse = prefix_reuse
         self._page_tokens = cache.shape.page_tokens
         self._free_slots = list(range(cache.slots - 1, -1, -1))
-        self._entries: list[tuple[int, int, int]] = []
-        """Changes of the page table that the device does not have yet."""
 
     def fits(self, tokens: int) -> bool:
         """A sequence of this length fits when nothing else runs."""
-        return self._pages_of(tokens) <= self.pool.num_pages
+        return self.table.num_pages(tokens) <= self.pool.num_pages
 
     def bytes_used(self) -> int:
-        """Of running sequences and of kept rings."""
+        """Of running sequences and of snapshots."""
         shape = self.cache.shape
-        rings = self.cache.slots - len(self._free_slots) + self.pool.num_kept_rings
+        rings = self.cache.slots - len(self._free_slots) + self.states.num_snapshots
         return self.pool.num_used * shape.page_bytes + rings * shape.ring_bytes
-
-    def _pages_of(self, tokens: int) -> int:
-        return -(-tokens // self._page_tokens)
 
     def admit(self, one: EngineSequence, reserve: int) -> bool:
         """Give a slot and the pages of its prompt, the first of them shared where possible; False where there is no room now.
@@ -122,36 +121,41 @@ class EngineMemory:
         shares = self._reuse and not (one.request.embed or one.request.prompt_logprobs)
         # The last token is always computed: its hidden state gives the next token.
         names = one.page_names(self._page_tokens, one.target - 1) if shares else []
-        found = self.pool.match(names)
-        for page in found.pages:
+        known = self.pool.match(names)
+        shared = known
+        if self.cache.needs_state:
+            shared = known[: self.states.last_kept(names[: len(known)])]
+        for page in shared:
             self.pool.take(page)
-        wanted = self._pages_of(one.target) - len(found.pages)
+        wanted = self.table.num_pages(one.target) - len(shared)
         if wanted + reserve > self.pool.num_available:
-            self.pool.release(found.pages)
+            self.pool.release(shared)
             return False
         one.slot = self._free_slots.pop()
-        one.pages = list(found.pages)
-        one.computed = len(found.pages) * self._page_tokens
-        # Another sequence has the same beginning: where it ends, a copy of the rings will be of use.
-        one.keep_at = found.known * self._page_tokens if found.known > len(found.pages) else 0
-        self._entries += [(one.slot, index, page) for index, page in enumerate(found.pages)]
+        one.computed = len(shared) * self._page_tokens
+        one.keep_at = 0
+        if len(known) > len(shared):
+            # Another sequence has the same beginning: where it ends, a snapshot will be of use.
+            one.keep_at = len(known) * self._page_tokens
+        self.table.append(one.slot, shared)
         for _ in range(wanted):
             self._add_page(one)
-        if found.ring is not None:
-            self.cache.copy_ring(found.ring, one.slot)
+        if self.cache.needs_state and shared:
+            self.states.restore(names[len(shared) - 1], one.slot)
         return True
 
     def may_grow(self, one: EngineSequence) -> bool:
         """It will need another page if it runs to its end."""
-        return self._pages_of(len(one.request.prompt) + one.most) > len(one.pages)
+        longest = len(one.request.prompt) + one.most
+        return self.table.num_pages(longest) > len(self.table.pages(one.slot))
 
     def holds(self, one: EngineSequence, tokens: int) -> bool:
         """Its pages have room for some tokens."""
-        return tokens <= len(one.pages) * self._page_tokens
+        return tokens <= len(self.table.pages(one.slot)) * self._page_tokens
 
     def grow(self, one: EngineSequence, tokens: int) -> bool:
         """Room for some tokens; False where no page is left."""
-        while self._pages_of(tokens) > len(one.pages):
+        while self.table.num_pages(tokens) > len(self.table.pages(one.slot)):
             if self.pool.num_available == 0:
                 return False
             self._add_page(one)
@@ -160,25 +164,23 @@ class EngineMemory:
     def _add_page(self, one: EngineSequence) -> None:
         page = self.pool.allocate()
         self.cache.clear_page(page)
-        self._entries.append((one.slot, len(one.pages), page))
-        one.pages.append(page)
+        self.table.append(one.slot, [page])
 
     def flush(self) -> None:
-        """Bring the page table up to date on the device, before anything is launched."""
-        entries, self._entries = self._entries, []
-        self.cache.set_pages(entries)
+        """Bring the block table up to date on the device, before anything is launched."""
+        self.table.flush()
 
     def keep(self, one: EngineSequence, length: int) -> None:
-        """Name the whole pages of the first `length` tokens, so that others may share them, with a copy of the rings at their end."""
+        """Name the whole pages of the first `length` tokens, so that others may share them.
+
+        A snapshot of the state at their end is kept with them."""
         if not self._reuse:
             return
         names = one.page_names(self._page_tokens, length)
-        for page, name in zip(one.pages, names, strict=False):
+        for page, name in zip(self.table.pages(one.slot), names, strict=False):
             self.pool.name(page, name)
-        if names and self.cache.needs_rings:
-            target = self.pool.keep_ring(names[-1])
-            if target is not None:
-                self.cache.copy_ring(one.slot, target)
+        if names and self.cache.needs_state:
+            self.states.snapshot(one.slot, names[-1])
 
     def release(self, one: EngineSequence) -> None:
         """Take back the slot and the pages; whole pages are kept for others as long as there is room."""
@@ -186,6 +188,7 @@ class EngineMemory:
             return
         # A token that was chosen but not fed has no keys; rings can be taken back by a page at most.
         self.keep(one, min(one.computed, len(one.tokens) - 1))
-        self.pool.release(one.pages)
+        self.pool.release(self.table.clear(one.slot))
         self._free_slots.append(one.slot)
-        one.slot, one.pages, one.computed = -1, [], 0
+        one.slot = -1
+        one.computed = 0

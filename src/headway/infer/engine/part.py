@@ -19,7 +19,6 @@ from headway.infer.engine.request import EngineOptions
 from headway.model.base import Model
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.collectives import RankGroup, form_groups
 from headway.parallel.config import ParallelConfig
@@ -27,6 +26,7 @@ from headway.parallel.engine import EngineSpec
 from headway.parallel.layouts import Layout, LayoutShape, broken_tensor
 from headway.parallel.mesh import Mesh
 from headway.parallel.tensor import build_frozen_part, local_heads
+from headway.tasks.next_token import Config as NextToken
 
 if TYPE_CHECKING:
     from headway.infer.engine.ranks import Followers

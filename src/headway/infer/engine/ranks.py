@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from headway.checkpoint.stored_model import find_model
 from headway.errors import CommunicationError, ConfigError
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.part import ModelPart, check_part
@@ -39,7 +40,7 @@ from headway.infer.engine.request import (
     EngineOptions,
     EngineRequest,
 )
-from headway.infer.load import LoadedModel, find_model
+from headway.infer.load import LoadedModel
 from headway.parallel.collectives import RankGroup, start_group
 from headway.runtime.device import choose_compute
 from headway.runtime.process import Process

@@ -14,7 +14,7 @@ from headway.infer.engine.rounds import PieceOf
 from headway.infer.engine.sampler import NO_TOKEN, RowChoice, Sampler
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.sampling import Sampling
-from headway.model.paged_cache import to_device
+from headway.model.cache_blocks import to_device
 
 LOGPROB_TOKENS = 512
 """Prompt tokens whose log-probabilities exist at one time."""

@@ -18,18 +18,17 @@ from headway.model.projector import MediaTensors
 PieceOf = tuple[EngineSequence, PrefillPiece]
 
 
-def plan_pieces(reading: Sequence[EngineSequence], most: int, page_tokens: int) -> list[PieceOf]:
+def plan_pieces(reading: Sequence[EngineSequence], most: int) -> list[PieceOf]:
     """The next tokens of the oldest prompts, at most `most` of them."""
     found: list[PieceOf] = []
     for one in reading:
         stop = one.target
         if one.computed < one.keep_at < stop:
-            stop = one.keep_at  # a copy of the rings is made there
+            stop = one.keep_at  # a snapshot is made there
         count = min(stop - one.computed, most)
         if count == 0:
             break
-        pages = one.pages[: -(-(one.computed + count) // page_tokens)]
-        found.append((one, PrefillPiece(one.slot, one.computed, count, pages)))
+        found.append((one, PrefillPiece(one.slot, one.computed, count)))
         most -= count
     return found
 

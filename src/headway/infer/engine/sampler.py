@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from headway.infer.sampling import Sampling
-from headway.model.paged_cache import to_device
+from headway.model.cache_blocks import to_device
 from headway.runtime.device import wide
 
 MOST_LISTED = 1024

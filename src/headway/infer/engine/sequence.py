@@ -46,7 +46,6 @@ class EngineSequence:
         )
         """Its next token is the likeliest one, and nothing else is asked."""
         self.slot = -1
-        self.pages: list[int] = []
         self.computed = 0
         """Tokens whose keys and values are stored, by all that was launched."""
         self.target = len(self.tokens)
@@ -54,7 +53,7 @@ class EngineSequence:
         self.in_flight = 0
         """Tokens that were launched and not read."""
         self.keep_at = 0
-        """Where a copy of the rings is wanted while the prompt is read."""
+        """Where a snapshot of its state is wanted while the prompt is read."""
         self.cached_tokens = 0
         """Tokens of the prompt that the prefix cache had when the request was first admitted."""
         self.was_admitted = False

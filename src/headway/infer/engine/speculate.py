@@ -169,8 +169,7 @@ class DraftProposer:
             for one in reading:
                 count = min(room, len(one.tokens) - one.computed)
                 if count:
-                    pages = one.pages[: -(-(one.computed + count) // self._cache.shape.page_tokens)]
-                    pieces.append(PrefillPiece(one.slot, one.computed, count, pages))
+                    pieces.append(PrefillPiece(one.slot, one.computed, count))
                     some.append(one)
                     room -= count
             hidden = self._device.prefill(
@@ -296,12 +295,10 @@ def check_guesses(
     adapters: Sequence[int],
 ) -> PendingGuesses:
     """One forward over the last token and the guesses of every row, each with its adapter."""
-    page_tokens = device.cache.shape.page_tokens
     pieces, tokens, begins, end = list[PrefillPiece](), list[list[int]](), list[int](), 0
     for one, guesses in work:
         count = 1 + len(guesses)
-        pages = one.pages[: -(-(one.computed + count) // page_tokens)]
-        pieces.append(PrefillPiece(one.slot, one.computed, count, pages))
+        pieces.append(PrefillPiece(one.slot, one.computed, count))
         tokens.append([one.tokens[-1], *guesses])
         begins.append(end)
         end += count

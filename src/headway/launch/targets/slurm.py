@@ -33,8 +33,6 @@ from headway.launch.targets.base import (
 from headway.runtime.run_lock import refuse_live
 from headway.runtime.storage import write_atomic, writing
 
-POLL_SECONDS = 2.0
-
 
 class SlurmTarget:
     """Jobs of a SLURM cluster. `how` is needed to submit."""

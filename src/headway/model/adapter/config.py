@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from headway.config.section import Section, setting
 from headway.errors import ConfigError
-from headway.kernels.packed_layout import PackedForm, PackedLayout, packed_name
+from headway.kernels.packed_layout import PackedForm, PackedLayout, packed_name, plain_name
 from headway.model.config import ModelConfig
-from headway.model.layout import HEAD, STACKED, param_specs
+from headway.model.layout import HEAD, ParamSpec, in_groups, param_specs
 
 EVERY = "all"
 EXPERTS_TARGET = "experts"
@@ -104,23 +106,62 @@ class AdapterConfig(Section):
             found[f"{path}.weight"] = PackedLayout(self.base, experts * outputs, inputs, experts)
         return found
 
-    def all_shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every parameter as it is stored: the model's, quantised ones as bytes, and the adapter's."""
-        layouts = self.layouts(model)
-        found: dict[str, tuple[int, ...]] = {}
-        for spec in param_specs(model):
-            layout = layouts.get(spec.name)
-            found |= (
-                {spec.name: spec.shape}
-                if layout is None
-                else {packed_name(spec.name, layout.form): (layout.nbytes,)}
-            )
-        return found | self.shapes(model)
-
     def same_form(self, other: AdapterConfig, model: ModelConfig) -> bool:
         """Whether tensors of one may be used with the other; dropout may differ."""
         is_same = (self.kind, self.rank, self.scale) == (other.kind, other.rank, other.scale)
         return is_same and self.modules(model) == other.modules(model)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(path of the linear, which of its tensors): `...q_proj`, `lora_A.weight`."""
+    for part in PARTS:
+        if name.endswith("." + part):
+            return name[: -len(part) - 1], part
+    path, _, leaf = name.rpartition(".")
+    return path, leaf
+
+
+def all_specs(model: ModelConfig, adapter: AdapterConfig | None) -> dict[str, ParamSpec]:
+    """Every parameter as it is stored: the model's, quantised ones as bytes, and the adapter's."""
+    known = {spec.name: spec for spec in param_specs(model)}
+    if adapter is None:
+        return known
+    layouts = adapter.layouts(model)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for spec in known.values():
+        layout = layouts.get(spec.name)
+        if layout is None:
+            shapes[spec.name] = spec.shape
+        else:
+            shapes[packed_name(spec.name, layout.form)] = (layout.nbytes,)
+    shapes |= adapter.shapes(model)
+    return {name: adapted_spec(name, shape, known) for name, shape in shapes.items()}
+
+
+def adapted_spec(name: str, shape: tuple[int, ...], known: Mapping[str, ParamSpec]) -> ParamSpec:
+    """The spec of a parameter of a model with adapters, from those of the model without: an update or the bytes of a quantised matrix
+    follow the matrix they belong to, everything else is known."""
+    path, part = split_name(name)
+    if part not in PARTS:
+        if name in known:
+            return known[name]
+        return replace(known[plain_name(name)], name=name, shape=shape, split="replicated")
+    weight = known.get(f"{path}.weight", ParamSpec(name, shape))
+    inherited = weight.groups & in_groups("expert", "embedding")
+    spec = ParamSpec(
+        name,
+        shape,
+        stage=weight.stage,
+        covers="part",
+        start="given",
+        groups=inherited | in_groups("adapter"),
+    )
+    # A of a row-split matrix is split by its inputs, B and the magnitude of another by their outputs. The rest is whole on every rank.
+    if weight.split == "row" and part == PARTS[0]:
+        return replace(spec, split="row")
+    if weight.split in ("column", "vocab") and part != PARTS[0]:
+        return replace(spec, split="column", of_kv_heads=weight.of_kv_heads)
+    return spec
 
 
 def linears(model: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -129,27 +170,19 @@ def linears(model: ModelConfig) -> dict[str, tuple[int, int]]:
         from headway.model.stock.facts import facts_of  # a class of transformers names its own
 
         return facts_of(model).linears
-    matrices = [
-        spec
+    return {
+        split_name(spec.name)[0]: (spec.shape[0], spec.shape[1])
         for spec in param_specs(model)
-        if len(spec.shape) == 2 and spec.name.endswith(".weight")
-    ]
-    found = {
-        spec.name: spec.shape
-        for spec in matrices
-        if spec.split in ("column", "row") or ".self_attn." in spec.name or spec.name == HEAD
+        if "linear" in spec.groups and "expert" not in spec.groups
     }
-    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in found.items()}
 
 
 def expert_linears(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
     """Path -> (experts, outputs, inputs) of every matrix that is stacked over experts, in the order of the model."""
-    if model.experts is None or model.hf_config is not None:
-        return {}
-    matrices = [spec for spec in param_specs(model) if len(spec.shape) == STACKED]
     return {
-        spec.name.removesuffix(".weight"): (spec.shape[0], spec.shape[1], spec.shape[2])
-        for spec in matrices
+        split_name(spec.name)[0]: (spec.shape[0], spec.shape[1], spec.shape[2])
+        for spec in param_specs(model)
+        if spec.groups >= {"linear", "expert"}
     }
 
 

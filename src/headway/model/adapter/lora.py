@@ -27,7 +27,7 @@ from headway.kernels.packed_weight import (
     packed_matrix,
     unpack,
 )
-from headway.model.adapter.config import PARTS, AdapterConfig
+from headway.model.adapter.config import PARTS, AdapterConfig, split_name
 from headway.model.adapter.experts import AdaptedExpertLinear
 from headway.model.moe import ExpertLinear
 from headway.runtime.seed import derive
@@ -281,12 +281,3 @@ def merged(
             parts = waiting.pop(path)
             yield f"{path}.weight", merged_weight(parts["weight"], parts, config)
     assert not waiting, f"{next(iter(waiting))} came without its update"
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """(path of the linear, which of its tensors): `...q_proj`, `lora_A.weight`."""
-    for part in PARTS:
-        if name.endswith("." + part):
-            return name[: -len(part) - 1], part
-    path, _, leaf = name.rpartition(".")
-    return path, leaf

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
-from math import gcd, sqrt
+from math import gcd, prod, sqrt
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway.model.base import module_specs
+from headway.model.layout import ParamSpec
 from headway.runtime.seed import derive
 
 BYTE_VALUES = 257
@@ -232,22 +235,35 @@ class AudioTower(Tower):
         return self.out_proj(self.norm(x.mean(3).flatten(1)))
 
 
-def tower_value(name: str, shape: tuple[int, ...], seed: int, layers: int) -> Tensor:
+def tower_specs(module: nn.Module) -> list[ParamSpec]:
+    """The parameters of towers and heads, however they are nested in a module."""
+    specs: list[ParamSpec] = []
+    for spec in module_specs(module):
+        path, _, leaf = spec.name.rpartition(".")
+        inner = module.get_submodule(path)
+        owner = module.get_submodule(path.rpartition(".")[0])
+        if isinstance(inner, (Positions, nn.Embedding)):
+            spec = replace(spec, start="table")
+        elif isinstance(owner, AudioStage) and inner is owner.out_conv and leaf == "weight":
+            spec = replace(spec, start="residual")
+        specs.append(spec)
+    return specs
+
+
+def tower_value(spec: ParamSpec, seed: int, layers: int) -> Tensor:
     """The initial value of a parameter of a tower or a head, fp32 on the CPU, drawn from (seed, name).
 
     Norms 1, biases 0. Matrices keep the variance of their input; what adds to a stream starts small, so that depth does not matter.
     Positions are as large as what they are added to, within a factor: with 0.02 a small tower found places and shapes half as well.
     """
-    if name.endswith("bias"):
-        return torch.zeros(*shape, device="cpu")
-    if name.endswith("norm.weight"):
-        return torch.ones(*shape, device="cpu")
-    generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", name))
-    std = (
-        EMBEDDING_STD
-        if name.endswith(("positions.weight", "embed_tokens.weight"))
-        else 1 / sqrt(max(1, torch.Size(shape[1:]).numel()))
-    )
-    if name.endswith(("o_proj.weight", "down_proj.weight", "out_conv.weight")):
+    if spec.start == "zero":
+        return torch.zeros(spec.shape, device="cpu")
+    if spec.start == "norm":
+        return torch.ones(spec.shape, device="cpu")
+    generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", spec.name))
+    std = 1 / sqrt(max(1, prod(spec.shape[1:])))
+    if spec.start == "table":
+        std = EMBEDDING_STD
+    elif spec.start == "residual":
         std /= sqrt(2 * layers)
-    return torch.empty(*shape, device="cpu").normal_(0.0, std, generator=generator)
+    return torch.empty(spec.shape, device="cpu").normal_(0.0, std, generator=generator)

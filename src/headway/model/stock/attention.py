@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -72,7 +71,7 @@ class LayerPass:
     rule: ScoreRule
     backend: str
     mask: AttentionMask | None
-    """None where tokens continue what a cache holds."""
+    """None where a cache shows what tokens see."""
     cache: AttentionCache | None = None
     position: Tensor | None = None
 
@@ -83,18 +82,21 @@ class LayerPass:
         factor = 1.0 if call.scaling is None else call.scaling * width**0.5
         q = q if abs(factor - 1.0) < 1e-6 else q * factor
         v = v if own == width else F.pad(v, (0, width - own))
-        window, whole = self.windows[layer], None
-        if self.mask is not None:
-            whole = partial(
-                attend, mask=self.mask, window=window, backend=self.backend, rule=self.rule
-            )
         if self.cache is None:
-            assert whole is not None
-            o = whole(q, k, v)
+            assert self.mask is not None
+            o = attend(
+                q,
+                k,
+                v,
+                self.mask,
+                window=self.windows[layer],
+                backend=self.backend,
+                rule=self.rule,
+            )
         else:
             assert self.position is not None
             o = self.cache.attend(
-                layer, q.contiguous(), k.contiguous(), v.contiguous(), self.position, whole
+                layer, q.contiguous(), k.contiguous(), v.contiguous(), self.position
             )
         return o if own == width else o[..., :own]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from headway.errors import ConfigError, first_line
-from headway.model.layout import HEAD, ParamSpec
+from headway.model.layout import HEAD, ParamSpec, Stage, spec_by_name
 from headway.model.stock.attention import AttentionCall, StockMask, layer_of, passing, window_of
 from headway.model.stock.buffers import computed_values
 from headway.model.stock.classes import FOREIGN, canonical, empty_model
@@ -112,13 +112,17 @@ def _tried(model: PreTrainedModel) -> StockFacts:
     tied = _tied(model)
     scale, cap = _logits_of(model, model.get_submodule(trunk), hidden)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    specs = [ParamSpec(name, tuple(value.shape), "replicated", _stage(name, layers), tied_to=HEAD if name == tied else None)
-             for name, value in model.named_parameters()]  # fmt: skip
     linears = {
         path: (module.out_features, module.in_features)
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and names.get(id(module.weight)) == f"{path}.weight"
     }
+    specs: list[ParamSpec] = []
+    for name, value in model.named_parameters():
+        is_linear = name.removesuffix(".weight") in linears
+        stage = _stage(name, layers, is_table=value.dim() > 1 and not is_linear)
+        spec = spec_by_name(name, tuple(value.shape), stage)
+        specs.append(replace(spec, tied_to=HEAD) if name == tied else spec)
     computed_values(model)
     return StockFacts(
         type(model).__name__, layers, trunk, tuple(recorder.windows), first.q.shape[2], first.k.shape[2], first.q.shape[3], hidden,
@@ -279,10 +283,11 @@ def _layers_of(model: PreTrainedModel, recorder: _Recorder) -> str:
     raise ConfigError("its layers are not one list of modules.")
 
 
-def _stage(name: str, layers: str) -> Any:
+def _stage(name: str, layers: str, *, is_table: bool) -> Stage:
+    """Its layer. Tables of embeddings come before the layers; final norms, projections and the head after them."""
     if name.startswith(layers):
         return int(name.removeprefix(layers).split(".")[0])
-    return "last" if name.startswith(HEAD_MODULE) or "norm" in name else "first"
+    return "first" if is_table else "last"
 
 
 def _draws(model: PreTrainedModel) -> bool:

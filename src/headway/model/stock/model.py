@@ -19,18 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.errors import ConfigError
-from headway.kernels.attention import AttentionMask, ScoreRule, causal_mask, mask_of
+from headway.kernels.attention import ScoreRule, causal_mask, mask_of
 from headway.model.adapter.lora import AdaptedLinear
 from headway.model.base import (
     AttentionCache,
     CachedForward,
     Compiler,
-    DecodeStep,
     LMHead,
     Model,
     ModelOut,
 )
-from headway.model.layout import HEAD
+from headway.model.layout import HEAD, ParamSpec
 from headway.model.stock.attention import LayerPass, passing
 from headway.model.stock.buffers import computed_values
 from headway.model.stock.classes import empty_model
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
     from headway.data.batch import Batch
     from headway.model.config import ModelConfig
-    from headway.model.kv_cache import KVCache
     from headway.model.projector import MediaTensors
 
 BIAS_COLUMNS = 8
@@ -67,6 +65,10 @@ class StockModel(Model):
             layer.register_forward_hook(_own_memory)
         self.is_random = self.facts.is_random
         self._pass = partial(LayerPass, self.facts.windows, ScoreRule(self.facts.softcap), "auto")
+
+    def param_specs(self) -> list[ParamSpec]:
+        """As one forward through the class has shown them."""
+        return list(self.facts.specs)
 
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
         """Nothing is sampled besides dropout."""
@@ -142,35 +144,14 @@ class StockModel(Model):
         """Compute attention with one backend in every layer."""
         self._pass = partial(LayerPass, self.facts.windows, ScoreRule(self.facts.softcap), backend)
 
-    def prefill(
-        self,
-        tokens: Tensor,
-        position: Tensor,
-        cache: KVCache | None = None,
-        media: MediaTensors | None = None,
+    def hidden_states(
+        self, tokens: Tensor, position: Tensor, media: MediaTensors | None = None
     ) -> Tensor:
-        """Rows that continue what a cache holds need no mask: each is one document."""
+        """Under a causal mask."""
         if media is not None:
             raise ConfigError("media are given; a model of family transformers reads text alone.")
-        mask = (
-            causal_mask(tokens.shape[0], tokens.shape[1], tokens.device)
-            if cache is None or cache.is_empty
-            else None
-        )
-        hidden = self._cached(tokens, position, mask, cache)
-        if cache is not None:
-            cache.advance(tokens.shape[1])
-        return hidden
-
-    def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
-        """A step reads and writes the cache; its caller advances the cache. Nothing is compiled."""
-
-        def step(token: Tensor, position: Tensor) -> Tensor:
-            return self.logits(
-                self._cached(token[:, None], position[:, None], None, cache)[:, 0]
-            ).float()
-
-        return step
+        mask = causal_mask(tokens.shape[0], tokens.shape[1], tokens.device)
+        return self(tokens, position, self._pass(mask))
 
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
         """Nothing is compiled."""
@@ -181,18 +162,9 @@ class StockModel(Model):
             cache: AttentionCache,
             media: MediaTensors | None = None,
         ) -> Tensor:
-            return self._cached(tokens, position, None, cache)
+            return self(tokens, position, self._pass(None, cache, position))
 
         return forward
-
-    def _cached(
-        self,
-        tokens: Tensor,
-        position: Tensor,
-        mask: AttentionMask | None,
-        cache: AttentionCache | None,
-    ) -> Tensor:
-        return self(tokens, position, self._pass(mask, cache, position))
 
     def _place(self, device: torch.device) -> None:
         """Move what the class computed from its config to where the tokens are."""

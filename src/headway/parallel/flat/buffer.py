@@ -22,13 +22,13 @@ from torch import Tensor
 from headway.errors import ParallelError
 from headway.optim.groups import ParamGroup
 from headway.optim.state_storage import StateStorage
+from headway.parallel.box import Box, Ints
 from headway.parallel.update_rules import UpdateRule, WholeState, assign
 
 ALIGN = 64
 PADDING = 1.1
 """A bucket of whole parameters is closed once equal shards need at most this many times its elements."""
 MOST_PADDING = 4.0
-Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -352,30 +352,31 @@ class FrozenBuffer:
         return cls({name: values[name] for name in names})
 
 
-def boxes_of(shape: Ints, first: int, size: int) -> list[tuple[Ints, Ints, int]]:
-    """The elements first .. first + size of a row-major tensor as boxes: (offset, shape, where it starts in those elements)."""
+def boxes_of(shape: Ints, first: int, size: int) -> list[tuple[Box, int]]:
+    """The elements first .. first + size of a row-major tensor as boxes, each with its start in those elements."""
     if size == 0:
         return []
     if not shape:
-        return [((), (), 0)]
+        return [(Box((), ()), 0)]
     inner = torch.Size(shape[1:]).numel()
     row, skip = divmod(first, inner)
-    boxes: list[tuple[Ints, Ints, int]] = []
-    at = 0
+    boxes: list[tuple[Box, int]] = []
+    done = 0
+
+    def add_part_of_row(skipped: int, length: int) -> None:
+        for box, start in boxes_of(shape[1:], skipped, length):
+            boxes.append((Box((row, *box.offset), (1, *box.shape)), done + start))
+
     if skip:
         head = min(inner - skip, size)
-        boxes += [
-            ((row, *offset), (1, *part), at + start)
-            for offset, part, start in boxes_of(shape[1:], skip, head)
-        ]
-        at, row = head, row + 1
-    rows = (size - at) // inner
+        add_part_of_row(skip, head)
+        done = head
+        row += 1
+    rows = (size - done) // inner
     if rows:
-        boxes.append(((row, *(0 for _ in shape[1:])), (rows, *shape[1:]), at))
-        at, row = at + rows * inner, row + rows
-    if at < size:
-        boxes += [
-            ((row, *offset), (1, *part), at + start)
-            for offset, part, start in boxes_of(shape[1:], 0, size - at)
-        ]
+        boxes.append((Box((row, *(0 for _ in shape[1:])), (rows, *shape[1:])), done))
+        done += rows * inner
+        row += rows
+    if done < size:
+        add_part_of_row(0, size - done)
     return boxes

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from headway.data.batch import StepBatch
 from headway.model.base import Model
-from headway.objective.base import Objective, StepInfo
 from headway.optim.base import Guard, Hyper, takes_narrow_gradients
-from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
+from headway.optim.groups import ParamGroup
 from headway.parallel.base import (
     BaseEngine,
     LocalModel,
@@ -31,7 +30,8 @@ from headway.parallel.base import (
     square_norm,
     view,
 )
-from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StateTensor, StepResult
+from headway.parallel.box import StateTensor
+from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StepResult
 from headway.parallel.flat.bucket import Bucket, InPlace, Reducer, make_buckets, taking
 from headway.parallel.flat.buffer import (
     BucketSpan,
@@ -51,6 +51,7 @@ from headway.parallel.offload_optimizer import LocalTensors
 from headway.parallel.pipeline.gather import held_scalars, merge_scalars, over_stages
 from headway.parallel.pipeline.passes import PipelinePasses
 from headway.parallel.update_rules import WholeParameter, WholeState
+from headway.tasks.base import StepInfo, Task
 
 
 class FlatEngine(BaseEngine):
@@ -59,7 +60,7 @@ class FlatEngine(BaseEngine):
     def __init__(
         self,
         model: Model,
-        objective: Objective,
+        objective: Task,
         groups: Sequence[ParamGroup],
         spec: EngineSpec,
         local: LocalModel,
@@ -91,7 +92,7 @@ class FlatEngine(BaseEngine):
 
     def _allocate(self) -> None:
         spec = self.spec
-        shapes = {name: box.local_shape for name, box in self.boxes.items()}
+        shapes = {name: box.shape for name, box in self.boxes.items()}
         self.buffers = [
             TrainBuffer.allocate(
                 group,
@@ -153,7 +154,7 @@ class FlatEngine(BaseEngine):
         held = parameter_at(self.homes[name]).dtype
         if not held.is_floating_point:
             return held  # bytes of a quantised matrix
-        return torch.float32 if is_wide(name) else self.spec.dtype
+        return torch.float32 if self.specs[name].is_wide else self.spec.dtype
 
     def _register_all(self) -> None:
         """Put views of the flat buffers where the model has its parameters; values they already have are copied."""
@@ -356,13 +357,13 @@ class FlatEngine(BaseEngine):
             if local is None:
                 yield ParamShard(name, [], buffer.master[:0], True, buffer.state, whole_state=whole)
                 continue
-            boxes = boxes_of(slot.shape, local.first, local.size)
-            shifted = [
-                (self.boxes[name].shift(offset), shape, start) for offset, shape, start in boxes
+            boxes = [
+                (self.boxes[name].part(box), start)
+                for box, start in boxes_of(slot.shape, local.first, local.size)
             ]
             yield ParamShard(
                 name,
-                shifted,
+                boxes,
                 buffer.master[local.at : local.at + local.size],
                 True,
                 buffer.state,
@@ -372,7 +373,7 @@ class FlatEngine(BaseEngine):
         for name, value in self.frozen.values.items():
             yield ParamShard(
                 name,
-                [(self.boxes[name].offset, tuple(value.shape), 0)],
+                [(self.boxes[name], 0)],
                 value.view(-1),
                 False,
                 {},
@@ -384,7 +385,8 @@ class FlatEngine(BaseEngine):
         yield from super().tensors()
         if isinstance(self.reducer.hook, StatefulHook):
             for name, role, shape, boxes in self.reducer.hook.tensors(self.ranks.reduce):
-                yield name, role, shape, [] if self.boxes[name].of_earlier_stage else boxes
+                kept = [] if self.boxes[name].of_earlier_stage else boxes
+                yield StateTensor(name, role, shape, kept)
 
     def scalars(self) -> dict[str, Any]:
         """As BaseEngine.scalars, and what the hook keeps."""
@@ -442,7 +444,9 @@ class FlatEngine(BaseEngine):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters at full precision, bucket by bucket in the order of the model."""
-        return ((name, value) for name, value in self._whole() if not name.startswith(OBJECTIVE))
+        for name, value in self._whole():
+            if "objective" not in self.specs[name].groups:
+                yield name, value
 
     @property
     def masters(self) -> dict[str, Tensor]:

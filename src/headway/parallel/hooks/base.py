@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from headway.parallel.box import StateTensor
     from headway.parallel.collectives import Handle, RankGroup
-    from headway.parallel.engine import ReadTensor, StateTensor
+    from headway.parallel.engine import ReadTensor
     from headway.parallel.flat.bucket import Bucket
     from headway.parallel.mesh import Mesh
 
@@ -36,7 +37,7 @@ class StatefulHook(Protocol):
     """A hook that remembers something between steps, which belongs into checkpoints."""
 
     def tensors(self, ranks: RankGroup) -> Iterator[StateTensor]:
-        """What to save: (name, role, global shape, [(offset, local view)])."""
+        """What to save."""
         ...
 
     def scalars(self, ranks: RankGroup) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from headway.config.section import setting
 from headway.errors import ParallelError
+from headway.parallel.box import StateTensor
 from headway.parallel.hooks.base import HookConfig
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headway.parallel.collectives import Handle, RankGroup
-    from headway.parallel.engine import ReadTensor, StateTensor
+    from headway.parallel.engine import ReadTensor
     from headway.parallel.flat.bucket import Bucket
     from headway.parallel.mesh import Mesh
 
@@ -211,9 +212,11 @@ class PowerSGD:
         """This rank's residuals, and Q once."""
         for name, residual in self.residuals.items():
             row = residual[None]
-            yield name, RESIDUAL, (ranks.size, *residual.shape), [((ranks.rank, 0, 0), row)]
+            shape = (ranks.size, *residual.shape)
+            yield StateTensor(name, RESIDUAL, shape, [((ranks.rank, 0, 0), row)])
         for name, basis in self.bases.items():
-            yield name, Q, tuple(basis.shape), [((0, 0), basis)] if ranks.rank == 0 else []
+            boxes = [((0, 0), basis)] if ranks.rank == 0 else []
+            yield StateTensor(name, Q, tuple(basis.shape), boxes)
 
     def scalars(self, ranks: RankGroup) -> dict[str, Any]:
         """What describes the tensors."""

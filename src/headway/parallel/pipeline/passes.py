@@ -16,7 +16,6 @@ from torch import Tensor
 from headway.data.batch import Batch, StepBatch
 from headway.errors import ParallelError
 from headway.model.base import Model, ModelOut
-from headway.objective.base import MetricSums, Objective, StepInfo, StepObjective
 from headway.parallel.engine import EngineSpec, StepResult
 from headway.parallel.passes import Passes, add_metrics, head_shares
 from headway.parallel.pipeline.links import Links
@@ -25,6 +24,7 @@ from headway.parallel.pipeline.runner import ExecutedAction, StageContext, Stage
 from headway.parallel.pipeline.stages import PipelinePart
 from headway.parallel.pipeline.weight_grads import WeightGradQueue
 from headway.runtime.seed import derive
+from headway.tasks.base import FirstPass, MetricSums, StepInfo, Task
 
 PASSES_PER_RANK = 4
 """Microbatches of an evaluation that are in the pipeline together, for every rank of it."""
@@ -35,9 +35,7 @@ MetricLayout = list[tuple[str, tuple[int, ...], str, tuple[int, ...], str]]
 class PipelinePasses(Passes):
     """Runs the stages of one rank."""
 
-    def __init__(
-        self, model: Model, objective: Objective, spec: EngineSpec, part: PipelinePart
-    ) -> None:
+    def __init__(self, model: Model, objective: Task, spec: EngineSpec, part: PipelinePart) -> None:
         super().__init__(model, objective, spec)
         self.part, self.links = part, Links(spec.ranks.pipeline)
         queue = WeightGradQueue() if part.shape.schedule == "zero_bubble" else None
@@ -68,17 +66,15 @@ class PipelinePasses(Passes):
         self.model.train()
         loss = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         sums: MetricSums = {}
-        totals = {
-            **batch.totals,
-            "microbatches": float(len(batch.microbatches) * self.ranks.reduce.size),
-        }
+        totals = self._totals(batch)
         self.model.begin_step()
-        microbatches = [self._moved(micro) for micro in batch.microbatches]
         first = batch.first_microbatch
-        at = self._survey(microbatches, at, first)
+        moved, at = self._after_first_passes(batch.microbatches, at, first)
+        microbatches = list(moved)
 
         def finish(number: int, out: ModelOut) -> Tensor:
-            outcome = self.objective.loss(out, microbatches[number], at, self.exchange)
+            placed = self._placed(at, number, len(microbatches))
+            outcome = self.objective.loss(out, microbatches[number], placed, self.exchange)
             share = outcome.share(totals)
             loss.add_(share.detach())
             add_metrics(sums, self._copy_shared(outcome.metrics))
@@ -110,21 +106,20 @@ class PipelinePasses(Passes):
         run = StageRun(self.context, hooks, microbatches, trains=False)
         run.run(forward_programs(self.part.shape, len(microbatches))[self.part.rank])
 
-    @torch.no_grad()
-    def _survey(self, microbatches: list[Batch], at: StepInfo, first: int) -> StepInfo:
-        """Where a loss couples the rows of a whole step, a pass without gradients comes first."""
-        if (
-            not isinstance(self.objective, StepObjective)
-            or len(microbatches) * self.ranks.reduce.size == 1
-        ):
-            return at
-        objective, seen = self.objective, list[Tensor]()
+    def _read_rows(
+        self, first_pass: FirstPass, microbatches: list[Batch], at: StepInfo, first: int
+    ) -> Tensor | None:
+        """As in one process; the last stage alone has the model's output."""
+        rows = microbatches
+        if first_pass.rows is not None:
+            rows = [first_pass.rows(micro) for micro in microbatches]
+        values: list[Tensor] = []
 
-        def survey(number: int, out: ModelOut) -> None:
-            seen.append(objective.survey(out, microbatches[number]))
+        def read(number: int, out: ModelOut) -> None:
+            values.append(first_pass.read(out, rows[number]))
 
-        self._forward_all(microbatches, self._hooks(at, first, survey))
-        return replace(at, survey=self.exchange.gather(torch.cat(seen))) if seen else at
+        self._forward_all(rows, self._hooks(at, first, read))
+        return torch.cat(values) if values else None
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
@@ -132,16 +127,20 @@ class PipelinePasses(Passes):
         self.model.eval()
         self.model.begin_step()
         sums: MetricSums = {}
-        moved: Iterable[Batch] = map(self._moved, batches)
-        if isinstance(self.objective, StepObjective):
-            moved = list(moved)
-            at = self._survey(moved, at, 0)
+        moved, at = self._after_first_passes(batches, at, 0)
+        count = len(moved) if isinstance(moved, list) else 0
+        done = 0
         for some in _chunks(moved, PASSES_PER_RANK * self.part.shape.pipeline):
 
-            def finish(number: int, out: ModelOut, some: list[Batch] = some) -> None:
-                add_metrics(sums, self.objective.loss(out, some[number], at, self.exchange).metrics)
+            def finish(
+                number: int, out: ModelOut, some: list[Batch] = some, done: int = done
+            ) -> None:
+                placed = self._placed(at, done + number, count)
+                outcome = self.objective.loss(out, some[number], placed, self.exchange)
+                add_metrics(sums, outcome.metrics)
 
             self._forward_all(some, self._hooks(at, 0, finish))
+            done += len(some)
         self._layout, before = None, self._layout  # those of training may differ
         found = self.over_ranks(StepResult(torch.zeros((), device=self.spec.device), sums)).metrics
         self._layout = before

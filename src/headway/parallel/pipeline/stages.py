@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from headway.model.config import ModelConfig
-from headway.model.layout import EMBEDDING, GATES
-from headway.optim.groups import OBJECTIVE
+from headway.model.layout import ParamSpec
 from headway.parallel.config import ParallelConfig
 from headway.parallel.pipeline.program import PipelineShape
 from headway.parallel.pipeline_order import stages_on
@@ -34,7 +33,7 @@ class PipelinePart:
     """In the pipeline group."""
     layers: tuple[range, ...]
     """Of every stage of the model."""
-    shapes: Mapping[str, Ints] = field(repr=False)
+    specs: Mapping[str, ParamSpec] = field(repr=False)
     """Every parameter of the whole model, in its order."""
     sharers: Mapping[str, Ints]
     """The ranks that hold a parameter, where those are several."""
@@ -82,16 +81,18 @@ def pipeline_part(
     model: ModelConfig,
     seq_len: int,
     rank: int,
-    shapes: Mapping[str, Ints],
+    specs: Mapping[str, ParamSpec],
 ) -> PipelinePart:
-    """The part of a rank; `shapes` has all parameters of the whole model in forward order."""
+    """The part of a rank; `specs` has all parameters of the whole model in forward order."""
     shape, layers = parallel.pipeline_shape, stage_layers(parallel, model, seq_len)
     everyone = tuple(range(parallel.pipeline))
-    shared = {GATES: everyone}
-    if model.ties_head:
-        shared[EMBEDDING] = (everyone[0], everyone[-1])
-    sharers = {name: ranks for name, ranks in shared.items() if name in shapes}
-    return PipelinePart(shape, rank, layers, shapes, sharers)
+    sharers: dict[str, Ints] = {}
+    for name, spec in specs.items():
+        if "gates" in spec.groups:
+            sharers[name] = everyone
+        elif spec.tied_to is not None:
+            sharers[name] = (everyone[0], everyone[-1])
+    return PipelinePart(shape, rank, layers, specs, sharers)
 
 
 def with_training(
@@ -101,12 +102,12 @@ def with_training(
     stage_of = {layer: stage for stage, layers in enumerate(part.layers) for layer in layers}
     prefixes = {f"{prefix}.": stage_of[layer] for layer, prefix in enumerate(blocks)}
     first, found, below = part.shape.stages - 1, False, True
-    for name in part.shapes:
+    for name, spec in part.specs.items():
         stage = next((stage for prefix, stage in prefixes.items() if name.startswith(prefix)), None)
         below = (
             below and stage is None
         )  # what comes before the layers belongs to the first stage, what follows them to the last
-        if name in training and not name.startswith(OBJECTIVE):
+        if name in training and "objective" not in spec.groups:
             first = min(
                 first, stage if stage is not None else 0 if below else part.shape.stages - 1
             )

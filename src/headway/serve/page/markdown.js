@@ -1,251 +1,128 @@
-// Markdown of a model's answer as DOM nodes. The text is never parsed as HTML: tags in it are shown as they are written.
+// Markdown of a model's answer as DOM nodes: markdown-it reads it, DOMPurify lets known elements through.
 //
-//   text -> parseBlocks -> blocks with their source -> nodes        (parsing runs without a browser too: see the tests)
+//   text -> parseBlocks -> blocks with their source -> HTML -> DOMPurify -> nodes
 //
-// Links lead to http and https only and open in a new tab. Pictures are shown as links: an answer must not make the browser load anything.
+// Parsing runs without a browser too: see the tests. HTML in an answer is shown as it is written.
+// Links lead to http and https only and open in a new tab. Pictures are shown as links: an answer must
+// not make the browser load anything.
+import "./markdown-it.umd.min.js";
+import "./purify.min.js";
 import { copyButton, el } from "./dom.js";
 import { say } from "./words.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
-const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
-const ITEM = /^( {0,12})([-*+]|\d{1,9}[.)])( +|$)(.*)$/;
-const QUOTE = /^ {0,3}> ?(.*)$/;
-const ALIGNS = /^ *\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
-const MOST_DEEP = 12, MOST_LABEL = 1000;
-
-// ---- blocks
-export const parseBlocks = (text, depth = 0) => {
-  const lines = text.replace(/\r\n?/g, "\n").split("\n"), blocks = [];
-  let at = 0, from = 0;
-  while (at < lines.length) {
-    if (!lines[at].trim()) { from += lines[at++].length + 1; continue; }
-    const [block, next] = readBlock(lines, at, depth), raw = lines.slice(at, next).join("\n");
-    blocks.push({ ...block, raw, from });
-    from += raw.length + 1;
-    at = next;
-  }
-  return blocks;
-};
-
-const readBlock = (lines, at, depth) => {
-  const line = lines[at];
-  let found;
-  if ((found = FENCE.exec(line))) return readFence(lines, at, found);
-  if ((found = HEADING.exec(line))) return [{ kind: "heading", level: found[1].length, text: found[2] }, at + 1];
-  if (RULE.test(line)) return [{ kind: "rule" }, at + 1];
-  if (isTable(lines, at)) return readTable(lines, at);
-  if (depth < MOST_DEEP && QUOTE.test(line)) return readQuote(lines, at, depth);
-  if (depth < MOST_DEEP && ITEM.test(line)) return readList(lines, at, depth);
-  let end = at + 1;
-  while (end < lines.length && lines[end].trim() && !beginsBlock(lines, end, depth)) end++;
-  return [{ kind: "paragraph", text: lines.slice(at, end).map((one) => one.trimStart()).join("\n") }, end];
-};
-
-const beginsBlock = (lines, at, depth) => FENCE.test(lines[at]) || HEADING.test(lines[at]) || RULE.test(lines[at]) || isTable(lines, at)
-  || (depth < MOST_DEEP && (QUOTE.test(lines[at]) || /^ {0,3}([-*+]|1[.)]) +\S/.test(lines[at])));
-
-const readFence = (lines, at, found) => {
-  const close = new RegExp(`^ {0,3}${found[1][0]}{${found[1].length},}\\s*$`);
-  let end = at + 1;
-  while (end < lines.length && !close.test(lines[end])) end++;
-  return [{ kind: "code", language: found[2], text: lines.slice(at + 1, end).join("\n"), isOpen: end === lines.length }, Math.min(end + 1, lines.length)];
-};
-
-const isTable = (lines, at) => lines[at].includes("|") && at + 1 < lines.length && lines[at + 1].includes("-") && ALIGNS.test(lines[at + 1])
-  && cells(lines[at]).length === cells(lines[at + 1]).length;
-
-const cells = (line) => {
-  const found = [];
-  let cell = "", inCode = false;
-  const whole = line.trim().replace(/^\|/, "");
-  for (let at = 0; at < whole.length; at++) {
-    if (whole[at] === "\\" && whole[at + 1] === "|") { cell += "|"; at++; continue; }
-    if (whole[at] === "`") inCode = !inCode;
-    if (whole[at] === "|" && !inCode) { found.push(cell.trim()); cell = ""; } else cell += whole[at];
-  }
-  if (cell.trim()) found.push(cell.trim());
-  return found;
-};
-
-const readTable = (lines, at) => {
-  const aligns = cells(lines[at + 1]).map((one) => (/^:.*:$/.test(one) ? "center" : /:$/.test(one) ? "right" : "left"));
-  let end = at + 2;
-  while (end < lines.length && lines[end].trim() && lines[end].includes("|")) end++;
-  return [{ kind: "table", aligns, head: cells(lines[at]), rows: lines.slice(at + 2, end).map(cells) }, end];
-};
-
-const readQuote = (lines, at, depth) => {
-  const inner = [];
-  let end = at;
-  for (; end < lines.length && QUOTE.test(lines[end]); end++) inner.push(QUOTE.exec(lines[end])[1]);
-  return [{ kind: "quote", blocks: parseBlocks(inner.join("\n"), depth + 1) }, end];
-};
-
-const readList = (lines, at, depth) => {
-  const first = ITEM.exec(lines[at]), isOrdered = /\d/.test(first[2]), indent = first[1].length, items = [];
-  let end = at, isLoose = false;
-  while (end < lines.length) {
-    const found = ITEM.exec(lines[end]);
-    if (!found || /\d/.test(found[2]) !== isOrdered || found[1].length > indent + 1 || found[1].length < indent || RULE.test(lines[end])) break;
-    const inside = found[1].length + found[2].length + 1, own = [found[4]];
-    for (end++; end < lines.length; end++) {
-      const blank = !lines[end].trim(), space = lines[end].length - lines[end].trimStart().length;
-      if (blank) { if (!continues(lines, end, indent + 2)) break; own.push(""); continue; }
-      if (space >= Math.min(inside, indent + 2)) { own.push(lines[end].slice(Math.min(space, inside))); continue; }
-      if (ITEM.test(lines[end]) || beginsBlock(lines, end, depth) || !lines[end - 1].trim()) break;
-      own.push(lines[end].trimStart());
-    }
-    items.push(item(own, depth));
-    const next = nextText(lines, end);
-    if (next > end && next < lines.length && isSibling(lines[next], isOrdered, indent)) { isLoose = true; end = next; }
-  }
-  return [{ kind: "list", isOrdered, start: isOrdered ? Number.parseInt(first[2], 10) : 1, isLoose, items }, end];
-};
-
-const nextText = (lines, at) => { while (at < lines.length && !lines[at].trim()) at++; return at; };
-
-const continues = (lines, at, indent) => { const next = nextText(lines, at); return next < lines.length && lines[next].length - lines[next].trimStart().length >= indent; };
-
-const isSibling = (line, isOrdered, indent) => { const found = ITEM.exec(line); return found && /\d/.test(found[2]) === isOrdered && found[1].length <= indent + 1 && found[1].length >= indent; };
-
-const item = (own, depth) => {
-  const task = /^\[([ xX])\]\s+/.exec(own[0]);
-  if (task) own[0] = own[0].slice(task[0].length);
-  return { task: task ? task[1] !== " " : null, blocks: parseBlocks(own.join("\n"), depth + 1) };
-};
-
-// ---- text inside a block
-const PAIRS = [["***", "both"], ["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
-const isWord = (char) => char !== undefined && /[\p{L}\p{N}]/u.test(char);
-const ADDRESS = /^https?:\/\/[^\s<>"'`\\^{}|]+/i;
-
-// The parts of a text: strings, and { kind, ... } with parts of their own. Each kind of mark that has no end is looked for only once.
-export const parseInline = (text, depth = 0) => {
-  const parts = [], dead = new Set();
-  let plain = "", at = 0;
-  const flush = () => { if (plain) parts.push(plain); plain = ""; };
-  while (at < text.length) {
-    const found = depth < MOST_DEEP ? readMark(text, at, depth, dead) : null;
-    if (!found) { plain += text[at++]; continue; }
-    if (typeof found[0] === "string") plain += found[0];
-    else { flush(); parts.push(found[0]); }
-    at = found[1];
-  }
-  flush();
-  return parts;
-};
-
-const readMark = (text, at, depth, dead) => {
-  const char = text[at];
-  if (char === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "")) return [text[at + 1], at + 2];
-  if (char === "\n") return [{ kind: "break" }, at + 1];
-  if (char === "`") return readCode(text, at, dead);
-  if (char === "[" || (char === "!" && text[at + 1] === "[")) return readLink(text, at, depth);
-  if (char === "<") {
-    const end = text.slice(at + 1, at + 2100).match(/^(https?:\/\/[^\s<>]+)>/i);
-    return end ? [{ kind: "link", href: end[1], parts: [end[1]] }, at + 1 + end[0].length] : null;
-  }
-  if ((char === "h" || char === "H") && !isWord(text[at - 1])) return readAddress(text, at);
-  if (char === "*" || char === "_" || char === "~") return readPair(text, at, depth, dead);
-  return null;
-};
-
-const readCode = (text, at, dead) => {
-  const run = /^`+/.exec(text.slice(at, at + 100))[0];
-  if (dead.has(run)) return [run, at + run.length];
-  for (let end = text.indexOf(run, at + run.length); end >= 0; end = text.indexOf(run, end)) {
-    let after = end;
-    while (text[after] === "`") after++;
-    if (after - end === run.length) return [{ kind: "code", text: text.slice(at + run.length, end).replace(/\n/g, " ").replace(/^ (.*\S.*) $/, "$1") }, after];
-    end = after;
-  }
-  dead.add(run);
-  return [run, at + run.length];
-};
-
-const readLink = (text, at, depth) => {
-  const open = text[at] === "!" ? at + 1 : at, size = text.slice(open, open + MOST_LABEL).indexOf("](");
-  if (size < 0) return null;
-  const middle = open + size, label = text.slice(open + 1, middle);
-  if (label.includes("[")) return null;
-  const rest = /^\s*<?((?:[^\s()<>]|\([^\s()<>]*\))*)>?(?:\s+["'(][^"')]{0,500}["')])?\s*\)/.exec(text.slice(middle + 2, middle + 3000));
-  if (!rest) return null;
-  const href = safeAddress(rest[1]), end = middle + 2 + rest[0].length;
-  if (!href) return [text.slice(at, end), end];
-  return [{ kind: "link", href, parts: label.trim() ? parseInline(label, MOST_DEEP - 1 > depth ? depth + 1 : MOST_DEEP) : [href] }, end];
-};
-
-const readAddress = (text, at) => {
-  const found = ADDRESS.exec(text.slice(at, at + 2048));
-  if (!found) return null;
-  let address = found[0].replace(/[.,;:!?*_~'"，。；：！？）】》」]+$/u, "");
-  while (address.endsWith(")") && address.split(")").length > address.split("(").length) address = address.slice(0, -1);
-  return safeAddress(address) ? [{ kind: "link", href: safeAddress(address), parts: [address] }, at + address.length] : null;
-};
-
-const readPair = (text, at, depth, dead) => {
-  for (const [mark, kind] of PAIRS) {
-    if (!text.startsWith(mark, at) || dead.has(mark)) continue;
-    const inside = at + mark.length;
-    if (text[inside] === undefined || /\s/.test(text[inside])) continue;
-    if (mark[0] === "_" && isWord(text[at - 1])) continue;
-    const end = closing(text, inside, mark);
-    if (end < 0) { dead.add(mark); continue; }
-    return [{ kind, parts: parseInline(text.slice(inside, end), depth + 1) }, end + mark.length];
-  }
-  return null;
-};
-
-const closing = (text, from, mark) => {
-  for (let end = text.indexOf(mark, from); end >= 0; end = text.indexOf(mark, end + 1)) {
-    if (end === from || /\s/.test(text[end - 1]) || text[end - 1] === "\\") continue;
-    if (mark.length === 1 && (text[end + 1] === mark || text[end - 1] === mark)) { if (text[end + 1] === mark) end++; continue; }
-    if (mark[0] === "_" && isWord(text[end + mark.length])) continue;
-    return end;
-  }
-  return -1;
-};
+const { DOMPurify, markdownit } = globalThis;
 
 // The address if it leads to http or https, else null.
 export const safeAddress = (href) => {
   if (!/^https?:\/\//i.test(href)) return null;
-  try { const url = new URL(href); return url.protocol === "http:" || url.protocol === "https:" ? url.href : null; } catch { return null; }
+  try {
+    return new URL(href).href;
+  } catch {
+    return null;
+  }
 };
 
-// ---- nodes
-const inline = (parts) => parts.map((part) => {
-  if (typeof part === "string") return part;
-  if (part.kind === "break") return el("br");
-  if (part.kind === "code") return el("code", {}, part.text);
-  if (part.kind === "link") return el("a", { href: part.href, target: "_blank", rel: "noopener noreferrer nofollow" }, inline(part.parts));
-  if (part.kind === "both") return el("strong", {}, el("em", {}, inline(part.parts)));
-  return el(part.kind, {}, inline(part.parts));
+const reader = markdownit({ html: false, linkify: true, breaks: true });
+// Each of these makes a block depend on text that follows it or that is far away. An answer is drawn
+// while it arrives: a line must not turn into a heading because the next one begins with a dash.
+reader.disable(["lheading", "reference", "code"]);
+reader.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
+reader.validateLink = (href) => safeAddress(href) !== null;
+
+// markdown-it leaves out what lies deeper than its limit; before that, any line is a paragraph.
+const MOST_DEEP = 40;
+const paragraph = reader.block.ruler.getRules("").at(-1);
+reader.block.ruler.before("table", "deep", (state, start, end) => state.level >= MOST_DEEP && paragraph(state, start, end));
+
+const TASK = /^\[([ xX])\]\s+/;
+
+// What the page has beyond Markdown: boxes of task lists, smaller headings, classes for the columns of a
+// table (the page's policy forbids the style attributes that markdown-it writes).
+reader.core.ruler.push("page", (state) => {
+  state.tokens.forEach((token, index) => {
+    if (token.type === "heading_open" || token.type === "heading_close") {
+      const level = Number(token.tag.slice(1));
+      token.tag = `h${Math.min(6, level + 2)}`;
+    }
+    if (token.type === "th_open" || token.type === "td_open") {
+      const align = token.attrGet("style")?.replace("text-align:", "");
+      token.attrs = align ? [["class", `to-${align}`]] : null;
+    }
+    const item = state.tokens[index - 2];
+    if (token.type === "inline" && item?.type === "list_item_open" && TASK.test(token.content)) {
+      item.attrSet("class", "task");
+      const box = new state.Token("task_box", "input", 0);
+      box.meta = { isDone: token.content[1] !== " " };
+      const words = token.children[0];
+      words.content = words.content.replace(TASK, "");
+      token.children.unshift(box);
+    }
+  });
 });
 
-const rich = (text) => inline(parseInline(text));
+const { escapeHtml } = reader.utils;
+const { rules } = reader.renderer;
+const OUTSIDE = 'target="_blank" rel="noopener noreferrer nofollow"';
 
-const node = (block) => {
-  if (block.kind === "heading") return el(`h${Math.min(6, block.level + 2)}`, {}, rich(block.text));
-  if (block.kind === "rule") return el("hr");
-  if (block.kind === "code") return codeNode(block);
-  if (block.kind === "quote") return el("blockquote", {}, block.blocks.map(node));
-  if (block.kind === "table") return tableNode(block);
-  if (block.kind === "list") return el(block.isOrdered ? "ol" : "ul", { start: block.isOrdered && block.start !== 1 ? block.start : null }, block.items.map((one) => itemNode(one, block.isLoose)));
-  return el("p", {}, rich(block.text));
+rules.task_box = (tokens, index) => {
+  const checked = tokens[index].meta.isDone ? " checked" : "";
+  return `<input type="checkbox" disabled${checked}>`;
+};
+rules.link_open = (tokens, index) => `<a href="${escapeHtml(tokens[index].attrGet("href"))}" ${OUTSIDE}>`;
+rules.image = (tokens, index, options, env, renderer) => {
+  const words = renderer.renderInlineAsText(tokens[index].children, options, env);
+  return `<a href="${escapeHtml(tokens[index].attrGet("src"))}" ${OUTSIDE}>${escapeHtml(words)}</a>`;
+};
+rules.fence = (tokens, index) => {
+  const language = tokens[index].info.trim().split(/\s+/)[0] || say("code");
+  const code = tokens[index].content.replace(/\n$/, "");
+  return `<div class="codebox"><div class="codehead"><span>${escapeHtml(language)}</span></div>`
+    + `<pre tabindex="0"><code>${escapeHtml(code)}</code></pre></div>`;
+};
+rules.table_open = () => '<div class="tablebox" tabindex="0"><table>';
+rules.table_close = () => "</table></div>";
+
+const CLEAN = {
+  RETURN_DOM_FRAGMENT: true,
+  ALLOWED_TAGS: [
+    "a", "blockquote", "br", "code", "div", "em", "h3", "h4", "h5", "h6", "hr", "input", "li", "ol", "p",
+    "pre", "s", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul", "#text",
+  ],
+  ALLOWED_ATTR: ["checked", "class", "disabled", "href", "rel", "start", "tabindex", "target", "type"],
+  ADD_URI_SAFE_ATTR: ["checked", "disabled", "rel", "start", "tabindex", "target", "type"],
+  ALLOWED_URI_REGEXP: /^https?:\/\//i,
 };
 
-const itemNode = (one, isLoose) => el("li", { class: one.task === null ? null : "task" },
-  one.task === null ? null : el("input", { type: "checkbox", checked: one.task, disabled: true }),
-  one.blocks.map((block) => (block.kind === "paragraph" && !isLoose ? rich(block.text) : node(block))));
+// The blocks of a text at its outermost level: { tokens, raw, from }, where `raw` is the block's source and
+// `from` the place in the text where it begins.
+export const parseBlocks = (text) => {
+  const lines = text.split("\n");
+  const offsets = [0];
+  for (const line of lines) offsets.push(offsets.at(-1) + line.length + 1);
+  const blocks = [];
+  let block = null;
+  let depth = 0;
+  for (const token of reader.parse(text, {})) {
+    if (depth === 0) {
+      const [first, end] = token.map;
+      block = { tokens: [], raw: lines.slice(first, end).join("\n"), from: offsets[first] };
+      blocks.push(block);
+    }
+    block.tokens.push(token);
+    depth += token.nesting;
+  }
+  return blocks;
+};
 
-const codeNode = (block) => el("div", { class: "codebox" },
-  el("div", { class: "codehead" }, el("span", {}, block.language || say("code")), copyButton(say("copy"), say("copied"), () => block.text, say("copy"))),
-  el("pre", { tabindex: 0 }, el("code", {}, block.text)));
-
-const tableNode = (block) => el("div", { class: "tablebox", tabindex: 0 }, el("table", {},
-  el("thead", {}, el("tr", {}, block.head.map((cell, at) => el("th", { class: `to-${block.aligns[at]}` }, rich(cell))))),
-  el("tbody", {}, block.rows.map((row) => el("tr", {}, block.head.map((_, at) => el("td", { class: `to-${block.aligns[at]}` }, rich(row[at] ?? ""))))))));
+const blockNode = (block) => {
+  const html = reader.renderer.render(block.tokens, reader.options, {});
+  const clean = DOMPurify.sanitize(html, CLEAN);
+  for (const head of clean.querySelectorAll(".codehead")) {
+    const code = head.nextSibling;
+    head.append(copyButton(say("copy"), say("copied"), () => code.textContent, say("copy")));
+  }
+  return clean.firstElementChild;
+};
 
 // Thoughts before an answer, where a model writes them between <think> and </think>.
 export const splitThoughts = (text) => {
@@ -278,7 +155,7 @@ export const makeRenderer = (target) => {
     let same = 0;
     while (same < blocks.length && same < drawn.length && blocks[same].raw === drawn[same].raw) same++;
     for (const old of drawn.slice(same)) old.node.remove();
-    drawn = [...drawn.slice(0, same), ...blocks.slice(same).map((block) => ({ raw: block.raw, from: block.from, node: node(block) }))];
+    drawn = [...drawn.slice(0, same), ...blocks.slice(same).map((block) => ({ raw: block.raw, from: block.from, node: blockNode(block) }))];
     target.append(...drawn.slice(same).map((one) => one.node));
   };
 };

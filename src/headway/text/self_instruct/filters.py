@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.text.self_instruct.tasks import Language, Task
+from headway.text.self_instruct.tasks import InstructionTask, Language
 
 _WORD = re.compile(r"\w+")
 Scores = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -105,7 +105,7 @@ _PLACEHOLDER = re.compile(
 class KeptTask:
     """A task that passed, with its most similar tasks and its mean similarity to all earlier ones."""
 
-    task: Task
+    task: InstructionTask
     most_similar: dict[str, float]
     avg_similarity: float
 
@@ -121,20 +121,20 @@ class KeptTask:
 class TaskFilter:
     """Judges tasks one after another; each task that passes is compared with all later ones."""
 
-    def __init__(self, language: Language, seeds: list[Task]) -> None:
+    def __init__(self, language: Language, seeds: list[InstructionTask]) -> None:
         self._language: Language = language
         self._index = SimilarityIndex()
         self._instructions: list[str] = []
         for seed in seeds:
             self.remember(seed)
 
-    def remember(self, task: Task) -> None:
+    def remember(self, task: InstructionTask) -> None:
         """Keep this task without judging it; later tasks are compared with it."""
         if tokens := tokens_of(task.instruction, self._language):
             self._index.add(tokens)
             self._instructions.append(task.instruction)
 
-    def judge(self, task: Task) -> KeptTask | str:
+    def judge(self, task: InstructionTask) -> KeptTask | str:
         """The kept task, or the reason it is dropped."""
         if reason := self._reason(task):
             return reason
@@ -146,7 +146,7 @@ class TaskFilter:
         self.remember(task)
         return KeptTask(task, most_similar, round(float(scores.mean()), 4) if len(scores) else 0.0)
 
-    def _reason(self, task: Task) -> str | None:
+    def _reason(self, task: InstructionTask) -> str | None:
         text = task.instruction
         length = (
             len(text.split())

@@ -31,8 +31,8 @@ from headway.text.self_instruct.endpoint import Client, Endpoint, EndpointError,
 from headway.text.self_instruct.filters import KeptTask, TaskFilter
 from headway.text.self_instruct.tasks import (
     LANGUAGES,
+    InstructionTask,
     Language,
-    Task,
     fingerprint,
     load_seeds,
     make_prompt,
@@ -227,7 +227,7 @@ class _Run:
     """The tasks kept so far, and the rounds of requests for more."""
 
     def __init__(
-        self, wanted: SelfInstruct, seeds: list[Task], journal: Journal, client: Client
+        self, wanted: SelfInstruct, seeds: list[InstructionTask], journal: Journal, client: Client
     ) -> None:
         self.wanted = wanted
         self.seeds = seeds
@@ -237,7 +237,9 @@ class _Run:
         self.num_kept = 0
         self._answers_without_task = 0
         for record in journal.kept():
-            self.filter.remember(Task(record["instruction"], record["input"], record["output"]))
+            self.filter.remember(
+                InstructionTask(record["instruction"], record["input"], record["output"])
+            )
             self.num_kept += 1
 
     def fill(self, advance: Advance) -> None:

@@ -27,7 +27,7 @@ SEEDS_PER_PROMPT = 3
 
 
 @dataclass(frozen=True)
-class Task:
+class InstructionTask:
     """An instruction, the input it is about (may be empty), and the answer."""
 
     instruction: str
@@ -39,7 +39,7 @@ class Task:
         return {"instruction": self.instruction, "input": self.input, "output": self.output}
 
 
-def load_seeds(language: Language, path: Path | None = None) -> list[Task]:
+def load_seeds(language: Language, path: Path | None = None) -> list[InstructionTask]:
     """The seed tasks of a file in Alpaca's form, or headway's built-in ones of that language."""
     if path is None:
         with as_file(files("headway.text.self_instruct") / f"seeds_{language}.jsonl") as own:
@@ -47,28 +47,28 @@ def load_seeds(language: Language, path: Path | None = None) -> list[Task]:
     return _read_seeds(path)
 
 
-def fingerprint(tasks: Sequence[Task]) -> str:
+def fingerprint(tasks: Sequence[InstructionTask]) -> str:
     """A digest of the tasks."""
     return hashlib.sha256(
         json.dumps([task.record() for task in tasks], ensure_ascii=False).encode()
     ).hexdigest()[:16]
 
 
-def _read_seeds(path: Path) -> list[Task]:
+def _read_seeds(path: Path) -> list[InstructionTask]:
     tasks = [_task(record) for record in read_records([path])]
     if len(tasks) < SEEDS_PER_PROMPT:
         raise DataError(f"{path}: {len(tasks)} seed tasks; at least {SEEDS_PER_PROMPT} are needed.")
     return tasks
 
 
-def _task(record: Record) -> Task:
+def _task(record: Record) -> InstructionTask:
     values = {key: record.data.get(key) or "" for key in ("instruction", "input", "output")}
     for key, value in values.items():
         if not isinstance(value, str) or (key != "input" and not value.strip()):
             raise DataError(
                 f"{record.place}: {key} must be a text; a seed task is {{instruction, input, output}}, where input may be empty."
             )
-    return Task(**{key: str(value).strip() for key, value in values.items()})
+    return InstructionTask(**{key: str(value).strip() for key, value in values.items()})
 
 
 NO_INPUT = {"en": "<none>", "zh": "<无>"}
@@ -103,7 +103,7 @@ _NOTHING = frozenset({"", "none", "n/a", "noinput", "no input", "无", "没有",
 
 
 def make_prompt(
-    seeds: Sequence[Task], language: Language, per_request: int, seed: int, number: int
+    seeds: Sequence[InstructionTask], language: Language, per_request: int, seed: int, number: int
 ) -> str:
     """The prompt of one request; the examples depend only on the seed and the request number."""
     examples = random.Random(derive(seed, "self-instruct", number)).sample(
@@ -121,21 +121,21 @@ def make_prompt(
     return "\n\n".join([head, *shown])
 
 
-def _show(task: Task, language: Language) -> str:
+def _show(task: InstructionTask, language: Language) -> str:
     values = (task.instruction, task.input or NO_INPUT[language], task.output)
     return "\n".join(
         f"{label} {value}" for label, value in zip(LABELS[language], values, strict=True)
     )
 
 
-def parse_answer(answer: str, was_cut: bool) -> tuple[list[Task], Counter[str]]:
+def parse_answer(answer: str, was_cut: bool) -> tuple[list[InstructionTask], Counter[str]]:
     """The tasks of an answer in order, and counts of the parts that are not tasks. The last task of a truncated answer is dropped."""
     pieces = _NUMBER.split(_THOUGHT.sub("", answer))[1:]
     dropped: Counter[str] = Counter()
     if was_cut and pieces:
         pieces = pieces[:-1]
         dropped["cut off"] += 1
-    tasks: list[Task] = []
+    tasks: list[InstructionTask] = []
     for piece in pieces:
         if task := _parse_task(piece):
             tasks.append(task)
@@ -146,7 +146,7 @@ def parse_answer(answer: str, was_cut: bool) -> tuple[list[Task], Counter[str]]:
     return tasks, dropped
 
 
-def _parse_task(piece: str) -> Task | None:
+def _parse_task(piece: str) -> InstructionTask | None:
     labels = list(_LABEL.finditer(piece))
     begin = next((k for k, label in enumerate(labels) if label["instruction"]), None)
     if begin is None:
@@ -160,7 +160,7 @@ def _parse_task(piece: str) -> Task | None:
     )
     about = "" if given is None else _clean(piece[labels[given].end() : labels[end].start()])
     output = _clean(piece[labels[end].end() :])
-    return Task(
+    return InstructionTask(
         instruction, "" if about.strip("<>()（）[].。 ").lower() in _NOTHING else about, output
     )
 

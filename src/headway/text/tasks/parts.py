@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from headway.errors import DataError
 from headway.runtime.optional import is_installed
-from headway.text.document import Document, Record, TextOf, TextSplit
+from headway.text.document import Document, Reading, Record, TextSplit
 from headway.text.formats import FORMATS
 from headway.text.raw import RawFile, compression_of
 from headway.text.read import blocks_of, documents_of, no_documents, not_empty, records_of
@@ -75,20 +75,6 @@ class InputPart:
             self,
             first_line=1 + FileSection(Path(self.path), self.start, self.end).count_lines_before(),
         )
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How texts are read from files."""
-
-    text_key: str = "text"
-    template: str | None = None
-    split: TextSplit = "file"
-
-    @property
-    def text_of(self) -> TextOf:
-        """How a record becomes a text."""
-        return TextOf(self.text_key, self.template)
 
 
 def cut_files(

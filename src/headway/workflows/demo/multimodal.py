@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.media.synthetic import ANSWERS, SyntheticMedia, write_media
-from headway.prepare.encode_media import MARK
+from headway.records.encode_media import MARK
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:

@@ -85,9 +85,9 @@ def fine_tune(demo: Demo) -> dict[str, Any]:
 
 def prefer(demo: Demo) -> dict[str, Any]:
     """Prefer the right answer to a wrong one, which belongs to another function."""
-    from headway.data.pairs import num_pairs
     from headway.prepare.build import BuildOptions, build_store
     from headway.store.reader import is_store, open_store
+    from headway.tasks.preference.source import num_pairs
 
     # The same file name and order as the questions, so that the same ones are held out.
     raw, stores = demo.pairs / "docstrings.jsonl", demo.pairs / "store"
@@ -170,10 +170,11 @@ def write_pairs(questions: Path, out: Path) -> int:
 
 def sparsify(demo: Demo) -> dict[str, Any]:
     """Train head gates over the frozen model, then compare loss and cache of the masked and the full model."""
+    from headway.checkpoint.stored_model import find_model
     from headway.config.load import load
     from headway.eval.long_context import LongPlan, evaluate_long
     from headway.eval.long_report import kv_rows, write_long_report
-    from headway.infer.load import find_model, load_model
+    from headway.infer.load import load_model
     from headway.model.head_masks.choice import MaskSpec
     from headway.train.config import Recipe
     from headway.workflows.sparsify import FOLDER, write_mask_files

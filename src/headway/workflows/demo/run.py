@@ -238,9 +238,10 @@ def bigram_loss(
 
 def export_and_generate(demo: Demo) -> dict[str, Any]:
     """A Hugging Face folder of the model, and a sample from it."""
+    from headway.checkpoint.stored_model import find_model
     from headway.export.huggingface import export_huggingface
     from headway.infer.generate import GenerateOptions, generate
-    from headway.infer.load import find_model, load_model
+    from headway.infer.load import load_model
     from headway.infer.sampling import Sampling
 
     found = find_model(demo.run)

@@ -19,7 +19,6 @@ from headway.workflows.import_config.rules import (
     number,
     one_of,
     sets,
-    shown,
     text,
     tracker,
     words,
@@ -413,8 +412,3 @@ def trained_layers(layers: Any) -> list[str]:
     return [
         f"layers.{first}" if first == last else f"layers.{first}-{last}" for first, last in runs
     ]
-
-
-def one_value(value: Any) -> str:
-    """A path or name in a report line."""
-    return shown(value, 80)

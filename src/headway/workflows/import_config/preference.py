@@ -19,7 +19,7 @@ DATA_KINDS = {
     "reward": "preference",
     "kto": "unpaired",
 }
-"""Objective -> what the records must be."""
+"""Task -> what the records must be."""
 TRL_DEFAULTS = {
     "dpo": {"beta": 0.1},
     "orpo": {"beta": 0.1},
@@ -34,7 +34,7 @@ def of_objective(kind_of: KindOf, setting: str, convert: Convert) -> Rule:
 
     def rule(draft: ImportDraft, key: str, value: Any) -> None:
         kind = kind_of(draft)
-        if kind is not None and setting in kind_config("headway.objective", kind).model_fields:
+        if kind is not None and setting in kind_config("headway.tasks", kind).model_fields:
             draft.write(key, value, f"objective.{setting}", convert(key, value))
         else:
             missing(f"objective {kind or 'next_token'} has no {setting}")(draft, key, value)

@@ -22,7 +22,6 @@ from headway.config.kinds import kind_names
 from headway.config.section import Section
 from headway.errors import ConfigError
 
-ABSENT: Any = object()
 OFF = (False, None, 0, 0.0, "", "no", "none", "None")
 """Values with which a feature is not used."""
 NOT_IN_THE_RECIPE = "not in the recipe: another key makes it needless"

@@ -8,7 +8,7 @@ from support.engines import CONFIG
 
 from headway.errors import ConfigError
 from headway.kernels.packed_layout import form_of
-from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.config import AdapterConfig, all_specs
 from headway.model.adapter.lora import adapt, merged, pack_linears, with_updates
 from headway.model.adapter.packed_base import packed_values, plain_values
 from headway.model.adapter.peft import adapter_settings
@@ -160,9 +160,7 @@ def test_a_compiled_block_gives_the_same_numbers() -> None:
 def test_plans_count_bytes_of_quantised_experts_and_active_updates() -> None:
     plain, packed = config_of(), config_of(base="nf4")
     jobs = [
-        PlanJob(
-            MIXTURE, 32, 2, 1, shapes=one.all_shapes(MIXTURE), training=set(one.shapes(MIXTURE))
-        )
+        PlanJob(MIXTURE, 32, 2, 1, specs=all_specs(MIXTURE, one), training=set(one.shapes(MIXTURE)))
         for one in (plain, packed)
     ]
     count = jobs[1].memory_job()
@@ -178,13 +176,13 @@ def test_plans_count_bytes_of_quantised_experts_and_active_updates() -> None:
         "buffers"
     ] == pytest.approx(2.02 * largest, abs=4)
     flops = [
-        token_flops(MIXTURE, 32, shapes=one.all_shapes(MIXTURE), training=set(one.shapes(MIXTURE)))
+        token_flops(MIXTURE, 32, specs=all_specs(MIXTURE, one), training=set(one.shapes(MIXTURE)))
         for one in (plain, packed)
     ]
     without = token_flops(
         MIXTURE,
         32,
-        shapes=config_of(targets=("all",)).all_shapes(MIXTURE),
+        specs=all_specs(MIXTURE, config_of(targets=("all",))),
         training=set(config_of(targets=("all",)).shapes(MIXTURE)),
     )
     assert flops[0] == flops[1] and flops[0].matrices > without.matrices

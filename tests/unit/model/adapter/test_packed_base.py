@@ -9,7 +9,7 @@ from support.engines import CONFIG, Setup, make_engine, train_steps
 from headway.errors import ConfigError, ParallelError
 from headway.kernels import packed_weight
 from headway.kernels.packed_layout import PackedForm, form_of
-from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.config import AdapterConfig, all_specs
 from headway.model.adapter.lora import (
     AdaptedLinear,
     PackedLinear,
@@ -23,11 +23,11 @@ from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
 from headway.model.layout import EMBEDDING, HEAD, param_specs
 from headway.model.transformer import Transformer
-from headway.objective.next_token import Config as NextToken
 from headway.optim.groups import trainable
 from headway.parallel.collectives import RankGroup
 from headway.parallel.config import ParallelConfig
 from headway.parallel.recompute import recompute_whole
+from headway.tasks.next_token import Config as NextToken
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(
@@ -131,31 +131,31 @@ def test_a_new_adapter_changes_nothing_and_merging_equals_not_merging(kind: str)
 
 def test_only_linears_of_layers_are_quantised_and_their_arithmetic_counts() -> None:
     config = config_of("nf4", targets=("q_proj", "lm_head"))
-    shapes = config.all_shapes(SMALL)
+    specs = all_specs(SMALL, config)
     assert {
         EMBEDDING,
         HEAD,
         "model.norm.weight",
         "model.layers.0.self_attn.q_proj.bias",
-    } <= shapes.keys()
-    assert sum(form_of(name) == "nf4" for name in shapes) == 14
-    plain = config_of(None, targets=("q_proj", "lm_head")).all_shapes(SMALL)
-    trains = [name for name in shapes if "lora_" in name]
-    assert token_flops(SMALL, 16, shapes=shapes, training=trains) == token_flops(
-        SMALL, 16, shapes=plain, training=trains
+    } <= specs.keys()
+    assert sum(form_of(name) == "nf4" for name in specs) == 14
+    plain = all_specs(SMALL, config_of(None, targets=("q_proj", "lm_head")))
+    trains = [name for name in specs if "lora_" in name]
+    assert token_flops(SMALL, 16, specs=specs, training=trains) == token_flops(
+        SMALL, 16, specs=plain, training=trains
     )
     assert isinstance(model_of(config, first_values(config)).lm_head, AdaptedLinear)
 
 
 @pytest.mark.parametrize("train", ["*.mlp.*", "*.up_proj.weight", "layers.1", "matrices"])
 def test_quantised_weights_are_never_trained(train: str) -> None:
-    shapes = config_of("nf4", targets=("q_proj",)).all_shapes(SMALL)
+    specs = all_specs(SMALL, config_of("nf4", targets=("q_proj",)))
     with pytest.raises(
         ConfigError,
         match=r"which adapter\.base stores quantised, and quantised weights cannot train",
     ):
-        trainable(shapes, (), (train,))
-    assert "model.norm.weight" in trainable(shapes, (), ("norms",))
+        trainable(specs, (), (train,))
+    assert "model.norm.weight" in trainable(specs, (), ("norms",))
 
 
 def test_a_tensor_axis_is_refused_by_name() -> None:

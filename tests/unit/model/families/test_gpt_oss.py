@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from support.byte_model import byte_tokenizer
 
+from headway.checkpoint.stored_model import find_model
 from headway.errors import CheckpointError, ConfigError
-from headway.infer.load import find_model
 from headway.model.config import ModelConfig
 from headway.model.families import gpt_oss
 from headway.model.layout import active_parameters, num_parameters

@@ -23,9 +23,9 @@ from headway.kernels.attention import AttentionMask, causal_mask, mask_of
 from headway.model.config import ModelConfig
 from headway.model.families.base import family_names, family_of, pieces_of
 from headway.model.head_masks.masks import HeadMasks
-from headway.model.kv_cache import KVCache
 from headway.model.layout import ROUTER_BIAS, param_specs
 from headway.model.loading.huggingface import read_config, read_weights
+from headway.model.paged_rows import PagedRows
 from headway.model.transformer import Transformer
 
 pytest.importorskip("transformers")
@@ -157,16 +157,13 @@ def test_greedy_text_is_that_of_transformers_and_of_the_forward(
     expected = pair.theirs.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False
     )
-    cache = KVCache(
-        pair.ours.config, 2, length, device="cpu", dtype=torch.float32, prompt_lengths=[PROMPT] * 2
-    )
+    rows = PagedRows(pair.ours, 2, length)
     with torch.inference_mode():
-        logits = pair.ours.logits(pair.ours.prefill(prompt, positions(2, PROMPT), cache)[:, -1])
-        step, found = pair.ours.decoder(cache), prompt
+        logits = pair.ours.logits(rows.read(prompt)[:, -1])
+        found = prompt
         for _ in range(NEW - 1):
             found = torch.cat((found, logits.argmax(-1)[:, None]), 1)
-            logits = step(found[:, -1], cache.next_position())
-            cache.advance(1)
+            logits = pair.ours.logits(rows.step(found[:, -1]))
         found = torch.cat((found, logits.argmax(-1)[:, None]), 1)
         whole = our_logits(pair.ours, found[:, :-1])
     table.setdefault(case, {})["greedy"] = "same" if torch.equal(found, expected) else "differs"
@@ -249,16 +246,9 @@ def test_decoding_with_head_masks_is_the_forward_under_them(
         4,
         2,
     )
-    cache = KVCache(
-        config, 2, 15, device="cpu", dtype=torch.float32, masks=masks, prompt_lengths=[prompt] * 2
-    )
+    rows = PagedRows(model, 2, 15, masks=masks)
     with torch.inference_mode():
-        found = [
-            model.logits(model.prefill(tokens[:, :prompt], positions(2, prompt), cache)[:, -1])
-        ]
-        step = model.decoder(cache)
-        for at in range(prompt, 15):
-            found.append(step(tokens[:, at], cache.next_position()))
-            cache.advance(1)
+        found = [model.logits(rows.read(tokens[:, :prompt])[:, -1])]
+        found += [model.logits(rows.step(tokens[:, place])) for place in range(prompt, 15)]
         expected = model.logits(masked_forward(model, tokens, masks))[:, prompt - 1 :]
     assert (torch.stack(found, 1) - expected).abs().max() < 1e-4, case

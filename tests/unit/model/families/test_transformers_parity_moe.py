@@ -9,13 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.batches import make_batch
 
+from headway.checkpoint.stored_model import find_model
 from headway.export.huggingface import export_model
-from headway.infer.load import find_model, load_model
+from headway.infer.load import load_model
 from headway.model.families.base import family_of
+from headway.model.paged_rows import PagedRows
 from headway.model.transformer import Transformer
-from headway.objective.balance import with_balance
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
+from headway.tasks.balance import with_balance
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {
@@ -103,12 +105,12 @@ def test_greedy_text_through_the_cache_is_that_of_transformers(theirs: tuple[Any
         0, 5:
     ].tolist()
     loaded = load_model(folder)
-    cache = loaded.new_cache(1, 32)
-    hidden = loaded.model.prefill(torch.tensor([prompt]), torch.arange(5)[None], cache)
-    found, step = [int(loaded.model.logits(hidden[0, -1]).argmax())], loaded.model.decoder(cache)
-    for position in range(5, 16):
-        found.append(int(step(torch.tensor(found[-1:]), torch.tensor([position])).argmax()))
-        cache.advance(1)
+    rows = PagedRows(loaded.model, 1, 32)
+    hidden = rows.read(torch.tensor([prompt]))[:, -1]
+    found: list[int] = []
+    for _ in range(12):
+        found.append(int(loaded.model.logits(hidden).argmax()))
+        hidden = rows.step(torch.tensor(found[-1:]))
     assert found == right
 
 

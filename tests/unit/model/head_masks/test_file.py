@@ -7,9 +7,9 @@ import pytest
 import torch
 from support.byte_model import CONFIG, write_model
 
+from headway.checkpoint.stored_model import find_model
 from headway.cli import main
 from headway.errors import ConfigError
-from headway.infer.load import find_model
 from headway.model.config import HeadGatesConfig
 from headway.model.head_masks.choice import MaskChoice, MaskSpec
 from headway.model.head_masks.file import read_masks, write_masks

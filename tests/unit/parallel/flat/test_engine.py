@@ -17,9 +17,8 @@ from headway.data.batch import Batch, StepBatch
 from headway.kernels.attention import mask_of
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value, initialize
+from headway.model.layout import ParamSpec, param_specs
 from headway.model.transformer import Transformer
-from headway.objective.base import StepInfo
-from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.base import GroupRule
 from headway.optim.groups import hypers
@@ -30,6 +29,8 @@ from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroup
 from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
+from headway.tasks.base import StepInfo
+from headway.tasks.next_token import Config as NextToken
 
 CONFIG = ModelConfig(
     hidden_size=32,
@@ -54,10 +55,7 @@ def engine_for(
         EngineSpec(config, NextToken(), optim, dtype=dtype, chunk_tokens=16, seed=3, **options)
     )  # pyright: ignore[reportArgumentType]
     assert isinstance(engine, FlatEngine)
-    engine.fill(
-        (name, initial_value(name, tuple(value.shape), config, 1))
-        for name, value in engine.masters.items()
-    )
+    engine.fill((name, initial_value(spec, config, 1)) for name, spec in engine.specs.items())
     return engine
 
 
@@ -337,11 +335,11 @@ def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_o
 
     def split_model(model: Any, _spec: Any) -> base.LocalModel:
         found = {
-            name: base.ParamBox.whole(tuple(parameter.shape))
-            for name, parameter in model.named_parameters()
+            name: base.ParamBox.whole(spec) for name, spec in assembling.model_specs(model).items()
         }
         rows, columns = found[split].shape
-        found[split] = base.ParamBox((2 * rows, columns), (rows, 0), (rows, columns))
+        whole = replace(found[split].spec, shape=(2 * rows, columns))
+        found[split] = base.ParamBox((rows, 0), (rows, columns), whole)
         return base.LocalModel(
             {
                 name: replace(box, copies=2, copy=1) if "norm" in name else box
@@ -349,16 +347,20 @@ def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_o
             }
         )
 
+    def whole_specs(model: Any, objective: Any) -> dict[str, ParamSpec]:
+        found = assembling.model_specs(model)
+        rows, columns = found[split].shape
+        return found | {split: replace(found[split], shape=(2 * rows, columns))}
+
     plain = engine_for()
     monkeypatch.setattr(assembling, "split_model", split_model)
+    monkeypatch.setattr(assembling, "whole_specs", whole_specs)
     engine, other = (
         assemble(EngineSpec(CONFIG, NextToken(), AdamW(lr=1e-2), chunk_tokens=16, seed=3))
         for _ in range(2)
     )
     assert engine.shapes[split] == (64, 32)
-    whole = {
-        name: initial_value(name, box.local_shape, CONFIG, 1) for name, box in engine.boxes.items()
-    }
+    whole = {spec.name: initial_value(spec, CONFIG, 1) for spec in param_specs(CONFIG)}
     whole[split] = torch.cat([torch.full((32, 32), 7.0), whole[split]])
     engine.fill(whole.items())
     step = make_step(uneven_batch(), 2)

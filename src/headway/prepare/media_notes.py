@@ -1,0 +1,70 @@
+"""What was made of records that name media files, found again without reading the records or looking at the files.
+
+A note is named by the records (their files' places and contents) and by the settings. It is valid as long as the folders of the media
+files have the times they had: files that are added, removed or replaced by others change them. A file that is overwritten in place changes
+only itself, which `headway data prepare` notices: it looks at every file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.runtime.storage import read_sealed, write_sealed
+from headway.store.checksums import Checksums
+
+log = logging.getLogger("headway")
+
+
+@dataclass(frozen=True)
+class MediaNote:
+    """A note in the cache; there may be none yet."""
+
+    path: Path
+
+    @staticmethod
+    def of(
+        files: Sequence[Path], settings: str, folder: Path, checksums: Checksums
+    ) -> MediaNote | None:
+        """The note of some files of records; None where one is a folder of media, which is known only by looking at its files."""
+        if not all(file.is_file() for file in files):
+            return None
+        named = [
+            (str(file.absolute()), checksum)
+            for file, checksum in zip(files, checksums.of_all(files), strict=True)
+        ]
+        key = hashlib.sha256(repr((named, settings)).encode()).hexdigest()
+        return MediaNote(folder / f"known-{key[:32]}")
+
+    def read(self) -> dict[str, Any] | None:
+        """What was noted; None if nothing was, or if a folder of media has changed since."""
+        try:
+            stored = read_sealed(self.path)
+        except (OSError, ValueError):
+            log.warning("%s: damaged; reading the records again", self.path)
+            return None
+        if stored is None:
+            return None
+        noted = json.loads(stored)
+        if any(_time_of(Path(folder)) != time for folder, time in noted["folders"]):
+            return None
+        return noted["value"]
+
+    def write(self, value: Mapping[str, Any], folders: Iterable[Path]) -> None:
+        """Note a value, which JSON can hold, and the folders of the media files."""
+        times = [[str(folder.absolute()), _time_of(folder)] for folder in folders]
+        content = json.dumps({"value": dict(value), "folders": times}).encode()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_sealed(self.path, content, durable=False)
+
+
+def _time_of(folder: Path) -> int | None:
+    try:
+        return folder.stat().st_mtime_ns
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,42 @@
+"""Captions with pictures and sounds, which are aligned: a record becomes a sample of items, not a document of tokens.
+
+`prepare/features.py` reads them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway.errors import ConfigError
+from headway.media.records import MediaRecord, parse_media_record
+from headway.records.base import RecordFields, RecordKind, ShownPart
+from headway.text.document import Record
+
+if TYPE_CHECKING:
+    from headway.records.encode_media import MediaPositions
+
+
+class Kind(RecordKind):
+    """Captions."""
+
+    mark = None
+    unit = "samples"
+    content = "captions"
+    has_template = False
+    has_tokens = False
+    holds_media = True
+    settings = ("drop_bad",)
+    targets = ()
+    recipe = None
+    large_recipe = None
+
+    def parse(self, record: Record, fields: RecordFields) -> MediaRecord:
+        return parse_media_record(record)
+
+    def show(self, example: MediaRecord) -> list[list[ShownPart]]:
+        return [[ShownPart("caption", example.caption or "", True)]]
+
+    def check_positions(self, path: str, positions: MediaPositions | None) -> None:
+        raise ConfigError(
+            f"data: {path} has kind captions, which objective contrastive reads (model.aligner). Set another kind."
+        )

@@ -1,0 +1,290 @@
+"""The contract of an objective: a model's output and a batch come in, additive terms go out, never a mean.
+
+Each rank and microbatch back-propagates its share of one global loss: the sum over terms of coefficient * sum / total. The total is the
+weight of the whole step and is known before the first forward. So accumulation and the number of ranks do not change the result, except
+through the noise of dropout and of sampled head gates, which is drawn per microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, runtime_checkable
+
+from headway.config.kinds import KindConfig
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from headway.data.batch import Batch
+    from headway.data.config import DataConfig
+    from headway.data.groups import SourceReader
+    from headway.kernels.distill_loss import TeacherHead
+    from headway.model.base import ModelOut
+
+MetricSums = dict[str, "tuple[Tensor, Tensor]"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """One additive part of a loss: its sum over this microbatch. The engine divides it by the step's total named `per`."""
+
+    sum: Tensor
+    per: str = "targets"
+    coefficient: float = 1.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The terms of one microbatch, and metrics as (sum, weight) pairs of tensors; both are summed over the step before the division."""
+
+    terms: dict[str, Term]
+    metrics: MetricSums = field(default_factory=dict)
+
+    def share(self, totals: Mapping[str, float]) -> Tensor:
+        """This microbatch's additive share of the step's loss."""
+        parts = [
+            term.sum * (term.coefficient / max(totals[term.per], 1.0))
+            for term in self.terms.values()
+        ]
+        return sum(parts[1:], start=parts[0])
+
+
+SURVEY = "survey"
+"""The name of the pass of a `StepTask`."""
+
+
+class SeenRows(NamedTuple):
+    """What a first pass read from the rows of all microbatches and ranks."""
+
+    values: Tensor
+    """[n of all microbatches and ranks, ...], without gradients."""
+    start: int = 0
+    """Where the rows of the microbatch at hand begin."""
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """A pass without gradients over all microbatches of a step that comes before the first loss, so that accumulation and ranks change
+    nothing in a loss that couples the rows of a whole step."""
+
+    name: str
+    """Under which `StepInfo.seen` has what it read."""
+    read: Callable[[ModelOut, Batch], Tensor]
+    """What the loss must know of a microbatch's rows: [n, ...], with the same n for every microbatch."""
+    rows: Callable[[Batch], Batch] | None = None
+    """Other rows that the model sees instead of those it trains on; None: the same. Then a step of one microbatch on one rank needs no
+    pass: its loss sees all rows anyway."""
+    in_evaluation: bool = True
+    """Whether the loss of validation rows needs it, too."""
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """The step for which a loss is computed."""
+
+    step: int
+    total_steps: int
+    num_sources: int = 1
+    training: bool = True
+    seen: Mapping[str, SeenRows] = field(default_factory=dict)
+    """What first passes read, by their names. A pass is missing where this microbatch is the whole step (see `FirstPass.rows`)."""
+
+    @property
+    def survey(self) -> Tensor | None:
+        """What the pass of a `StepTask` read; None if this microbatch is the whole step."""
+        seen = self.seen.get(SURVEY)
+        return None if seen is None else seen.values
+
+    @property
+    def survey_start(self) -> int:
+        """Where this microbatch's rows begin in it."""
+        seen = self.seen.get(SURVEY)
+        return 0 if seen is None else seen.start
+
+
+class Collectives(Protocol):
+    """Differentiable communication over the ranks that share a step; identity in one process."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over ranks."""
+        ...
+
+    def gather(self, value: Tensor) -> Tensor:
+        """All ranks' values along dim 0."""
+        ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A loss. It never calls the model. Its own parameters, if any, are in `module`; the engine trains them."""
+
+    scope: Literal["row", "step"]
+    """`row`: rows are independent. `step`: a term couples all rows of a step."""
+    module: nn.Module | None
+    """Parameters of the objective itself (a Lagrange multiplier, a temperature), or None."""
+
+    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
+        """The additive terms of one microbatch."""
+        ...
+
+
+@runtime_checkable
+class CoupledTask(Task, Protocol):
+    """A loss that couples all rows of a step."""
+
+    def first_passes(self) -> tuple[FirstPass, ...]:
+        """The passes that come before the first loss of a step, in their order."""
+        ...
+
+
+@runtime_checkable
+class StepTask(Task, Protocol):
+    """A loss that couples all rows of a step through one pass over the rows it trains on: a shorter form of `CoupledTask`."""
+
+    def survey(self, out: ModelOut, batch: Batch) -> Tensor:
+        """What the loss must know of a microbatch's rows: [n, ...], with the same n for every microbatch."""
+        ...
+
+
+def first_passes_of(objective: Task) -> tuple[FirstPass, ...]:
+    """The passes that come before the first loss of a step; most objectives have none."""
+    if isinstance(objective, CoupledTask):
+        return objective.first_passes()
+    if isinstance(objective, StepTask):
+        return (FirstPass(SURVEY, objective.survey),)
+    return ()
+
+
+class ScoreColumns(Protocol):
+    """How the log-probabilities of a frozen model stand in a microbatch, and in a table with two numbers for each group of the data."""
+
+    number: str
+    """The column with the numbers of a microbatch's groups, -1 for empty places: [rows, places]."""
+
+    def scored(self, batch: Batch) -> dict[str, Batch]:
+        """The rows that the frozen model reads for each column of log-probabilities."""
+        ...
+
+    def to_table(self, columns: Mapping[str, Tensor], places: int) -> Tensor:
+        """Columns as two numbers for each place: [rows, places, 2]."""
+        ...
+
+    def from_table(self, scores: Tensor) -> dict[str, Tensor]:
+        """The columns of two numbers for each place."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReferenceSpec:
+    """The reference model whose log-probabilities an objective compares with."""
+
+    path: str | None
+    """A run, a checkpoint or a Hugging Face folder; None: the weights the run starts from."""
+    cached: bool
+    """Compute them once for all pairs before training, instead of keeping the model in memory."""
+    columns: ScoreColumns | None = None
+    """How its log-probabilities are kept; None: it is a teacher, whose hidden states and head are needed instead."""
+
+    @property
+    def is_teacher(self) -> bool:
+        """Whether its hidden states and its head are needed, not its log-probabilities of the targets."""
+        return self.columns is None
+
+    @property
+    def setting(self) -> str:
+        """The setting that names it."""
+        return "objective.teacher" if self.is_teacher else "objective.reference"
+
+
+@dataclass(frozen=True)
+class TeacherCacheSpec:
+    """Stored logits of a teacher that an objective reads."""
+
+    paths: tuple[str, ...]
+    temperature: float | None
+    """For which the rest of the vocabulary must be summed up; None: the rest is not read."""
+
+
+@dataclass(frozen=True)
+class ParameterRule:
+    """Optimizer settings an objective needs for some parameters; optim.groups of the recipe take precedence."""
+
+    match: tuple[str, ...]
+    """Patterns of parameter names, as in `freeze`."""
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    maximize: bool = False
+
+
+@dataclass(frozen=True)
+class GateSpec:
+    """Window and sinks of streaming heads, for an objective that trains head gates; None = as in the model's config."""
+
+    window: int | None = None
+    sinks: int | None = None
+
+
+class UsualRates(NamedTuple):
+    """Peak learning rates of AdamW that are usual for a task; `headway doctor recipe` names others."""
+
+    name: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class TaskNeeds:
+    """What a task needs beside its rows. The defaults are next-token prediction's."""
+
+    head: Literal["tokens", "scores", "vectors"] = "tokens"
+    """What the model puts out: the next token of every position, one score of every document, or vectors of a sample's modalities."""
+    whole_rows: bool = True
+    """Whether a loss must see whole rows. False: terms and metrics are sums over tokens (or per microbatch), so ranks may share a row."""
+    frozen: ReferenceSpec | None = None
+    """A second model that does not train."""
+    stored_logits: TeacherCacheSpec | None = None
+    """Logits of a teacher that the loader reads."""
+    gates: GateSpec | None = None
+    """Head gates that train."""
+
+
+class TaskConfig(KindConfig):
+    """What is asked of a task before anything is built. No torch. Every question has an answer that suits single documents of text."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The kinds of records it reads, the preferred one first."""
+        return ("text", "chat", "multimodal")
+
+    def reader(self, config: DataConfig) -> SourceReader:
+        """How it reads the sources of a run: documents, or groups of them."""
+        from headway.data.groups import DocumentReader
+
+        return DocumentReader()
+
+    @property
+    def needs(self) -> TaskNeeds:
+        """What it needs beside its rows."""
+        # Plug-ins written for the second release say with BY_TOKEN that ranks may share a row.
+        return TaskNeeds(whole_rows=not getattr(type(self), "BY_TOKEN", False))
+
+    @property
+    def rules(self) -> tuple[ParameterRule, ...]:
+        """Parameters that need their own optimizer settings."""
+        return ()
+
+    @property
+    def usual_rates(self) -> UsualRates | None:
+        """Usual learning rates, where they are the task's own; None: they depend on the model."""
+        return None
+
+    def with_teacher_head(self, head: TeacherHead) -> Self:
+        """These settings once the teacher is loaded."""
+        return self
+
+    def build(self) -> Task:
+        """Make the objective."""
+        raise ConfigError(f"{type(self).__module__} defines no Config.build; every kind needs one.")
