@@ -38,7 +38,7 @@ Start = Literal["normal", "residual", "table", "norm", "zero", "uniform", "gates
     norm        the factor that changes nothing          zero       0
     uniform     as torch initializes a linear            gates      as the config's head gates say
     table       of vectors that are looked up and added to a stream, in the towers of an aligner
-    given       whoever adds it says: an adapter, the objective
+    given       said where it is added: by an adapter, by the task
 """
 Group = Literal[
     "embedding", "norm", "bias", "linear", "expert", "adapter", "projector", "aligner", "gates", "score", "router_bias", "objective"
@@ -127,7 +127,7 @@ Specs = Mapping[str, ParamSpec]
 
 
 def spec_by_name(name: str, shape: tuple[int, ...], stage: Stage = "first") -> ParamSpec:
-    """What can be told of a parameter by its name, for models that say no more: a user's, a class of transformers, an aligner."""
+    """What the name of a parameter says about it, for models that say no more: a user's, a class of transformers, an aligner."""
     path, _, leaf = name.rpartition(".")
     module = path.rpartition(".")[2]
     groups: set[Group] = set()
