@@ -38,7 +38,7 @@ from headway.runtime.s3 import StoreDown
 from headway.train.batches import count_steps, make_loader, open_run_data, plan_rows
 from headway.train.config import Recipe
 from headway.train.data_check import DataCheck
-from headway.train.dpo_reference import make_reference
+from headway.train.frozen_model import make_reference
 from headway.train.health import Healer, LossMonitor, with_healed
 from headway.train.memory import apply_limit, check_host_memory, describe_job, fit_micro_rows
 from headway.train.meter import Meter, MeterSetup

@@ -188,7 +188,7 @@ def _media(recipe: Recipe, model: ModelConfig) -> MediaPlan | None:
         return None
     from headway.train.multimodal import plan_media
 
-    if recipe.objective.kind != "next_token":
+    if "multimodal" not in recipe.objective.reads:
         raise ConfigError(
             f"multimodal is given with objective.kind {recipe.objective.kind}; media are inputs of next_token. Remove one."
         )

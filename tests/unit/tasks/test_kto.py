@@ -23,7 +23,7 @@ from headway.tasks.kto import Config
 from headway.tasks.kto.loss import MISMATCH_REFERENCE, MISMATCHES, RecordColumns
 from headway.tasks.kto.source import LABEL
 from headway.tasks.preference.loss import REFERENCE
-from headway.train.dpo_reference import score_with
+from headway.train.frozen_model import score_with
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl" / "kto.json").read_text())
 RECORDS = list(zip(GOLDEN["prompts"], GOLDEN["answers"], GOLDEN["labels"], strict=True))
