@@ -37,7 +37,7 @@ Start = Literal["normal", "residual", "table", "norm", "zero", "uniform", "gates
     norm        the factor that changes nothing          zero       0
     uniform     as torch initializes a linear            gates      as the config's head gates say
     table       of vectors that are looked up and added to a stream, in the towers of an aligner
-    given       whoever adds it says: an adapter, the objective
+    given       by what adds it: an adapter, the objective
 """
 Group = Literal[
     "embedding", "norm", "bias", "linear", "expert", "adapter", "projector", "aligner", "gates", "score", "router_bias", "objective"
@@ -121,7 +121,7 @@ class ParamSpec:
 
 
 def spec_by_name(name: str, shape: tuple[int, ...], stage: Stage = "first") -> ParamSpec:
-    """What can be told of a parameter by its name, for models that say no more: a user's, a class of transformers, an aligner."""
+    """What a parameter's name says of it, for models that say no more: a user's, a class of transformers, an aligner."""
     path, _, leaf = name.rpartition(".")
     module = path.rpartition(".")[2]
     groups: set[Group] = set()
