@@ -139,6 +139,7 @@ def test_what_tests_import_comes_with_make_setup() -> None:
         ROOT / "tests",
         ROOT / "tests",
         ROOT / "tests/golden",
+        ROOT / "tests/mutation",
         ROOT / "benchmarks",
         ROOT / "examples/my_lab",
     ).items():
