@@ -11,7 +11,7 @@ from support.my_lab.mlp_model import MLPModel
 from support.ranks import run_ranks
 
 from headway.model.init import initialize
-from headway.optim.groups import hypers
+from headway.optim.groups import hypers, matching, trainable
 from headway.parallel.collectives import RankGroup
 
 MLP = CONFIG.model_copy(update={"family": "support.my_lab.mlp_model"})
@@ -114,3 +114,13 @@ def test_gradients_are_summed_as_the_spec_says_whatever_a_parameter_is_called(
             assert norm == pytest.approx(right_norm, rel=1e-4)
         for name in weights:
             torch.testing.assert_close(got[name], weights[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_modules_say_how_parameters_begin_and_group_whatever_they_are_called() -> None:
+    engine = make_engine(RankGroup(), Setup(config=SPLIT, freeze=()))
+    norms = {name for name in engine.specs if ".ln_1." in name or name.startswith("ln_f.")}
+    assert matching("norms", engine.specs) == norms and len(norms) == 2 * SPLIT.num_layers + 2
+    for name, value in engine.weights():
+        if name in norms or name.endswith("bias"):
+            assert (value == (0.0 if name.endswith("bias") else 1.0)).all(), name
+    assert "scale" in trainable(engine.specs, (), ())

@@ -14,6 +14,7 @@ from support.byte_model import byte_tokenizer
 from support.runs import headway
 
 import headway as hw
+from headway import plugin
 from headway.cli import main
 from headway.optim.base import Guard, Hyper
 from headway.track.metrics_file import read_metrics
@@ -60,6 +61,13 @@ def test_the_page_shows_the_files_of_the_package() -> None:
     }
     assert shown == files, "docs/extend.md shows other code than examples/my_lab"
     assert re.findall(r"(?ms)^```toml\n(.*?)^```", page)[0] in (LAB / "pyproject.toml").read_text()
+
+
+def test_the_page_lists_every_name_that_plug_ins_may_import() -> None:
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    section = page.partition("## What your code imports")[2].partition("\n## ")[0]
+    table = section.partition("|---|---|")[2]
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(plugin.__all__)
 
 
 def test_a_run_takes_everything_from_the_package(

@@ -43,6 +43,7 @@ from headway.tokenizer.train import train_bpe
 from headway.train import train
 from headway.train.config import Recipe
 from headway.train.next_steps import next_steps
+from headway.workflows.doctor_data import check_data
 
 WIDTH = 6
 SMALL: dict[str, Any] = {
@@ -140,6 +141,12 @@ def test_a_second_start_parses_no_record_and_looks_at_no_media_file(
     assert (looked["parsed"], looked["looked at"]) == (0, 0)
     train(recipe_of(made, "other", "steps=1", "data.seq_len=95"))
     assert looked["parsed"] > 0 and looked["looked at"] > 0
+
+
+def test_doctor_data_reads_conversations_with_media(made: Path) -> None:
+    (found,) = check_data(recipe_of(made, "doctor"))
+    checks = {check.name: check.state for check in found.checks}
+    assert checks[f"round trip of {made}/set/chat.jsonl"] == "ok" and "fail" not in checks.values()
 
 
 def test_the_next_command_of_a_finished_run_asks_about_a_picture_and_a_sound(run: Path) -> None:

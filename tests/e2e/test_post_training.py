@@ -30,7 +30,7 @@ from headway.track.metrics_file import read_metrics
 from headway.train import dry_run, train
 from headway.train.build import build
 from headway.train.config import Recipe
-from headway.train.dpo_reference import score_with
+from headway.train.frozen_model import score_with
 from headway.train.health import BadStep
 from headway.train.resolve import resolve
 from headway.train.run import Run
@@ -266,7 +266,7 @@ def test_a_dry_run_scores_one_step(
 
         return prepare
 
-    monkeypatch.setattr("headway.train.dpo_reference.score_with", counting)
+    monkeypatch.setattr("headway.train.frozen_model.score_with", counting)
     loaded = recipe(
         folder,
         "dry",

@@ -15,6 +15,7 @@ from typing import Any
 
 from catalogue import ROOT, CatalogueError, Mutant, mend, read_catalogue
 from results import Result, Results, summary, table
+from source import SourceError
 from trial import BROKEN, KILLED, SURVIVED, Copy, Trial, preload
 
 POLL_SECONDS = 0.02
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         mutants = _read(given)
-    except CatalogueError as problem:
+    except (CatalogueError, SourceError) as problem:
         sys.stderr.write(f"{problem}\n")
         return 2
     for mutant in mutants if given.check else ():

@@ -117,6 +117,10 @@ def read_catalogue(
     advice = Advice(source)
     mutants: list[Mutant] = []
     misfits: list[Misfit] = []
+    # Another tree may be older than a test.
+    checks_tests = root == ROOT
+    if checks_tests and not only:
+        misfits += _lost_fallbacks(pages, root)
     entries = [(path, entry) for path, page in pages.items() for entry in page["mutant"]]
     for path, entry in entries:
         name = entry["name"]
@@ -132,21 +136,53 @@ def read_catalogue(
                 explained = "\n    ".join([str(problem), *lines])
                 moves = () if home is None else (Move(path, name, address, home),)
                 misfits.append(Misfit(path, identity, address, explained, moves))
+                if checks_tests:
+                    misfits += _lost_tests(path, entry, identity, address, root)
             continue
         if not _is_chosen(identity, only):
             continue
         if any(other.id == mutant.id for other in mutants):
             misfits.append(Misfit(path, identity, address, "two mutants have this name"))
         mutants.append(mutant)
-        for test in mutant.tests if root == ROOT else ():
-            homes = homes_of_test(test, root)
-            if test not in homes:
-                explained = f"there is no {test}; it may be {' or '.join(homes) or 'gone'}"
-                moves = (Move(path, name, test, homes[0]),) if len(homes) == 1 else ()
-                misfits.append(Misfit(path, identity, address, explained, moves))
+        if checks_tests:
+            misfits += _lost_tests(path, entry, identity, address, root)
     if misfits:
         raise CatalogueError(misfits, [mutant.move for mutant in mutants if mutant.move])
     return mutants
+
+
+def _lost_tests(
+    path: Path, entry: Mapping[str, Any], identity: str, address: str, root: Path
+) -> list[Misfit]:
+    """The tests that an entry names and that are not there."""
+    misfits: list[Misfit] = []
+    for test in entry.get("tests", ()):
+        homes = homes_of_test(test, root)
+        if test in homes:
+            continue
+        moves: tuple[Move, ...] = ()
+        if len(homes) == 1:
+            moves = (Move(path, entry["name"], test, homes[0]),)
+        explained = _no_test(test, homes)
+        misfits.append(Misfit(path, identity, address, explained, moves))
+    return misfits
+
+
+def _lost_fallbacks(pages: Mapping[Path, Mapping[str, Any]], root: Path) -> list[Misfit]:
+    """The tests that pages name for a whole package and that are not there."""
+    misfits: list[Misfit] = []
+    for path, page in pages.items():
+        for test in page.get("fallback", ()):
+            homes = homes_of_test(test, root)
+            if test not in homes:
+                misfits.append(
+                    Misfit(path, f"{path.stem}: all of them", "fallback", _no_test(test, homes))
+                )
+    return misfits
+
+
+def _no_test(test: str, homes: Sequence[str]) -> str:
+    return f"there is no {test}; it may be {' or '.join(homes) or 'gone'}"
 
 
 def mend(moves: Sequence[Move]) -> None:

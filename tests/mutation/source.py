@@ -23,6 +23,10 @@ class MisfitError(Exception):
     """A mutant does not fit the source."""
 
 
+class SourceError(Exception):
+    """A file of the source is no Python, e.g. in the middle of a merge."""
+
+
 @dataclass(frozen=True)
 class Definition:
     """Where something is defined. `file` is relative to src/headway."""
@@ -108,7 +112,11 @@ class Source:
 
     def parse(self, file: str) -> ast.Module:
         """A fresh tree of one file."""
-        return ast.parse((self.folder / file).read_text(encoding="utf-8"), file)
+        path = self.folder / file
+        try:
+            return ast.parse(path.read_text(encoding="utf-8"), file)
+        except SyntaxError as problem:
+            raise SourceError(f"{path}, line {problem.lineno}: {problem.msg}") from None
 
     def find(self, address: str, *, is_assigned: bool) -> Definition:
         """The definition that an address names."""
@@ -129,8 +137,8 @@ class Source:
             near = ", ".join(self.near(address, is_assigned=is_assigned))
             raise MisfitError(f"there is no {name!r}; names like it: {near or 'none'}")
         if len(candidates) > 1:
-            addresses = ", ".join(definition.address for definition in candidates)
-            raise MisfitError(f"{name!r} may be any of {addresses}")
+            addresses = ", ".join(definition.address for definition in candidates[:NEAR_NAMES])
+            raise MisfitError(f"{name!r} may be any of {len(candidates)}, e.g. {addresses}")
         return candidates[0]
 
     def near(self, address: str, *, is_assigned: bool) -> list[str]:

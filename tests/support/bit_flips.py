@@ -38,7 +38,7 @@ from headway.runtime.storage import write_sealed
 from headway.store.checksums import Checksums
 from headway.store.media_table import MediaTableWriter, open_table
 from headway.store.reader import StoreWriter, open_store
-from headway.train.dpo_reference import read_table
+from headway.train.frozen_model import read_table
 from support.byte_model import CONFIG, byte_tokenizer, write_model, write_small_adapter
 from support.rot import random_bit, rot
 

@@ -440,6 +440,7 @@ def expert_trials() -> list[LayoutTrial]:
     )
     return [
         trial("latent attention, tensor", 2, tensor, config=latent),
+        trial("latent attention, tensor, no sequence", 2, {**tensor, "sequence": False}, config=latent),
         trial("experts, ddp, loss of each row", 2, {"zero1": {"size": 1}}, config=mixture, micro=4),
         trial("experts, zero1, loss of the step", 2, {}, config=step, micro=4),
         trial("experts, fsdp, bias without a loss", 2, {"strategy": "fsdp"}, config=biased),

@@ -1,11 +1,13 @@
-"""Imports point one way: a package may import only from itself and from packages above it in DESIGN's list. Lazy imports count."""
+"""Imports point one way: a package imports only itself and the packages above it in ARCHITECTURE.md. Lazy imports count."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).parents[2] / "src" / "headway"
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "headway"
 ORDER = [
     "errors", "config", "runtime", "text", "media", "tokenizer", "store", "records", "data", "prepare", "kernels", "model", "tasks",
     "objective", "optim", "parallel", "checkpoint", "infer", "eval", "export", "track", "plan", "diagnose", "train", "launch", "serve", "board",
@@ -46,6 +48,12 @@ def test_imports_only_point_up(package: str) -> None:
             if other not in ORDER and not other.startswith("__")
         ]
         assert not unknown, f"{path}: {unknown} have no place in the order of packages"
+
+
+def test_the_architecture_lists_the_packages_in_this_order() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rooms = page.partition("## Rooms")[2].partition("\n## ")[0]
+    assert re.findall(r"(?m)^\| `(\w+)` \|", rooms) == ORDER
 
 
 def test_nothing_is_called_utils() -> None:

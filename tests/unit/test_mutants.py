@@ -148,3 +148,30 @@ def test_a_namesake_in_another_package_is_not_changed_unless_it_has_the_code(tre
     tree.write(SOURCE, "text/clip.py")
     with pytest.raises(CatalogueError, match=r"is it text\.clip:clip now"):
         tree.read('operator = "and"\nto = "or"')
+
+
+@pytest.mark.parametrize("change", ['drop = "append"', 'drop = "extend"'])
+def test_a_test_that_is_gone_is_said_whether_the_mutant_fits_or_not(tree, monkeypatch, change):
+    import catalogue
+
+    monkeypatch.setattr(catalogue, "ROOT", tree.root)
+    named = 'tests = ["tests/test_clip.py::test_it"]'
+    gone = r"there is no tests/test_clip\.py::test_it; it may be gone"
+    with pytest.raises(catalogue.CatalogueError, match=gone):
+        tree.read(f"{change}\n{named}")
+    moved = tree.root / "tests" / "test_limits.py"
+    moved.parent.mkdir()
+    moved.write_text("def test_it():\n    pass\n")
+    with pytest.raises(catalogue.CatalogueError, match=r"tests/test_limits\.py::test_it") as caught:
+        tree.read(f"{change}\n{named}")
+    catalogue.mend(caught.value.moves)
+    assert 'tests = ["tests/test_limits.py::test_it"]' in tree.page.read_text()
+
+
+def test_a_fallback_that_is_gone_is_said(tree, monkeypatch):
+    import catalogue
+
+    monkeypatch.setattr(catalogue, "ROOT", tree.root)
+    page = f'fallback = ["tests/test_clip.py"]\n{ENTRY}'
+    with pytest.raises(catalogue.CatalogueError, match=r"all of them \(page\.toml, fallback\)"):
+        tree.read('drop = "append"', page)

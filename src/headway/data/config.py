@@ -115,7 +115,7 @@ class SourceConfig(Section):
         ]
         if self.chat_template == FALLBACK_TEMPLATE and "chat_template" in given:
             given.remove("chat_template")  # recipes of run folders state it for every source
-        return [name for name in given if name != "kind" or self.kind != "text"]
+        return [name for name in given if name != "kind" or not record_kind(self.kind).is_text]
 
     @model_validator(mode="after")
     def _one_share(self) -> "SourceConfig":

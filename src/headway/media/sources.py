@@ -10,6 +10,7 @@ Invariant: records come one at a time in a fixed order. Members of a tar that wo
 
 from __future__ import annotations
 
+import os
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,21 @@ def read_source(file: Path, limits: MediaLimits = LIMITS) -> Iterator[Record]:
         yield from read_webdataset(file, limits)
     else:
         yield from read_text_records([file])
+
+
+def note_folder(times: dict[str, int | None], file: Path) -> None:
+    """Add the folder of a file and its time, unless it is there already. The time changes when files are added, removed or replaced."""
+    folder = os.path.abspath(file.parent)
+    if folder not in times:
+        times[folder] = folder_time(folder)
+
+
+def folder_time(folder: str) -> int | None:
+    """When a folder was changed last, in nanoseconds; None if it is gone."""
+    try:
+        return os.stat(folder).st_mtime_ns
+    except (OSError, ValueError):
+        return None
 
 
 def is_media_folder(folder: Path) -> bool:

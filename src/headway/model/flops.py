@@ -18,13 +18,13 @@ Recomputation to save memory does not count, nor do norms, activations and the l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.adapter.config import PARTS, split_name
 from headway.model.config import ModelConfig
-from headway.model.layout import HEAD, ParamSpec, active_share, in_groups, param_specs
+from headway.model.layout import HEAD, ParamSpec, Specs, active_share, in_groups, param_specs
 
 LORA_A, LORA_B, _ = PARTS
 OUTSIDE = in_groups("objective", "projector", "aligner")
@@ -84,7 +84,7 @@ def token_flops(
     config: ModelConfig,
     seq_len: int,
     *,
-    specs: Mapping[str, ParamSpec] | None = None,
+    specs: Specs | None = None,
     training: Collection[str] | None = None,
 ) -> TokenFlops:
     """What one token needs. `specs`: every parameter, adapters too; the model's own if not given. `training`: all if not given."""

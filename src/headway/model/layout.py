@@ -12,6 +12,7 @@ A spec says all that others must know of a parameter. Nobody reads it off a name
 Imports without torch; only the class of a wrapped model (family transformers) is asked for its own.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -37,7 +38,7 @@ Start = Literal["normal", "residual", "table", "norm", "zero", "uniform", "gates
     norm        the factor that changes nothing          zero       0
     uniform     as torch initializes a linear            gates      as the config's head gates say
     table       of vectors that are looked up and added to a stream, in the towers of an aligner
-    given       whoever adds it says: an adapter, the objective
+    given       said where it is added: by an adapter, by the task
 """
 Group = Literal[
     "embedding", "norm", "bias", "linear", "expert", "adapter", "projector", "aligner", "gates", "score", "router_bias", "objective"
@@ -88,7 +89,8 @@ class ParamSpec:
     tied_to: str | None = None
     """The parameter this one also serves as: a tied embedding is the head too."""
     covers: Coverage = "tokens"
-    """What a tensor rank's gradient covers, where the rank shares its elements."""
+    """What a tensor rank's gradient covers, where ranks hold the same elements; `part` for what is used where layers are split, between
+    `LayerSplit.enter` and `leave`."""
     of_kv_heads: bool = False
     """The split dim counts KV heads: where they are fewer than ranks, neighbouring ranks hold the same head."""
     start: Start = "normal"
@@ -120,8 +122,12 @@ class ParamSpec:
         return not self.groups.isdisjoint(WIDE)
 
 
+Specs = Mapping[str, ParamSpec]
+"""Every parameter of a model by its name, in forward order."""
+
+
 def spec_by_name(name: str, shape: tuple[int, ...], stage: Stage = "first") -> ParamSpec:
-    """What can be told of a parameter by its name, for models that say no more: a user's, a class of transformers, an aligner."""
+    """What the name of a parameter says about it, for models that say no more: a user's, a class of transformers, an aligner."""
     path, _, leaf = name.rpartition(".")
     module = path.rpartition(".")[2]
     groups: set[Group] = set()
@@ -131,12 +137,27 @@ def spec_by_name(name: str, shape: tuple[int, ...], stage: Stage = "first") -> P
         groups.add("norm")
     if "embed_tokens" in name or name.startswith("lm_head"):
         groups.add("embedding")
+    # What another model may take over from headway's own keeps its name.
+    if EXPERTS in name:
+        groups.add("expert")
+    if leaf == ROUTER_BIAS:
+        groups.add("router_bias")
+    if name == SCORE:
+        groups.add("score")
+    if name.startswith(PROJECTOR):
+        groups.add("projector")
+    if name.startswith(ALIGNER):
+        groups.add("aligner")
+    if name == GATES:
+        return ParamSpec(name, shape, covers="part", start="gates", groups=in_groups("gates"))
     start: Start = "normal"
     if leaf.endswith("bias"):
         start = "zero"
     elif leaf == "weight" and module.endswith("norm"):
         start = "norm"
-    elif leaf == "weight" and module in ("o_proj", "down_proj"):
+    elif leaf == "weight" and "projector" in groups:
+        start = "uniform"
+    elif leaf == "weight" and module.endswith(("o_proj", "down_proj")):
         start = "residual"
     return ParamSpec(name, shape, stage=stage, start=start, groups=frozenset(groups))
 

@@ -6,7 +6,6 @@ A config may give parameters to several rules: `parts` names the part of each, `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self, runtime_checkable
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from headway.model.layout import ParamSpec
+    from headway.model.layout import Specs
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ class OptimConfig(KindConfig):
         """The hyperparameters of a group without a rule, at one step."""
         raise ConfigError(f"{type(self).__module__} defines no Config.hyper; a kind needs one.")
 
-    def parts(self, specs: Mapping[str, ParamSpec]) -> dict[str, str]:
+    def parts(self, specs: Specs) -> dict[str, str]:
         """The part that updates each parameter, by name; what is missing belongs to the part ""."""
         return {}
 

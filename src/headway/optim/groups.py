@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING
 from headway.errors import ConfigError
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.adapter.config import split_name
-from headway.model.layout import GATES, Group, ParamSpec, in_groups
+from headway.model.layout import GATES, Group, ParamSpec, Specs, in_groups
 from headway.optim.base import GroupRule, Hyper, OptimConfig
 from headway.tasks.base import ParameterRule
 
 if TYPE_CHECKING:
     from torch import nn
 
-Specs = Mapping[str, ParamSpec]
 OBJECTIVE = "objective."
 ADAPTER = ".lora_"
 """Part of the name of every adapter parameter, after the path of its linear."""

@@ -5,7 +5,6 @@ Hidden matrices are parameters of two or more dimensions, other than embeddings,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import field_validator
@@ -17,7 +16,7 @@ from headway.optim.base import Hyper, OptimConfig, Optimizer, check_betas
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headway.model.layout import ParamSpec
+    from headway.model.layout import Specs
     from headway.optim.base import Guard
     from headway.optim.state_storage import StateStorage
 
@@ -68,7 +67,7 @@ class Config(OptimConfig):
     )
     adamw: AdamWPart = setting(AdamWPart, "AdamW for embeddings, head, norms and biases.")
 
-    def parts(self, specs: Mapping[str, ParamSpec]) -> dict[str, str]:
+    def parts(self, specs: Specs) -> dict[str, str]:
         """AdamW's part; every other parameter is a hidden matrix."""
         from headway.optim.groups import select
 

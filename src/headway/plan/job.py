@@ -8,14 +8,14 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from headway.model.config import ModelConfig
-from headway.model.layout import EMBEDDING, HEAD, SCORE, param_specs
+from headway.model.layout import EMBEDDING, HEAD, SCORE, Specs, param_specs
 from headway.parallel.config import MemoryConfig
 from headway.parallel.layouts import Layout, LayoutShape, check_sizes
 from headway.parallel.pipeline_order import PipelineAction, pipeline_actions, stages_on
 from headway.parallel.stage_split import layer_costs, split_layers
 from headway.plan.hardware import GIB, GPUS, GpuModel
 from headway.plan.memory import MemoryJob
-from headway.plan.parameters import ModelCounts, ParamCount, Specs, count_parameters
+from headway.plan.parameters import ModelCounts, ParamCount, count_parameters
 from headway.plan.rates import Software
 from headway.plan.reference import ReferenceModel
 from headway.plan.timeline import in_flight

@@ -6,14 +6,12 @@ has the layers of its stages; the first stage the embedding, the last the final 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.config import ModelConfig
-from headway.model.layout import ParamSpec, param_specs
-
-Specs = Mapping[str, ParamSpec]
+from headway.model.layout import ParamSpec, Specs, param_specs
 
 
 @dataclass(frozen=True)

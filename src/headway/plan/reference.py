@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
-from headway.plan.parameters import ParamCount, Specs, count_parameters
+from headway.model.layout import Specs
+from headway.plan.parameters import ParamCount, count_parameters
 
 
 @dataclass(frozen=True)

@@ -650,5 +650,5 @@ class _Plan:
             ]
             raise DataError(
                 f"{name}: no record is left ({', '.join(found) or 'the files are empty'}). "
-                "Give more data or a longer --max-length (in a recipe: data.seq_len)."
+                f"Give more data or a longer {self.kind.length_setting}."
             )

@@ -24,6 +24,7 @@ import numpy as np
 
 from headway.errors import DataError, HeadwayError
 from headway.media.records import MediaOptions, read_records
+from headway.media.sources import note_folder
 from headway.prepare.media_inputs import Array, Item, MediaInputSpec, content_hash
 from headway.prepare.media_notes import MediaNote
 from headway.runtime.progress import progress
@@ -167,6 +168,7 @@ def prepare_samples(
         if known is not None:
             return known
     listed = list(islice(samples, limit))
+    folders = _folders_of(listed)
     hashes, bad = _hashes(listed, makers, root, skip_bad)
     tables: list[MediaTable] = []
     for maker in makers:
@@ -202,9 +204,9 @@ def prepare_samples(
         )
     places = tuple(sample.place for sample in listed)
     if note is not None and not bad:
-        folders = [str(table.folder.relative_to(root)) for table in tables]
-        value = {"tables": folders, "rows": rows.tolist(), "places": places}
-        note.write(value, _folders_of(listed))
+        names = [str(table.folder.relative_to(root)) for table in tables]
+        value = {"tables": names, "rows": rows.tolist(), "places": places}
+        note.write(value, folders)
     return SampleSet(
         name, tuple(maker.modality for maker in makers), rows, tuple(tables), places, tuple(bad)
     )
@@ -231,14 +233,14 @@ def _known_samples(
     return SampleSet(name, modalities, rows, tuple(tables), tuple(known["places"]))
 
 
-def _folders_of(samples: Iterable[Sample]) -> list[Path]:
-    """The folders of all media files of some samples."""
-    folders: dict[Path, None] = {}
+def _folders_of(samples: Iterable[Sample]) -> dict[str, int | None]:
+    """The folders of all media files of some samples, and when each was changed last."""
+    folders: dict[str, int | None] = {}
     for sample in samples:
         for item in sample.items.values():
             if not isinstance(item, str) and item.path is not None:
-                folders[item.path.parent] = None
-    return list(folders)
+                note_folder(folders, item.path)
+    return folders
 
 
 def _hashes(

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.errors import HeadwayError
+from headway.media.sources import folder_time
 from headway.runtime.storage import read_sealed, write_sealed
 from headway.store.checksums import Checksums
 
@@ -51,20 +53,16 @@ class MediaNote:
         if stored is None:
             return None
         noted = json.loads(stored)
-        if any(_time_of(Path(folder)) != time for folder, time in noted["folders"]):
+        if any(folder_time(folder) != time for folder, time in noted["folders"].items()):
             return None
         return noted["value"]
 
-    def write(self, value: Mapping[str, Any], folders: Iterable[Path]) -> None:
-        """Note a value, which JSON can hold, and the folders of the media files."""
-        times = [[str(folder.absolute()), _time_of(folder)] for folder in folders]
-        content = json.dumps({"value": dict(value), "folders": times}).encode()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_sealed(self.path, content, durable=False)
-
-
-def _time_of(folder: Path) -> int | None:
-    try:
-        return folder.stat().st_mtime_ns
-    except (OSError, ValueError):
-        return None
+    def write(self, value: Mapping[str, Any], folders: Mapping[str, int | None]) -> None:
+        """Note a value, which JSON can hold, and the folders of the media files with their times from before the files were looked at."""
+        content = json.dumps({"value": dict(value), "folders": dict(folders)}).encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_sealed(self.path, content, durable=False)
+        except (OSError, HeadwayError) as problem:
+            # A cache may be on a disk that is read-only. What was made is there; only the next start is slower.
+            log.debug("%s: not written: %s", self.path, problem)

@@ -101,8 +101,8 @@ class MediaScan:
     stamps: str
     """A hash of the names, sizes and times of their files."""
     records: int
-    folders: tuple[Path, ...]
-    """The folders of these files."""
+    folders: Mapping[str, int | None]
+    """The folders of these files, and when each was changed last."""
 
 
 class CacheKeyParts(NamedTuple):
@@ -205,6 +205,8 @@ class RecordKind:
         "`headway data validate` lists all such records; --drop-bad (in a recipe drop_bad: true) leaves them out."
     )
     """What to do about a bad record."""
+    length_setting: ClassVar[str] = "--max-length (in a recipe: data.seq_len)"
+    """What makes documents longer."""
 
     def detect(self, data: Mapping[str, Any], context: DetectContext) -> Fit | None:
         """How well the keys of a record fit; None: not at all. A user's kind is named, never detected."""
@@ -212,11 +214,11 @@ class RecordKind:
 
     def parse(self, record: Record, fields: RecordFields) -> Any:
         """The example of a record; a DataError with its place and the reason. An example has `unread`: the keys that were not read."""
-        raise NotImplementedError
+        raise self._lacks("parse")
 
     def conversations(self, example: Any) -> list[list[Turn]]:
         """The turns of each document of an example."""
-        raise NotImplementedError
+        raise self._lacks("conversations")
 
     def segments(self, example: Any, template: ChatTemplate) -> list[list[Segment]]:
         """Each document of an example, written by the template."""
@@ -224,7 +226,12 @@ class RecordKind:
 
     def encoder(self, settings: DocumentSettings) -> ExampleEncoder:
         """What turns its rendered examples into documents."""
-        raise NotImplementedError
+        raise self._lacks("encoder")
+
+    def _lacks(self, method: str) -> ConfigError:
+        return ConfigError(
+            f"{self.name}: its class Kind has no method {method}. Write one, or derive it from headway.records.chat.Kind."
+        )
 
     def show(self, example: Any) -> list[list[ShownPart]]:
         """The parts of each document of an example."""
@@ -289,6 +296,11 @@ def record_kind(name: str) -> RecordKind:
     if not (isinstance(kind, type) and issubclass(kind, RecordKind)):
         raise ConfigError(
             f"{name} has no class Kind derived from headway.records.base.RecordKind; a kind of records needs one."
+        )
+    if is_user_kind(name) and (kind.is_text or kind.holds_media):
+        raise ConfigError(
+            f"{name} derives from a kind of text or media, whose files are read in other ways. Derive it from the kind chat, preference or "
+            "unpaired; for texts write a format (data.train.0.format)."
         )
     found = kind()
     found.name = name

@@ -21,7 +21,7 @@ from pathlib import Path
 from headway.errors import ConfigError, DataError
 from headway.media.items import MODALITIES, MediaRef, Modality
 from headway.media.records import MARKS, MediaRecord, parse_media_record
-from headway.media.sources import read_sources, source_files
+from headway.media.sources import note_folder, read_sources, source_files
 from headway.records.base import (
     CacheKeyParts,
     DocumentSettings,
@@ -158,6 +158,7 @@ class Kind(RecordKind):
     targets = ("headway",)
     recipe = None
     large_recipe = None
+    length_setting = "data.seq_len"
     remedy = "`headway data validate --kind multimodal` lists all such records; drop_bad: true leaves them out."
 
     def files(self, paths: Sequence[Path | str]) -> list[Path]:
@@ -207,14 +208,15 @@ class Kind(RecordKind):
     def scan(self, files: Sequence[Path]) -> MediaScan:
         stamps = hashlib.sha256()
         count = 0
-        folders: dict[Path, None] = {}
+        folders: dict[str, int | None] = {}
         for record in read_sources(files):
             count += 1
             for ref in refs_of(record):
-                stamps.update(repr(_stamp(ref)).encode())
+                # The folder first: what changes after this line makes the note of this scan invalid.
                 if ref.path is not None:
-                    folders[ref.path.parent] = None
-        return MediaScan(stamps.hexdigest(), count, tuple(folders))
+                    note_folder(folders, ref.path)
+                stamps.update(repr(_stamp(ref)).encode())
+        return MediaScan(stamps.hexdigest(), count, folders)
 
     def check_positions(self, path: str, positions: MediaPositions | None) -> None:
         if positions is None:

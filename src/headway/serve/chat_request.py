@@ -23,7 +23,6 @@ from headway.serve.request_body import (
     Text,
     Whole,
     needed,
-    not_supported,
     parse_body,
     problem,
     wrong_value,
@@ -95,6 +94,15 @@ class MessageCall(RequestBody):
 class ChatMessage(RequestBody):
     """One of the `messages`."""
 
+    kind_field = "role"
+    absent = {
+        "system": frozenset(("refusal", "name")),
+        "developer": frozenset(("refusal", "name")),
+        "user": frozenset(("refusal", "name")),
+        "assistant": frozenset(("tool_call_id", "name")),
+        "tool": frozenset(("refusal",)),
+    }
+
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"],
         MustBe(f"one of {', '.join(ROLES)}"),
@@ -107,17 +115,10 @@ class ChatMessage(RequestBody):
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
-        is_assistant = self.role == "assistant"
-        if self.tool_calls and not is_assistant:
+        if self.tool_calls and self.role != "assistant":
             raise problem("is only allowed in messages of the assistant.", "tool_calls")
         if self.content is None and not self.tool_calls:
             raise problem("is missing; it must be a text or a list of parts.", "content")
-        if self.refusal is not None and not is_assistant:
-            raise not_supported("refusal")
-        if self.tool_call_id is not None and is_assistant:
-            raise not_supported("tool_call_id")
-        if self.name is not None and self.role != "tool":
-            raise not_supported("name")
         return self
 
 
@@ -158,6 +159,9 @@ class NamedSchema(RequestBody):
 class ResponseFormat(RequestBody):
     """`response_format`."""
 
+    kind_field = "type"
+    absent = {"text": frozenset(("json_schema",)), "json_object": frozenset(("json_schema",))}
+
     type: Annotated[
         Literal["text", "json_object", "json_schema"],
         MustBe("text, json_object or json_schema"),
@@ -166,8 +170,6 @@ class ResponseFormat(RequestBody):
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> Self:
-        if self.type != "json_schema" and self.json_schema is not None:
-            raise not_supported("json_schema")
         if self.type == "json_schema" and self.json_schema is None:
             raise problem('is missing; it must be {"name": "...", "schema": {...}}.', "json_schema")
         return self

@@ -25,7 +25,6 @@ from headway.serve.request_body import (
     RequestBody,
     Text,
     needed,
-    not_supported,
     problem,
     wrong,
 )
@@ -84,6 +83,13 @@ class AudioContent(RequestBody):
 class ContentPart(RequestBody):
     """One of the parts of a content: its type, and the field of that name."""
 
+    kind_field = "type"
+    absent = {
+        "text": frozenset(("image_url", "input_audio")),
+        "image_url": frozenset(("text", "input_audio")),
+        "input_audio": frozenset(("text", "image_url")),
+    }
+
     type: Annotated[
         Literal["text", "image_url", "input_audio"], MustBe("text, image_url or input_audio")
     ] = needed()
@@ -93,14 +99,9 @@ class ContentPart(RequestBody):
     cache_control: Any = None
 
     @model_validator(mode="after")
-    def _has_its_field_alone(self) -> Self:
-        for field, example in EXAMPLES.items():
-            value = getattr(self, field)
-            if field == self.type:
-                if value is None:
-                    raise problem(f"is missing; it must be {example}.", field)
-            elif value is not None:
-                raise not_supported(field)
+    def _has_the_field_of_its_type(self) -> Self:
+        if getattr(self, self.type) is None:
+            raise problem(f"is missing; it must be {EXAMPLES[self.type]}.", self.type)
         return self
 
 

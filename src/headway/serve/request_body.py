@@ -9,7 +9,7 @@ refused by its name: nothing is ignored. The annotations here say what a value m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
@@ -38,6 +38,8 @@ PROBLEM = "problem"
 UNKNOWN = "extra_forbidden"
 EXPECTED = {"model_type": "an object", "tuple_type": "a list of objects"}
 """What pydantic's own errors expected. Other types do not occur: values have an annotation of this module."""
+
+NO_FIELDS: frozenset[str] = frozenset()
 
 Body = TypeVar("Body", bound="RequestBody")
 
@@ -70,24 +72,29 @@ def _refuse_constant(name: str) -> float:
 
 
 def check_tree(data: dict[str, Any]) -> None:
-    """Refuse what is nested too deep, holds too many values, or has text that is not valid Unicode. Numbers are not counted."""
+    """Refuse what is nested too deep, holds too many values, or has text that is not valid Unicode. Numbers in lists are not counted."""
     waiting: list[tuple[Any, int]] = [(data, 0)]
     count = 1
     while waiting:
         value, depth = waiting.pop()
-        if depth > MAX_DEPTH:
-            raise ApiError(400, f"The body is nested deeper than {MAX_DEPTH} levels.")
+        before = count
         parts = value
-        if isinstance(value, dict):
+        is_object = isinstance(value, dict)
+        if is_object:
             parts = [*value.keys(), *value.values()]
+            count += len(parts)
         for part in parts:
             kind = type(part)
             if kind is str:
-                count += 1
                 check_text(part)
             elif kind is dict or kind is list:
-                count += 1
                 waiting.append((part, depth + 1))
+            elif part is not None:
+                continue
+            if not is_object:
+                count += 1
+        if count > before and depth == MAX_DEPTH:
+            raise ApiError(400, f"The body is nested deeper than {MAX_DEPTH} levels.")
         if count > MAX_VALUES:
             raise ApiError(400, f"The body holds more than {MAX_VALUES} lists, objects and texts.")
 
@@ -116,20 +123,33 @@ class RequestBody(BaseModel):
         fields = cls.__pydantic_fields__.items()
         cls.known_fields = frozenset(field.alias or name for name, field in fields)
 
+    kind_field: ClassVar[str] = ""
+    absent: ClassVar[Mapping[str, frozenset[str]]] = {}
+    """By the value of `kind_field`: declared fields that such an object does not have."""
+
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: dict[str, Any] | Any) -> Any:
-        """The object without nulls, and without empty lists and objects in fields that are not known."""
+        """The object without nulls, and without empty lists and objects in fields that it does not have."""
         if not isinstance(data, dict):
             return data
         known = cls.known_fields
-        if None not in data.values() and data.keys() <= known:
+        absent = NO_FIELDS
+        if cls.absent:
+            kind = data.get(cls.kind_field)
+            if isinstance(kind, str):
+                absent = cls.absent.get(kind, NO_FIELDS)
+        if None not in data.values() and data.keys() <= known and absent.isdisjoint(data):
             return data
-        return {
-            name: value
-            for name, value in data.items()
-            if value is not None and (name in known or value not in ([], {}))
-        }
+        kept: dict[str, Any] = {}
+        for name, value in data.items():
+            is_absent = name in absent
+            if value is None or ((is_absent or name not in known) and value in ([], {})):
+                continue
+            if is_absent:
+                raise PydanticCustomError(UNKNOWN, "is not supported", {"field": name})
+            kept[name] = value
+        return kept
 
 
 @dataclass(frozen=True)
@@ -224,11 +244,6 @@ def wrong(words: str) -> PydanticCustomError:
 def problem(text: str, field: str | None = None) -> PydanticCustomError:
     """The error of a validator in the client's words; `field` is the field of a model's validator."""
     return PydanticCustomError(PROBLEM, "{text}", {"text": text, "field": field})
-
-
-def not_supported(field: str) -> PydanticCustomError:
-    """The error of a model's validator: a field that other objects have and this one has not."""
-    return PydanticCustomError(UNKNOWN, "is not supported", {"field": field})
 
 
 def wrong_value(name: str, value: Any, words: str) -> ApiError:

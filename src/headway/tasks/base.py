@@ -257,7 +257,7 @@ class TaskConfig(KindConfig):
     @property
     def reads(self) -> tuple[str, ...]:
         """The kinds of records it reads, the preferred one first."""
-        return ("text", "chat", "multimodal")
+        return ("text", "chat")
 
     def reader(self, config: DataConfig) -> SourceReader:
         """How it reads the sources of a run: documents, or groups of them."""

@@ -29,6 +29,11 @@ class Config(TaskConfig):
     )
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """Text and conversations, and conversations about pictures and sounds."""
+        return ("text", "chat", "multimodal")
+
+    @property
     def needs(self) -> TaskNeeds:
         """Nothing: it is a sum over tokens."""
         return TaskNeeds(whole_rows=False)

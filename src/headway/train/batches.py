@@ -15,6 +15,7 @@ from headway.data.teacher import open_teacher
 from headway.errors import ConfigError
 from headway.prepare.sources import prepare_sources
 from headway.runtime.process import from_environment
+from headway.train.run_form import run_form
 
 if TYPE_CHECKING:
     import torch
@@ -38,11 +39,15 @@ def open_run_data(
 ) -> OpenData:
     """The open data of a run; what is not a store yet is made now. `device`: where frozen encoders of media run; `workers`: processes
     that tokenize, None: as many as there are cores; `check_media`: look at every media file, even of data that is known."""
-    recipe, tokenizer = resolved.recipe, resolved.tokenizer_path
-    if resolved.model.aligner is not None:
-        from headway.train.alignment import open_samples
+    return run_form(resolved.model).open_data(resolved, device, workers, check_media)
 
-        return open_samples(recipe, resolved.model.aligner, device, check_media)
+
+def open_token_data(
+    resolved: Resolved, device: torch.device | None, workers: int | None, check_media: bool
+) -> OpenData:
+    """The open data of a run over tokens."""
+    recipe = resolved.recipe
+    tokenizer = resolved.tokenizer_path
     media = None
     positions = None
     if resolved.media is not None:

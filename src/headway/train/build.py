@@ -25,7 +25,6 @@ from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.adapter.lora import with_updates
 from headway.model.adapter.packed_base import packed_values
 from headway.model.config import ModelConfig
-from headway.model.flops import token_flops
 from headway.model.init import initial_value
 from headway.model.layout import GATES, HEAD, SCORE, param_specs
 from headway.model.media_shape import ALIGNER, PROJECTOR
@@ -36,17 +35,17 @@ from headway.runtime.device import Compute, choose_compute, set_arithmetic
 from headway.runtime.machine import usable_cores
 from headway.runtime.process import Process
 from headway.runtime.s3 import StoreDown
-from headway.train.alignment import first_heads, sample_flops
 from headway.train.batches import count_steps, make_loader, open_run_data, plan_rows
 from headway.train.config import Recipe
 from headway.train.data_check import DataCheck
-from headway.train.dpo_reference import make_reference
+from headway.train.frozen_model import make_reference
 from headway.train.health import Healer, LossMonitor, with_healed
 from headway.train.memory import apply_limit, check_host_memory, describe_job, fit_micro_rows
 from headway.train.meter import Meter, MeterSetup
 from headway.train.multimodal import first_media
 from headway.train.resolve import Resolved, leaves_gates
 from headway.train.run import Run, Session
+from headway.train.run_form import run_form
 from headway.train.stages import StagePosition
 from headway.train.start import Start
 from headway.train.state import TrainState, apply_init_content, first_position
@@ -186,8 +185,7 @@ def make_meter(
     """The meter of a run, at the run's current state."""
     seq_len, engine = recipe.data.seq_len, state.engine
     training = [name for group in engine.groups for name in group.names]
-    flops = sample_flops(state.model) if state.model.aligner is not None else None
-    flops = flops or token_flops(state.model, seq_len, specs=engine.specs, training=training)
+    flops = run_form(state.model).flops(state.model, seq_len, engine.specs, training)
     setup = MeterSetup(
         model=state.model,
         flops=flops,
@@ -300,8 +298,7 @@ def fill(engine: Engine, resolved: Resolved, device: torch.device) -> None:
                     )
                 ]
             )
-    if resolved.model.aligner is not None:
-        engine.fill(first_heads(resolved.model.aligner, resolved.recipe.objective, engine.shapes))
+    engine.fill(run_form(resolved.model).first_values(resolved, engine.shapes))
     if resolved.log_alpha is not None:
         engine.fill([(GATES, torch.tensor(resolved.log_alpha, device="cpu"))])
 

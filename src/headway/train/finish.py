@@ -33,6 +33,7 @@ from headway.train.control import exit_code
 from headway.train.early_stopping import restore_best, stopped_early
 from headway.train.history import total_metrics
 from headway.train.run_folder import METRICS, SUMMARY, write_json
+from headway.train.run_form import run_form
 from headway.train.samples import as_plain, plain_weights, sample_after
 
 if TYPE_CHECKING:
@@ -121,8 +122,11 @@ def write_final(run: Run) -> str | None:
         return str(target)
     if target.exists():
         shutil.rmtree(target)
-    if run.model.aligner is not None:
-        return write_final_aligner(run, target)
+    return run_form(run.model).write_final(run, target)
+
+
+def write_final_model(run: Run, target: Path) -> str | None:
+    """Export a language model, and the adapter beside it where one was trained."""
     dtype = "bfloat16" if run.compute.precision in ("bf16", "fp8") else "float32"
     adapter, weights, trained = run.recipe.adapter, run.engine.weights(), dict[str, Tensor]()
     if adapter is not None:

@@ -14,6 +14,7 @@ from headway.runtime.log import FILE_ONLY, SCREEN_ONLY
 from headway.runtime.progress import quantity
 from headway.train.memory import describe_job
 from headway.train.run import Run
+from headway.train.run_form import run_form
 
 log = logging.getLogger("headway")
 
@@ -50,9 +51,9 @@ class DataLine:
         if passes is not None and not float(passes).is_integer():
             passes = None  # the last step is full, so that a little more is read
         amount = run.loader.amount(run.total_steps, passes)
-        there = f"{quantity(amount.documents)} documents, {quantity(amount.tokens)} tokens"
-        if run.model.aligner is not None:
-            there = f"{quantity(amount.documents)} samples"
+        there = run_form(run.model).describe_amount(
+            quantity(amount.documents), quantity(amount.tokens)
+        )
         about = "about " if passes is None else ""
         epochs = ""
         if amount.epochs is not None:
@@ -62,7 +63,7 @@ class DataLine:
 
     def line(self, run: Run) -> str:
         """One line of the log."""
-        what = "tokens" if run.model.aligner is None else "samples"
+        what = run_form(run.model).unit
         return f"{what}: {self.there.removesuffix(' samples')}; {run.total_steps} steps read {self.read}{self.epochs}"
 
 
@@ -91,7 +92,7 @@ def header(run: Run, reading: DataLine) -> list[tuple[str, str]]:
         ("layout", f"{layout[0]}, {run.compute.precision} on {run.compute.name}"),
         *(
             [("memory", f"about {amount(_memory(run).total)} per rank")]
-            if run.model.aligner is None
+            if run_form(run.model).is_estimated
             else []
         ),
         (
@@ -103,11 +104,7 @@ def header(run: Run, reading: DataLine) -> list[tuple[str, str]]:
 
 
 def _row_size(run: Run) -> str:
-    return (
-        f"{run.batch.rows} samples"
-        if run.model.aligner is not None
-        else f"{run.batch.rows} rows x {run.recipe.data.seq_len} tokens"
-    )
+    return run_form(run.model).describe_step(run.batch.rows, run.recipe.data.seq_len)
 
 
 def _source(run: Run) -> str:
@@ -117,15 +114,13 @@ def _source(run: Run) -> str:
 def _sizes(run: Run) -> tuple[int, int]:
     """Parameters that train and parameters that do not."""
     training = {name for group in run.engine.groups for name in group.names}
-    known = (
-        {spec.name: spec.size for spec in param_specs(run.model)}
-        if run.model.aligner is None
-        else {}
-    )
-    sizes = {
-        name: prod(shape) if form_of(name) is None else known[plain_name(name)]
-        for name, shape in run.engine.shapes.items()
-    }
+    shapes = run.engine.shapes
+    sizes = {name: prod(shape) for name, shape in shapes.items() if form_of(name) is None}
+    quantised = [name for name in shapes if name not in sizes]
+    if quantised:
+        # Their shapes are those of bytes; the model's own say how many numbers they hold.
+        known = {spec.name: spec.size for spec in param_specs(run.model)}
+        sizes |= {name: known[plain_name(name)] for name in quantised}
     trained = sum(size for name, size in sizes.items() if name in training)
     return trained, sum(sizes.values()) - trained
 
@@ -154,7 +149,7 @@ def describe(run: Run) -> list[str]:
         *run.targets.lines,
         *([run.reference.description] if run.reference is not None else []),
         *run.ranks.mesh.describe(run.recipe.parallel.strategy),
-        *([_memory_line(run)] if run.model.aligner is None else []),
+        *([_memory_line(run)] if run_form(run.model).is_estimated else []),
     ]
 
 

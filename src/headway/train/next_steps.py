@@ -18,6 +18,7 @@ from headway.records.base import record_kind
 from headway.runtime.optional import is_installed
 from headway.train.config import Recipe
 from headway.train.run_folder import RECIPE
+from headway.train.run_form import run_form
 
 PROMPT = "Once upon a time"
 QUESTION = "What can you do?"
@@ -36,8 +37,9 @@ def next_steps(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     run = Path(str(summary["run"]))
     try:
         recipe = load(Recipe, run / RECIPE)
-        if recipe.model.aligner is not None:
-            return [(shlex.join(words), what) for words, what in _aligned(run, recipe)]
+        commands = run_form(recipe.model).next_commands(run, recipe)
+        if commands is not None:
+            return [(shlex.join(words), what) for words, what in commands]
         found = find_model(run)
     except HeadwayError:
         return []
@@ -70,25 +72,6 @@ def _scored(run: Path, recipe: Recipe) -> list[tuple[list[str], str]]:
             "accuracy and margin of pairs",
         )
         for path in data
-    ]
-
-
-def _aligned(run: Path, recipe: Recipe) -> list[tuple[list[str], str]]:
-    """What follows an alignment."""
-    data = [one.path for one in recipe.data.train or ()][:1]
-    measured = [
-        (
-            ["headway", "eval", "retrieval", "--model", str(run), "--data", path],
-            "recall of every pair",
-        )
-        for path in data
-    ]
-    return [
-        *measured,
-        (
-            ["headway", "export", "aligner", "--model", str(run), "--out", f"{run}-aligner.pt"],
-            "a file for PurrSight",
-        ),
     ]
 
 

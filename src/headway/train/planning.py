@@ -9,8 +9,9 @@ from headway.errors import ConfigError, DataError
 from headway.model.adapter.config import all_specs
 from headway.model.config import ModelConfig
 from headway.model.families.base import WRAPPED
+from headway.model.layout import Specs
 from headway.optim.adamw import Config as AdamWConfig
-from headway.optim.groups import Specs, make_groups, trainable
+from headway.optim.groups import make_groups, trainable
 from headway.parallel.config import ParallelConfig
 from headway.parallel.layout_rules import LayoutCase, broken_rules
 from headway.parallel.layouts import Layout
@@ -21,6 +22,7 @@ from headway.plan.rates import AttentionKernel, Software
 from headway.plan.reference import ReferenceModel
 from headway.train.config import Recipe
 from headway.train.resolve import resolve
+from headway.train.run_form import run_form
 
 MAX_MICRO_ROWS = 4096
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -37,7 +39,7 @@ class PlanTarget:
 
 def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
     """The recipe on this many ranks; a layout that breaks a rule is a ParallelError with the nearest one that works."""
-    if recipe.model.aligner is not None:
+    if not run_form(recipe.model).is_estimated:
         raise ConfigError(
             "model.aligner is given; plan knows language models only. `headway train RECIPE --dry-run` takes one step of it."
         )

@@ -24,11 +24,11 @@ from headway.model.upcycle import upcycled_config, upcycled_weights
 from headway.prepare.detect import with_kinds
 from headway.runtime.process import from_environment
 from headway.runtime.s3 import StoreDown
-from headway.tasks.contrastive import Config as ContrastiveConfig
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.alignment import resolve_aligner
 from headway.train.config import Recipe
+from headway.train.run_form import run_form
 from headway.train.wrapped import check_wrapped, wrapped_shape, wrapping_of
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     """Read what a recipe names; anything missing or contradictory is a ConfigError. `given` weights override init.from."""
     for tracker in recipe.track:
         tracker.check()
-    if recipe.model.aligner is not None or isinstance(recipe.objective, ContrastiveConfig):
+    if recipe.objective.needs.head == "vectors" or not run_form(recipe.model).has_targets:
         aligned = resolve_aligner(recipe)
         return Resolved(aligned, aligned.model, None, None, None)
     if recipe.model.media is not None and recipe.multimodal is None:
@@ -188,7 +188,7 @@ def _media(recipe: Recipe, model: ModelConfig) -> MediaPlan | None:
         return None
     from headway.train.multimodal import plan_media
 
-    if recipe.objective.kind != "next_token":
+    if "multimodal" not in recipe.objective.reads:
         raise ConfigError(
             f"multimodal is given with objective.kind {recipe.objective.kind}; media are inputs of next_token. Remove one."
         )

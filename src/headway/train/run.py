@@ -46,7 +46,7 @@ from headway.train.clock import Clock
 from headway.train.config import Recipe
 from headway.train.control import Control
 from headway.train.data_check import DataCheck, explain_damage
-from headway.train.dpo_reference import Reference
+from headway.train.frozen_model import Reference
 from headway.train.health import (
     BadStep,
     Healer,

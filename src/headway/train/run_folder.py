@@ -240,9 +240,14 @@ def save_tokenizer(folder: Path, recipe: Recipe, tokenizer: Tokenizer) -> Path |
 
     Users of the trained model then prompt it in the form it was trained on.
     """
+    from headway.records.base import record_kind
     from headway.tokenizer.chat import TOKENIZER_TEMPLATE, find_template
 
-    names = {source.chat_template for source in recipe.data.train or () if source.kind != "text"}
+    names = {
+        source.chat_template
+        for source in recipe.data.train or ()
+        if source.kind == "auto" or not record_kind(source.kind).is_text
+    }
     if len(names) != 1 or TOKENIZER_TEMPLATE in names:
         return None
     (name,) = names

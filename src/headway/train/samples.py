@@ -30,6 +30,7 @@ from headway.model.layout import param_specs
 from headway.runtime.json_file import load_json
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.run_folder import write_json
+from headway.train.run_form import run_form
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +90,9 @@ class HeldOutPrompt:
 def num_samples(run: Run) -> int:
     """How many prompts a run answers; the same on all ranks."""
     wanted = run.recipe.log.samples
-    writes_text = run.model.aligner is None and run.model.media is None and not run.model.score_head
+    writes_text = (
+        run_form(run.model).writes_text and run.model.media is None and not run.model.score_head
+    )
     if not run.data.valid or run.tokenizer_path is None or not writes_text:
         return 0
     if wanted != "auto":

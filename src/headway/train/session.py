@@ -13,7 +13,6 @@ from typing import Any
 from headway.checkpoint.stored_model import FINAL
 from headway.data.config import default_cache_dir
 from headway.errors import CommunicationError, ConfigError
-from headway.model.families.base import published
 from headway.parallel.collectives import RankGroup, start_group
 from headway.plan.memory import MemoryJob
 from headway.prepare.cache import dry_cache, make_dry_cache
@@ -37,6 +36,7 @@ from headway.train.memory import describe_job, explain_out_of_memory
 from headway.train.resolve import Resolved, resolve
 from headway.train.run import Run, RunHook, Session
 from headway.train.run_folder import lock_run, read_summary, save_tokenizer
+from headway.train.run_form import run_form
 from headway.train.staged_run import StagedStart, check_stages, decide_staged_start, run_stages
 from headway.train.stages import StagePosition, expand
 from headway.train.start import agree_on_start
@@ -248,8 +248,8 @@ def _explain_out_of_memory(
 ) -> AbstractContextManager[None]:
     """Turn running out of memory into one error that says what needs memory and what would need less."""
     recipe = resolved.recipe
-    if resolved.model.aligner is not None:
-        return nullcontext()  # the estimate is that of a language model
+    if not run_form(resolved.model).is_estimated:
+        return nullcontext()
 
     def compute() -> Compute:
         return choose_compute(recipe.device, recipe.precision, process.local_rank)
@@ -264,10 +264,8 @@ def _explain_out_of_memory(
 
 def why_not_exported(run: Run) -> str | None:
     """Why the model cannot be exported as a Hugging Face folder; None where it can."""
-    if run.model.aligner is not None:
-        return None
     try:
-        published(run.model)
+        run_form(run.model).check_export(run.model)
     except ConfigError as reason:
         return str(reason)
     return None

@@ -32,7 +32,7 @@ from headway.train.batches import open_run_data
 from headway.train.code_record import record_code
 from headway.train.config import Recipe
 from headway.train.control import on_first_rank
-from headway.train.dpo_reference import check_reference
+from headway.train.frozen_model import check_reference
 from headway.train.resolve import Resolved, resolve
 from headway.train.run_folder import (
     RECIPE,

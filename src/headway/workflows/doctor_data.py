@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from headway.tokenizer.load import Tokenizer
 from headway.train.batches import open_run_data
 from headway.train.config import Recipe
 from headway.train.resolve import Resolved, resolve
+from headway.train.run_form import run_form
 from headway.train.staged_run import check_stages
 from headway.train.stages import expand
 
@@ -83,7 +83,7 @@ def check_data(recipe: Recipe, options: SampleOptions = SampleOptions()) -> list
 def check_resolved(stage: str | None, resolved: Resolved, options: SampleOptions) -> DataCheckup:
     """Check the data of one resolved recipe."""
     recipe, data = resolved.recipe, open_resolved(resolved)
-    if resolved.model.aligner is not None:
+    if not run_form(resolved.model).has_targets:
         return DataCheckup(
             stage,
             (
@@ -155,7 +155,9 @@ def round_trip_checks(config: DataConfig, tokenizer: Tokenizer | None) -> list[C
     ]
     for one in config.train or ():
         path = local_path(one.path, config.cache_dir)
-        if one.format is None and format_of(path) == "raw":
+        # A folder of pictures has no format of files.
+        holds_media = one.kind != "auto" and record_kind(one.kind).holds_media
+        if one.format is None and (holds_media or format_of(path) == "raw"):
             lost: list[str] = []
             found = measure(tokenizer, islice(_texts(path, one), ROUND_TRIP_TEXTS), lost)
             checks.append(
@@ -183,8 +185,8 @@ def _round_trip(name: str, detail: str, lost: list[str]) -> Check:
 def _texts(path: str, one: SourceConfig) -> Iterator[tuple[str, str]]:
     """(place, text) of what the tokenizer will see; of records every text in them."""
     kind = record_kind(one.kind)
-    if kind.has_template and not kind.holds_media:
-        for record in kind.read([Path(path)]):
+    if not kind.is_text:
+        for record in kind.read(kind.files([path])):
             for text in texts_in(dict(record.data)):
                 yield record.place, text[:MOST_CHARACTERS]
         return

@@ -103,7 +103,7 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
     from headway.train.resolve import resolve
 
     objective: Any = recipe.objective
-    if objective.kind != "head_sparsity":
+    if objective.needs.gates is None:
         raise ConfigError(
             f"objective.kind is {objective.kind!r}; sparsify trains head gates. Use objective: {{kind: head_sparsity}}."
         )

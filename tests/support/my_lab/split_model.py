@@ -1,6 +1,7 @@
 """A family whose model ranks may split, with names that say nothing to headway: `wte`, `ln_1`, `ln_f`, a scale without a module."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from headway.kernels.vocab_loss import VocabShard
 from headway.model.base import LayerSplit, LMHead, Model, ModelOut
 from headway.model.config import ModelConfig
 from headway.model.families.llama import *  # noqa: F403
-from headway.model.layout import ParamSpec
+from headway.model.layout import ParamSpec, Split
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -27,7 +28,8 @@ class Layer(nn.Module):
         self.ln_1 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
-        self.enter = self.leave = unchanged
+        self.enter: Callable[[Tensor], Tensor] = unchanged
+        self.leave: Callable[[Tensor], Tensor] = unchanged
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.leave(self.down(F.gelu(self.up(self.enter(self.ln_1(x))))))
@@ -64,23 +66,24 @@ class SplitModel(Model):
         return {f"h.{index}": layer for index, layer in enumerate(self.h)}
 
     def param_specs(self) -> list[ParamSpec]:
-        splits = {"wte.weight": "vocab", "out.weight": "vocab"}
+        splits: dict[str, Split] = {"wte.weight": "vocab", "out.weight": "vocab"}
         for index in range(self.config.num_layers):
             splits |= {
                 f"h.{index}.up.weight": "column",
                 f"h.{index}.up.bias": "column",
                 f"h.{index}.down.weight": "row",
             }
-        specs = []
-        for name, parameter in self.named_parameters():
-            shape = tuple(parameter.shape)
-            specs.append(ParamSpec(name, shape, splits.get(name, "replicated")))
-        return specs
+        return [
+            replace(spec, split=splits.get(spec.name, "replicated"))
+            for spec in super().param_specs()
+        ]
 
     def split_layers(self, split: LayerSplit) -> None:
         self.vocab = split.vocab
         for layer in self.h:
-            layer.enter, layer.leave = split.enter, split.leave
+            assert isinstance(layer, Layer)
+            layer.enter = split.enter
+            layer.leave = split.leave
 
     @property
     def head_weight(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway.data.config import Packing
@@ -83,6 +83,9 @@ def slow_best_fit(lengths: list[int], seq_len: int, most: int) -> int:
     most=st.integers(1, 9),
     seed=st.integers(0, 9),
 )
+@example(
+    lengths=[14, 13, 6, 5, 2], most=9, seed=0
+)  # the widest row instead of the tightest: 3 rows, not 2
 def test_best_fit_needs_as_many_rows_as_the_plain_algorithm_in_any_order(
     lengths: list[int], most: int, seed: int
 ) -> None:

@@ -9,6 +9,7 @@ from support.unpaired import documents_of, random_records, steps_of, write_unpai
 
 from headway.data.config import DataConfig
 from headway.data.groups import SourceReader
+from headway.data.loader import Loader
 from headway.data.open import open_data
 from headway.data.selection import Selection, split_side
 from headway.diagnose.data_checks import length_check
@@ -52,6 +53,39 @@ def test_a_row_has_records_and_in_the_same_places_prompts_with_the_answers_befor
         assert found[record][1] == (padded(rotated[record][0], lengths[record]), rotated[record][1])
         assert found[record][2] == label
     assert (batch.extra[LABEL][0, 3:] == -1).all() and (batch.extra[RECORD][0, 3:] == -1).all()
+
+
+def test_records_of_a_second_source_go_on_counting_and_have_their_own_columns(
+    tmp_path: Path,
+) -> None:
+    stores = [random_records(5, seed=1), random_records(7, seed=2)]
+    paths = [write_unpaired(tmp_path / str(n), records) for n, records in enumerate(stores)]
+    config = DataConfig.model_validate(
+        {"train": [str(path) for path in paths], "seq_len": 32, "tokenizer_unchecked": True}
+    )
+    data = open_data(config, tokenizer=None, vocab_size=64, seed=0, reader=UnpairedReader(32))
+    with Loader(
+        config, sources=list(data.train), rows_per_step=4, micro_rows=2, seed=3, epochs=1
+    ) as loader:
+        steps = [step for step, _ in loader]
+    seen: list[int] = []
+    for step in steps:
+        before = len(seen)
+        for batch in step.microbatches:
+            for row, place in (batch.extra[RECORD] >= 0).nonzero().tolist():
+                number = int(batch.extra[RECORD][row, place])
+                seen.append(number)
+                records = stores[0]
+                if number >= 5:
+                    records = stores[1]
+                    number -= 5
+                _, answer, is_good = records[number]
+                assert documents_of(batch, row)[place][1] == answer
+                assert batch.extra[LABEL][row, place] == is_good
+                # prompts are random, so the answer of a mismatch is that of the record before
+                assert documents_of(mismatched(batch), row)[place][1] == records[number - 1][1]
+        assert step.totals["records"] == len(seen) - before
+    assert sorted(seen) == list(range(12))
 
 
 def test_an_answer_to_the_same_prompt_is_no_mismatch(tmp_path: Path) -> None:

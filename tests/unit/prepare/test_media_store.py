@@ -148,6 +148,22 @@ def test_replaced_pictures_and_changed_records_are_noticed(made: Path, tmp_path:
     assert media_store(source, made / "tok", cache) not in (store, replaced)
 
 
+def test_a_note_that_cannot_be_written_is_left_out(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = shutil.copytree(made, tmp_path / "set") / "chat.jsonl"
+    store = media_store(source, made / "tok", tmp_path / "cache")
+    (note,) = (tmp_path / "cache/stores").glob("known-*")
+    note.write_bytes(b"damaged")
+
+    def refuse(*given: object, **named: object) -> None:
+        raise OSError("a read-only disk")
+
+    monkeypatch.setattr("headway.prepare.media_notes.write_sealed", refuse)
+    assert media_store(source, made / "tok", tmp_path / "cache") == store
+    assert note.read_bytes() == b"damaged"
+
+
 def test_known_samples_are_found_without_a_look_at_records_or_media(
     made: Path, tmp_path: Path, looked: Counter[str]
 ) -> None:

@@ -30,8 +30,12 @@ def chat(**fields: Any) -> Any:
             "messages[0].content[0].text is 3; it must be a text.",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "image_url": {}}]}]},
-            "messages[0].content[0].image_url.url is missing; it must be a text.",
+            {"response_format": {"type": "text", "json_schema": {"name": "n"}}},
+            "response_format.json_schema is not supported by this server. Leave it out.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": "Al"}]},
+            "messages[0].name is not supported by this server. Leave it out.",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
@@ -59,6 +63,16 @@ def test_null_and_empty_unknown_fields_are_missing_fields() -> None:
     fields = chat(**nothing).fields
     assert fields.sampling.temperature == 1.0
     assert fields.max_tokens is None
+
+
+def test_an_empty_field_that_other_objects_have_is_a_missing_field() -> None:
+    part = {"type": "text", "text": "a", "image_url": {}, "input_audio": []}
+    user = {"role": "user", "content": [part], "refusal": [], "name": {}}
+    assistant = {"role": "assistant", "content": "b", "tool_call_id": {}}
+    call = chat(
+        messages=[user, assistant, user], response_format={"type": "text", "json_schema": {}}
+    )
+    assert [turn.content for turn in call.turns] == ["a", "b", "a"]
 
 
 def test_a_whole_number_may_be_written_as_a_float() -> None:
@@ -98,11 +112,21 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
         read_completion(json.dumps({"model": "m", "prompt": prompt}).encode(), 8)
 
 
+def nested(content: Any, levels: int) -> Any:
+    """A value inside lists."""
+    for _ in range(levels):
+        content = [content]
+    return content
+
+
 def test_bodies_are_bounded_in_depth_and_in_values() -> None:
-    deep: Any = "x"
-    for _ in range(MAX_DEPTH + 1):
-        deep = [deep]
-    with pytest.raises(ApiError, match="nested deeper"):
-        chat(metadata=deep)
-    with pytest.raises(ApiError, match="holds more than"):
-        chat(metadata=["x"] * MAX_VALUES)
+    # The body itself and `metadata` are two levels.
+    chat(metadata=nested("x", MAX_DEPTH - 1))
+    chat(metadata=nested([1], MAX_DEPTH - 1))
+    for value in ("x", None, {"a": 1}):
+        with pytest.raises(ApiError, match="nested deeper"):
+            chat(metadata=nested(value, MAX_DEPTH))
+    chat(metadata=[1] * (MAX_VALUES + 1))
+    for many in (["x"] * MAX_VALUES, [None] * MAX_VALUES, {str(n): n for n in range(MAX_VALUES)}):
+        with pytest.raises(ApiError, match="holds more than"):
+            chat(metadata=many)

@@ -14,6 +14,9 @@ from headway.model.experts_config import ExpertsConfig
 from headway.model.router import Routing, stack_routings, summarize
 from headway.tasks.balance import LOAD, Balanced, StepBalanced
 from headway.tasks.base import Collectives, Loss, SeenRows, StepInfo, Term
+from headway.tasks.kto import Config as KTO
+from headway.tasks.kto.loss import MISMATCHES
+from headway.tasks.kto.source import mismatched
 
 ALONE: Collectives = None  # type: ignore[assignment] - nothing here communicates
 LN2 = log(2)
@@ -137,3 +140,15 @@ def test_a_step_is_balanced_by_the_choices_of_all_its_rows() -> None:
         routing, config(aux_loss=1.0, aux_scope="step"), StepBalanced, seen=seen, training=False
     )
     assert float(valid.terms["aux_loss"].sum) == pytest.approx(AUX_OF_ROW, rel=1e-6)
+
+
+def test_a_mixture_keeps_the_first_passes_of_its_objective_and_adds_its_own() -> None:
+    kto = KTO().build()
+    experts = ExpertsConfig(num=3, per_token=1, aux_loss=0.1)
+    by_row = Balanced(kto, experts).first_passes()
+    assert [(one.name, one.rows) for one in by_row] == [(MISMATCHES, mismatched)]
+    by_step = StepBalanced(kto, experts).first_passes()
+    assert [(one.name, one.rows, one.in_evaluation) for one in by_step] == [
+        (MISMATCHES, mismatched, True),
+        (LOAD, None, False),
+    ]

@@ -19,7 +19,7 @@ from headway.parallel.engine import EngineSpec
 from headway.tasks.base import SURVEY, SeenRows, StepInfo
 from headway.tasks.dpo import DPO, Config
 from headway.tasks.preference.loss import PairColumns, Pairs, document_sums
-from headway.train.dpo_reference import score_with
+from headway.train.frozen_model import score_with
 
 
 def scored(

@@ -23,16 +23,14 @@ from headway.tasks.kto import Config
 from headway.tasks.kto.loss import MISMATCH_REFERENCE, MISMATCHES, RecordColumns
 from headway.tasks.kto.source import LABEL
 from headway.tasks.preference.loss import REFERENCE
-from headway.train.dpo_reference import score_with
+from headway.train.frozen_model import score_with
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl" / "kto.json").read_text())
 RECORDS = list(zip(GOLDEN["prompts"], GOLDEN["answers"], GOLDEN["labels"], strict=True))
 
 
-def step(
-    config: Config, micro: list[Batch], records: int, shift: float
-) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
-    """Loss, metrics and gradients of one step over some microbatches."""
+def engine_of(config: Config, shift: float) -> Any:
+    """An engine whose reference differs from the model by a shift of its weights."""
     reference = build_frozen_model(MODEL, wave(shift).items(), torch.device("cpu"), torch.float32)
     engine: Any = assemble(
         EngineSpec(
@@ -44,6 +42,14 @@ def step(
         )
     )
     engine.fill(wave(0.0).items())
+    return engine
+
+
+def step(
+    config: Config, micro: list[Batch], records: int, shift: float
+) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
+    """Loss, metrics and gradients of one step over some microbatches."""
+    engine = engine_of(config, shift)
     totals = {"records": float(records), "targets": 1.0, "rows": 1.0}
     result = engine.forward_backward(
         StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)), StepInfo(0, 1)
@@ -82,6 +88,23 @@ def test_loss_gradients_and_metrics_are_those_of_trl(
     assert 0.0 <= metrics["rewards/accuracies"] <= 1.0
 
 
+@pytest.mark.parametrize("micro_rows", [1, 4])
+def test_a_validation_has_the_numbers_of_trl_too(micro_rows: int, tmp_path: Path) -> None:
+    """Its divergence comes from the mismatches of all of its microbatches, and from those of one."""
+    path = write_unpaired(tmp_path / "s", RECORDS)
+    (whole,) = steps_of(path, seq_len=16, rows=4, micro_rows=micro_rows, packing="pad")
+    for case in GOLDEN["cases"]:
+        good, bad = case["weights"]
+        config = Config(beta=GOLDEN["beta"], desirable_weight=good, undesirable_weight=bad)
+        sums = engine_of(config, case["shift"]).evaluate(
+            list(whole.microbatches), StepInfo(0, 1, training=False)
+        )
+        metrics = {name: float(total) / float(weight) for name, (total, weight) in sums.items()}
+        assert metrics["loss"] == pytest.approx(case["loss"], abs=1e-6)
+        for name, value in case["metrics"].items():
+            assert metrics[name] == pytest.approx(value, abs=2e-6), name
+
+
 def test_microbatches_packing_and_empty_rows_change_nothing(tmp_path: Path) -> None:
     path = write_unpaired(tmp_path / "s", random_records(5, vocab=32, longest=8))
     config, found = Config(beta=0.5), []
@@ -99,18 +122,7 @@ def test_microbatches_packing_and_empty_rows_change_nothing(tmp_path: Path) -> N
 def test_a_step_without_bad_answers_has_a_loss_and_no_margin(tmp_path: Path) -> None:
     good = [(prompt, answer, True) for prompt, answer, _ in RECORDS]
     (whole,) = steps_of(write_unpaired(tmp_path / "s", good), seq_len=16, rows=4)
-    reference = build_frozen_model(MODEL, wave(0.1).items(), torch.device("cpu"), torch.float32)
-    engine: Any = assemble(
-        EngineSpec(
-            MODEL,
-            Config(),
-            AdamW(),
-            chunk_tokens=8,
-            prepare=score_with(reference, 8, RecordColumns()),
-        )
-    )
-    engine.fill(wave(0.0).items())
-    result = engine.forward_backward(whole, StepInfo(0, 1))
+    result = engine_of(Config(), 0.1).forward_backward(whole, StepInfo(0, 1))
     assert torch.isfinite(result.loss)
     assert (
         float(result.metrics["rewards/margins"][1]) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -13,7 +12,7 @@ from headway.config.section import Section, setting
 from headway.errors import ConfigError
 from headway.kernels.packed_layout import PackedForm, PackedLayout, packed_name, plain_name
 from headway.model.config import ModelConfig
-from headway.model.layout import HEAD, ParamSpec, in_groups, param_specs
+from headway.model.layout import HEAD, ParamSpec, Specs, in_groups, param_specs
 
 EVERY = "all"
 EXPERTS_TARGET = "experts"
@@ -138,7 +137,7 @@ def all_specs(model: ModelConfig, adapter: AdapterConfig | None) -> dict[str, Pa
     return {name: adapted_spec(name, shape, known) for name, shape in shapes.items()}
 
 
-def adapted_spec(name: str, shape: tuple[int, ...], known: Mapping[str, ParamSpec]) -> ParamSpec:
+def adapted_spec(name: str, shape: tuple[int, ...], known: Specs) -> ParamSpec:
     """The spec of a parameter of a model with adapters, from those of the model without: an update or the bytes of a quantised matrix
     follow the matrix they belong to, everything else is known."""
     path, part = split_name(name)

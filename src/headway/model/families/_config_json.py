@@ -5,6 +5,7 @@ An absent key means what it means to transformers: each family lists its default
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from headway.config.load import validate
@@ -41,6 +42,28 @@ OPTIONAL_ROPE_KEYS = {
     "longrope": ("factor", "attention_factor"),
 }
 ROPE_LISTS = ("short_factor", "long_factor")
+Keys = Mapping[str, str | tuple[str, ...]]
+"""A family's table: a key of config.json -> the setting of ours that it is, or several that it switches together. Read both ways."""
+NO_KEYS: Keys = MappingProxyType({})
+SIZES: Keys = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+}
+OTHER_KEYS: Keys = {
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tie_embeddings",
+}
+"""With SIZES, what every family has."""
+ATTENTION_BIAS: Keys = {"attention_bias": ("qkv_bias", "output_bias")}
+RESOLVED = {"vocab_size": "vocab", "num_kv_heads": "kv_heads", "head_dim": "head_size"}
+"""Settings that may be left open: what is written is the value that the model has."""
 NEUTRAL: dict[str, Any] = {
     key: ModelConfig.model_fields[key].default
     for key in (
@@ -93,24 +116,34 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def model_config(family: str, settings: Mapping[str, Any], **family_settings: Any) -> ModelConfig:
-    """The ModelConfig of checked settings and of what the family adds."""
+def read_keys(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Our settings, from theirs."""
+    values: dict[str, Any] = {}
+    for theirs, ours in keys.items():
+        names = (ours,) if isinstance(ours, str) else ours
+        values |= dict.fromkeys(names, settings[theirs])
+    return values
+
+
+def written_keys(keys: Keys, config: Any) -> dict[str, Any]:
+    """Their settings, from ours."""
+    values: dict[str, Any] = {}
+    for theirs, ours in keys.items():
+        name = ours if isinstance(ours, str) else ours[0]
+        values[theirs] = getattr(config, RESOLVED.get(name, name))
+    return values
+
+
+def model_config(
+    family: str, settings: Mapping[str, Any], keys: Keys = NO_KEYS, **family_settings: Any
+) -> ModelConfig:
+    """The ModelConfig of checked settings: of the keys that all families have, of this one's, and of what it adds."""
     theta, scaling = read_rope(settings)
     return validate(
         ModelConfig,
         {
             "family": family,
-            "vocab_size": settings["vocab_size"],
-            "hidden_size": settings["hidden_size"],
-            "ffn_size": settings["intermediate_size"],
-            "num_layers": settings["num_hidden_layers"],
-            "num_heads": settings["num_attention_heads"],
-            "num_kv_heads": settings["num_key_value_heads"],
-            "head_dim": settings["head_dim"],
-            "max_seq_len": settings["max_position_embeddings"],
-            "norm_eps": settings["rms_norm_eps"],
-            "init_std": settings["initializer_range"],
-            "tie_embeddings": settings["tie_word_embeddings"],
+            **read_keys({**SIZES, **OTHER_KEYS, **keys}, settings),
             "rope_theta": theta,
             "rope_scaling": scaling.model_dump() if scaling else None,
             **family_settings,
@@ -203,8 +236,11 @@ def default_theta(settings: dict[str, Any], theta: float) -> None:
         settings["rope_theta"] = theta
 
 
-def settings_of(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """The part of config.json that every family writes, readable by transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
+def settings_of(
+    config: ModelConfig, model_type: str, architecture: str, keys: Keys = NO_KEYS
+) -> dict[str, Any]:
+    """The keys of config.json that every family writes, and this one's. transformers 4 reads rope_theta and rope_scaling of it,
+    transformers 5 rope_parameters."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scaling is not None:
         scaling = config.rope_scaling
@@ -220,37 +256,31 @@ def settings_of(config: ModelConfig, model_type: str, architecture: str) -> dict
             "short_factor": list(scaling.short_factor),
             "long_factor": list(scaling.long_factor),
         }
-        keys = (*ROPE_KEYS[scaling.kind], *OPTIONAL_ROPE_KEYS.get(scaling.kind, ()))
+        rope_keys = (*ROPE_KEYS[scaling.kind], *OPTIONAL_ROPE_KEYS.get(scaling.kind, ()))
         rope = {
             "rope_type": scaling.kind,
-            **{key: values[key] for key in keys if values[key] is not None},
+            **{key: values[key] for key in rope_keys if values[key] is not None},
         }
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        "vocab_size": config.vocab,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
+        **written_keys(SIZES, config),
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tie_embeddings,
+        **written_keys(OTHER_KEYS, config),
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else rope,
         "rope_parameters": {**rope, "rope_theta": config.rope_theta},
         "attention_dropout": 0.0,
         "use_cache": True,
+        **written_keys(keys, config),
     }
 
 
-def require(config: ModelConfig, family: str, **needed: Any) -> None:
-    """Refuse to write a config that a family's config.json cannot express."""
-    for key, value in {**NEUTRAL, **needed}.items():
+def require(config: ModelConfig, family: str, keys: Keys = NO_KEYS, **needed: Any) -> None:
+    """Refuse to write a config that a family's config.json cannot express. What its table has may be anything."""
+    free = [name for ours in keys.values() for name in ((ours,) if isinstance(ours, str) else ours)]
+    fixed = {key: value for key, value in NEUTRAL.items() if key not in free}
+    for key, value in {**fixed, **needed}.items():
         given = getattr(config, key)
         if given != value:
             found, wanted = (list(one) if isinstance(one, tuple) else one for one in (given, value))
@@ -258,15 +288,12 @@ def require(config: ModelConfig, family: str, **needed: Any) -> None:
                 f"model.{key} is {found!r}, which the config.json of a Hugging Face {family} model cannot express; "
                 f"it is always {wanted!r} there."
             )
-
-
-def require_one_bias(config: ModelConfig, family: str) -> None:
-    """Refuse biases on some of q, k, v and output only, for families with one switch for all four."""
-    if config.qkv_bias != config.output_bias:
-        raise ConfigError(
-            f"model.qkv_bias is {config.qkv_bias} and model.output_bias is {config.output_bias}; a Hugging Face {family} model has one "
-            "switch for both."
-        )
+    for ours in keys.values():
+        if not isinstance(ours, str) and getattr(config, ours[0]) != getattr(config, ours[1]):
+            raise ConfigError(
+                f"model.{ours[0]} is {getattr(config, ours[0])} and model.{ours[1]} is {getattr(config, ours[1])}; a Hugging Face "
+                f"{family} model has one switch for both."
+            )
 
 
 def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.experts_config import ExpertsConfig
+from headway.model.families._config_json import NO_KEYS, Keys, read_keys, written_keys
 from headway.model.families.base import Piece
 from headway.model.layout import EXPERTS, STACKED, ParamSpec
 
+EXPERT_KEYS: Keys = {"num_experts_per_tok": "per_token", "router_aux_loss_coef": "aux_loss"}
 PLAIN_NAMES = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 
 
@@ -53,14 +55,13 @@ def one_name(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_experts(
-    settings: Mapping[str, Any], *, num: str = "num_experts", **more: Any
+    settings: Mapping[str, Any], keys: Keys = NO_KEYS, *, num: str = "num_experts", **more: Any
 ) -> dict[str, Any]:
     """The `experts` section of checked settings. Whether tokens balance the load is the recipe's decision; the weight is the file's."""
     if settings[num] is None or settings[num] < 2:
         raise ConfigError(f"{num} is {settings[num]}; a mixture has at least 2 experts.")
     return {
-        "num": settings[num],
-        "per_token": settings["num_experts_per_tok"],
+        **read_keys({num: "num", **EXPERT_KEYS, **keys}, settings),
         "aux_loss": float(settings["router_aux_loss_coef"] or 0.0),
         "aux_layers": "pooled",
         **more,
@@ -68,7 +69,12 @@ def read_experts(
 
 
 def written_experts(
-    config: ModelConfig, family: str, *, num: str = "num_experts", **always: Any
+    config: ModelConfig,
+    family: str,
+    keys: Keys = NO_KEYS,
+    *,
+    num: str = "num_experts",
+    **always: Any,
 ) -> dict[str, Any]:
     """The keys of the `experts` section; what the family always does must be so."""
     plain = {
@@ -79,11 +85,7 @@ def written_experts(
         "num_groups": 1,
     }
     experts = check_experts(config, family, {**plain, **always})
-    return {
-        num: experts.num,
-        "num_experts_per_tok": experts.per_token,
-        "router_aux_loss_coef": experts.aux_loss,
-    }
+    return written_keys({num: "num", **EXPERT_KEYS, **keys}, experts)
 
 
 def check_experts(config: ModelConfig, family: str, always: Mapping[str, Any]) -> ExpertsConfig:

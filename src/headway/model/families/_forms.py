@@ -119,6 +119,18 @@ def renaming(names: Mapping[str, str]) -> tuple[Callable[[str], str], Callable[[
     return to_theirs, to_ours
 
 
+def replacing(ours: str, theirs: str) -> tuple[Callable[[str], str], Callable[[str], str | None]]:
+    """(to_theirs, to_ours) of a family whose names differ in one part."""
+
+    def to_theirs(name: str) -> str:
+        return name.replace(ours, theirs)
+
+    def to_ours(name: str) -> str | None:
+        return ours_or_none(name.replace(theirs, ours))
+
+    return to_theirs, to_ours
+
+
 def fused(spec: ParamSpec, config: ModelConfig, *, attention: bool) -> tuple[Piece, ...]:
     """Where families that join gate and up, and with `attention` q, k and v, keep a parameter; none for other parameters."""
     owner, _, leaf = spec.name.removesuffix(".weight").removesuffix(".bias").rpartition(".")

@@ -31,6 +31,19 @@ NEEDED = (
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
     "moe_intermediate_size", "first_k_dense_replace", "routed_scaling_factor",
 )  # fmt: skip
+LATENT_KEYS = {
+    "q_lora_rank": "q_rank",
+    "kv_lora_rank": "kv_rank",
+    "qk_nope_head_dim": "nope_head_dim",
+    "qk_rope_head_dim": "rope_head_dim",
+    "v_head_dim": "value_head_dim",
+}
+EXPERT_KEYS = {
+    "n_routed_experts": "num",
+    "num_experts_per_tok": "per_token",
+    "first_k_dense_replace": "first_dense",
+    "routed_scaling_factor": "routed_scale",
+}
 GROWTHS = ("mscale", "mscale_all_dim")
 
 
@@ -71,23 +84,13 @@ def read_latent(settings: dict[str, Any], **more: Any) -> dict[str, Any]:
             "rope_parameters has mscale or mscale_all_dim, which belong to rope_type 'yarn'."
         )
     return {
-        "latent_attention": {
-            "kv_rank": settings["kv_lora_rank"],
-            "q_rank": settings["q_lora_rank"],
-            "nope_head_dim": settings["qk_nope_head_dim"],
-            "rope_head_dim": settings["qk_rope_head_dim"],
-            "value_head_dim": settings["v_head_dim"],
-        },
+        "latent_attention": shared.read_keys(LATENT_KEYS, settings),
         "rope_scaling": None if scaling is None else {**scaling.model_dump(), **growths},
-        "qkv_bias": settings["attention_bias"],
-        "output_bias": settings["attention_bias"],
+        **shared.read_keys(shared.ATTENTION_BIAS, settings),
         "experts": {
-            "num": settings["n_routed_experts"],
-            "per_token": settings["num_experts_per_tok"],
+            **shared.read_keys(EXPERT_KEYS, settings),
             "ffn_size": settings["moe_intermediate_size"],
             "shared_ffn_size": settings["moe_intermediate_size"] * settings["n_shared_experts"],
-            "first_dense": settings["first_k_dense_replace"],
-            "routed_scale": float(settings["routed_scaling_factor"]),
             "aux_loss": 0.0,
             **more,
         },
@@ -115,8 +118,8 @@ def written_latent(
         "latent_attention": latent,
         "rope_interleaved": config.rope_interleaved,
     }
-    shared.require(config, family, **free, qk_norm=False, ffn_bias=False, sliding_window=None)
-    shared.require_one_bias(config, family)
+    fixed = {"qk_norm": False, "ffn_bias": False, "sliding_window": None}
+    shared.require(config, family, shared.ATTENTION_BIAS, **free, **fixed)
     if latent is None:
         raise ConfigError(
             f"model.latent_attention is null; a Hugging Face {family} model has it. Use another family."
@@ -127,7 +130,7 @@ def written_latent(
             f"model.experts.shared_ffn_size is {found.shared_ffn_size}; a Hugging Face {family} model has shared experts of "
             f"{config.expert_size}, one or more of them."
         )
-    written = shared.settings_of(config, model_type, architecture)
+    written = shared.settings_of(config, model_type, architecture, shared.ATTENTION_BIAS)
     if config.rope_scaling is not None:
         growths = {
             key: getattr(config.rope_scaling, key)
@@ -139,22 +142,14 @@ def written_latent(
     return {
         **written,
         "head_dim": latent.rope_head_dim,
-        "attention_bias": config.qkv_bias,
-        "q_lora_rank": latent.q_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.nope_head_dim,
-        "qk_rope_head_dim": latent.rope_head_dim,
+        **shared.written_keys(LATENT_KEYS, latent),
         "qk_head_dim": latent.head_size,
-        "v_head_dim": latent.value_head_dim,
-        "n_routed_experts": found.num,
+        **shared.written_keys(EXPERT_KEYS, found),
         "n_shared_experts": found.shared_ffn_size // config.expert_size,
-        "num_experts_per_tok": found.per_token,
         "moe_intermediate_size": config.expert_size,
-        "first_k_dense_replace": found.first_dense,
         "n_group": found.num_groups,
         "topk_group": found.groups_per_token,
         "norm_topk_prob": found.normalize,
-        "routed_scaling_factor": found.routed_scale,
         "moe_layer_freq": 1,
     }
 

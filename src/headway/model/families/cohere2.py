@@ -30,6 +30,7 @@ FORM: dict[str, Any] = {
     "parallel_block": True,
     "rope_interleaved": True,
 }
+KEYS = {**shared.ATTENTION_BIAS, "layer_norm_eps": "norm_eps", "logit_scale": "logit_scale"}
 
 to_theirs = shared.same_name
 to_ours = shared.ours_or_none
@@ -41,17 +42,14 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     settings = shared.understood(
         {key: value for key, value in given.items() if key not in UNREAD}, DEFAULTS
     )
-    settings["rms_norm_eps"], settings["head_dim"] = settings["layer_norm_eps"], None
+    settings["head_dim"] = None
     settings["layer_types"] = types = forms.pattern(
         settings, settings["sliding_window_pattern"] or PERIOD
     )
-    bias = settings["attention_bias"]
     return shared.model_config(
         "cohere2",
         settings,
-        qkv_bias=bias,
-        output_bias=bias,
-        logit_scale=settings["logit_scale"],
+        KEYS,
         no_rope_layers=[layer for layer, kind in enumerate(types) if kind == "full_attention"],
         **shared.read_windows({**settings, "use_sliding_window": True}),
         **FORM,
@@ -66,15 +64,9 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "ffn_bias": False,
         "head_size": config.hidden_size // config.num_heads,
     }
-    shared.require(
-        config, "cohere2", logit_scale=config.logit_scale, no_rope_layers=full, **FORM, **always
-    )
-    shared.require_one_bias(config, "cohere2")
+    shared.require(config, "cohere2", KEYS, no_rope_layers=full, **FORM, **always)
     return {
-        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
-        "attention_bias": config.qkv_bias,
-        "layer_norm_eps": config.norm_eps,
-        "logit_scale": config.logit_scale,
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, KEYS),
         "sliding_window": config.sliding_window,
         "layer_types": forms.layer_types(config),
     }

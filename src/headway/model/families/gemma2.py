@@ -32,6 +32,9 @@ DEFAULTS = {
     "final_logit_softcapping": 30.0,
     "use_bidirectional_attention": None,
 }
+COMMON_KEYS = {**shared.ATTENTION_BIAS, "final_logit_softcapping": "logit_softcap"}
+"""Of all Gemmas since the second."""
+KEYS = {**COMMON_KEYS, "attn_logit_softcapping": "attention_softcap"}
 
 to_theirs, to_ours = forms.renaming(NAMES)
 published = shared.as_it_is
@@ -44,8 +47,8 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     return shared.model_config(
         "gemma2",
         settings,
+        KEYS,
         norm_placement="both",
-        attention_softcap=settings["attn_logit_softcapping"],
         **read_common(settings),
     )
 
@@ -57,32 +60,21 @@ def read_common(settings: Mapping[str, Any]) -> dict[str, Any]:
     scalar = settings["query_pre_attn_scalar"]
     if scalar is None or not scalar > 0:
         raise ConfigError(f"query_pre_attn_scalar is {scalar!r}; a number above 0 is expected.")
-    bias = settings["attention_bias"]
     return {
         "norm": "rmsnorm1p",
         "activation": forms.read_activation(settings, "hidden_activation"),
         "embed_scale": settings["hidden_size"] ** 0.5,
         "attention_scale": None if scalar == settings["head_dim"] else scalar**-0.5,
-        "logit_softcap": settings["final_logit_softcapping"],
-        "qkv_bias": bias,
-        "output_bias": bias,
         **shared.read_windows({**settings, "use_sliding_window": True}),
     }
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Gemma 2 config.json of a ModelConfig."""
-    shared.require(
-        config,
-        "gemma2",
-        qk_norm=False,
-        attention_softcap=config.attention_softcap,
-        **common(config),
-    )
+    shared.require(config, "gemma2", KEYS, qk_norm=False, **common(config))
     return {
-        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, KEYS),
         **write_common(config, "gemma2"),
-        "attn_logit_softcapping": config.attention_softcap,
     }
 
 
@@ -93,13 +85,13 @@ def common(config: ModelConfig) -> dict[str, Any]:
         "norm_placement": "both",
         "ffn_bias": False,
         "embed_scale": config.hidden_size**0.5,
-        **{key: getattr(config, key) for key in ("activation", "attention_scale", "logit_softcap")},
+        "activation": config.activation,
+        "attention_scale": config.attention_scale,
     }
 
 
 def write_common(config: ModelConfig, family: str) -> dict[str, Any]:
     """The keys of every Gemma."""
-    shared.require_one_bias(config, family)
     exact = config.head_size if config.attention_scale is None else config.attention_scale**-2
     if abs(exact - round(exact)) > 1e-6 * exact:
         raise ConfigError(
@@ -107,11 +99,9 @@ def write_common(config: ModelConfig, family: str) -> dict[str, Any]:
         )
     activation = forms.WRITTEN_ACTIVATIONS[config.activation]
     return {
-        "attention_bias": config.qkv_bias,
         "hidden_act": activation,
         "hidden_activation": activation,
         "query_pre_attn_scalar": round(exact),
-        "final_logit_softcapping": config.logit_softcap,
         "sliding_window": config.sliding_window,
         "layer_types": forms.layer_types(config),
     }

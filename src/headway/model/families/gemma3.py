@@ -79,7 +79,13 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     if more["sliding_window"] is None:
         local = None
     return shared.model_config(
-        "gemma3", settings, norm_placement="both", qk_norm=True, rope_local_theta=local, **more
+        "gemma3",
+        settings,
+        gemma2.COMMON_KEYS,
+        norm_placement="both",
+        qk_norm=True,
+        rope_local_theta=local,
+        **more,
     )
 
 
@@ -88,11 +94,12 @@ def write(config: ModelConfig) -> dict[str, Any]:
     shared.require(
         config,
         "gemma3",
+        gemma2.COMMON_KEYS,
         qk_norm=True,
         rope_local_theta=config.rope_local_theta,
         **gemma2.common(config),
     )
-    written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
+    written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, gemma2.COMMON_KEYS)
     return {
         **written,
         **gemma2.write_common(config, "gemma3"),

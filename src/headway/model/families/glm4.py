@@ -21,6 +21,7 @@ DEFAULTS = {
     "attention_bias": True,
     "partial_rotary_factor": None,
 }
+KEYS = {"attention_bias": "qkv_bias"}
 
 to_theirs = shared.same_name
 to_ours = shared.ours_or_none
@@ -41,10 +42,10 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     return shared.model_config(
         "glm4",
         settings,
+        KEYS,
         norm_placement="both",
         rope_interleaved=True,
         rotary_fraction=fraction,
-        qkv_bias=settings["attention_bias"],
     )
 
 
@@ -60,10 +61,6 @@ def write(config: ModelConfig) -> dict[str, Any]:
     shared.require(
         config, "glm4", sliding_window=None, rotary_fraction=config.rotary_fraction, **always
     )
-    written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
+    written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, KEYS)
     written["rope_parameters"]["partial_rotary_factor"] = config.rotary_fraction
-    return {
-        **written,
-        "attention_bias": config.qkv_bias,
-        "partial_rotary_factor": config.rotary_fraction,
-    }
+    return {**written, "partial_rotary_factor": config.rotary_fraction}

@@ -117,7 +117,10 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The GPT-2 config.json of a ModelConfig."""
-    whole = {"kv_heads": config.num_heads, "head_size": config.hidden_size // config.num_heads}
+    whole: dict[str, Any] = {
+        "kv_heads": config.num_heads,
+        "head_size": config.hidden_size // config.num_heads,
+    }
     shared.require(
         config,
         "gpt2",

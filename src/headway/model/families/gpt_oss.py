@@ -44,19 +44,11 @@ DEFAULTS = {
     "initial_context_length": None,
     "experts_per_token": None,
 }
+EXPERT_KEYS = {"swiglu_limit": "swiglu_limit", "swiglu_alpha": "swiglu_alpha"}
 OURS, THEIRS = ".mlp.gate.", ".mlp.router."
 
+to_theirs, to_ours = forms.replacing(OURS, THEIRS)
 published = shared.as_it_is
-
-
-def to_theirs(name: str) -> str:
-    """Their name of one of our parameters."""
-    return name.replace(OURS, THEIRS)
-
-
-def to_ours(name: str) -> str | None:
-    """Our name of one of their tensors."""
-    return shared.ours_or_none(name.replace(THEIRS, OURS))
 
 
 def pieces(
@@ -95,16 +87,14 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
         )
     if not settings["output_router_logits"]:
         settings["router_aux_loss_coef"] = 0.0
-    clamp = {key: settings[key] for key in ("swiglu_limit", "swiglu_alpha")}
-    experts = read_experts(settings, num="num_local_experts", router_bias=True, bias=True, **clamp)
-    bias = settings["attention_bias"]
+    biased = {"router_bias": True, "bias": True}
+    experts = read_experts(settings, EXPERT_KEYS, num="num_local_experts", **biased)
     windows = shared.read_windows({**settings, "use_sliding_window": True})
     return shared.model_config(
         "gpt_oss",
         settings,
+        shared.ATTENTION_BIAS,
         attention_sinks=True,
-        qkv_bias=bias,
-        output_bias=bias,
         experts=experts,
         **windows,
     )
@@ -115,16 +105,16 @@ def write(config: ModelConfig) -> dict[str, Any]:
     shared.require(
         config,
         "gpt_oss",
+        shared.ATTENTION_BIAS,
         attention_sinks=True,
         experts=config.experts,
         qk_norm=False,
         ffn_bias=False,
     )
-    shared.require_one_bias(config, "gpt_oss")
     always = {"normalize": True, "router_bias": True, "bias": True, "first_dense": 0, "every": 1}
     limit = None if config.experts is None else config.experts.swiglu_limit
     experts = written_experts(
-        config, "gpt_oss", num="num_local_experts", swiglu_limit=limit, **always
+        config, "gpt_oss", EXPERT_KEYS, num="num_local_experts", swiglu_limit=limit, **always
     )
     assert config.experts is not None
     if config.experts.swiglu_limit is None:
@@ -132,13 +122,10 @@ def write(config: ModelConfig) -> dict[str, Any]:
             "model.experts.swiglu_limit is null; the SwiGLU of a Hugging Face gpt_oss model is clamped. Use another family."
         )
     return {
-        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
-        "attention_bias": config.qkv_bias,
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, shared.ATTENTION_BIAS),
         "sliding_window": config.sliding_window,
         "layer_types": forms.layer_types(config),
         **experts,
         "intermediate_size": config.expert_size,
         "output_router_logits": config.experts.aux_loss > 0,
-        "swiglu_limit": config.experts.swiglu_limit,
-        "swiglu_alpha": config.experts.swiglu_alpha,
     }

@@ -6,6 +6,7 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
+from headway.model.families import llama
 
 MODEL_TYPE = "granite"
 ARCHITECTURE = "GraniteForCausalLM"
@@ -18,6 +19,11 @@ DEFAULTS = {
     "residual_multiplier": 1.0,
     "attention_multiplier": 1.0,
     "logits_scaling": 1.0,
+}
+KEYS = {
+    **llama.KEYS,
+    "embedding_multiplier": "embed_scale",
+    "residual_multiplier": "residual_scale",
 }
 
 to_theirs = shared.same_name
@@ -36,15 +42,10 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     ):
         if settings[key] is None or not settings[key] > 0:
             raise ConfigError(f"{key} is {settings[key]!r}; a number above 0 is expected.")
-    bias = settings["attention_bias"]
     return shared.model_config(
         "granite",
         settings,
-        qkv_bias=bias,
-        output_bias=bias,
-        ffn_bias=settings["mlp_bias"],
-        embed_scale=float(settings["embedding_multiplier"]),
-        residual_scale=float(settings["residual_multiplier"]),
+        KEYS,
         attention_scale=float(settings["attention_multiplier"]),
         logit_scale=1.0 / settings["logits_scaling"],
     )
@@ -52,20 +53,12 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Granite config.json of a ModelConfig."""
-    scales = {
-        key: getattr(config, key)
-        for key in ("embed_scale", "residual_scale", "attention_scale", "logit_scale")
-    }
-    shared.require(config, "granite", qk_norm=False, sliding_window=None, **scales)
-    shared.require_one_bias(config, "granite")
+    scales = {"attention_scale": config.attention_scale, "logit_scale": config.logit_scale}
+    shared.require(config, "granite", KEYS, qk_norm=False, sliding_window=None, **scales)
     scaling = 1.0 / config.logit_scale
     near = round(scaling, 9)
     return {
-        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": config.ffn_bias,
-        "embedding_multiplier": config.embed_scale,
-        "residual_multiplier": config.residual_scale,
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, KEYS),
         "attention_multiplier": config.head_size**-0.5
         if config.attention_scale is None
         else config.attention_scale,

@@ -35,9 +35,7 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
         )
     if settings["rope_theta"] is None:
         settings["rope_theta"] = base
-    return model_config(
-        "internlm", settings, qkv_bias=settings["bias"], output_bias=settings["bias"]
-    )
+    return model_config("internlm", settings, {"bias": ("qkv_bias", "output_bias")})
 
 
 def published(config: ModelConfig) -> ModelConfig:

@@ -6,10 +6,10 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families._config_json import (
+    ATTENTION_BIAS,
     model_config,
     ours_or_none,
     require,
-    require_one_bias,
     same_name,
     settings_of,
     understood,
@@ -24,6 +24,7 @@ DEFAULTS = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+KEYS = {**ATTENTION_BIAS, "mlp_bias": "ffn_bias"}
 
 to_theirs = same_name
 to_ours = ours_or_none
@@ -31,11 +32,7 @@ to_ours = ours_or_none
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Llama config.json."""
-    settings = understood(given, DEFAULTS)
-    bias = settings["attention_bias"]
-    return model_config(
-        "llama", settings, qkv_bias=bias, output_bias=bias, ffn_bias=settings["mlp_bias"]
-    )
+    return model_config("llama", understood(given, DEFAULTS), KEYS)
 
 
 def published(config: ModelConfig) -> ModelConfig:
@@ -47,14 +44,9 @@ def published(config: ModelConfig) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Llama config.json of a ModelConfig."""
-    require(config, "llama", qk_norm=False, sliding_window=None)
-    require_one_bias(config, "llama")
+    require(config, "llama", KEYS, qk_norm=False, sliding_window=None)
     if config.hidden_size % config.num_heads:
         raise ConfigError(
             f"model.num_heads is {config.num_heads}; in a Hugging Face llama it must divide hidden_size={config.hidden_size}."
         )
-    return {
-        **settings_of(config, MODEL_TYPE, ARCHITECTURE),
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": config.ffn_bias,
-    }
+    return settings_of(config, MODEL_TYPE, ARCHITECTURE, KEYS)

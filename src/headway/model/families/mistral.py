@@ -17,6 +17,7 @@ MODEL_TYPE = "mistral"
 ARCHITECTURE = "MistralForCausalLM"
 CLASSIFIER = "MistralForSequenceClassification"
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+KEYS = {"sliding_window": "sliding_window"}
 
 to_theirs = same_name
 to_ours = ours_or_none
@@ -29,8 +30,7 @@ def published(config: ModelConfig) -> ModelConfig:
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Mistral config.json."""
-    settings = understood(given, DEFAULTS)
-    return model_config("mistral", settings, sliding_window=settings["sliding_window"])
+    return model_config("mistral", understood(given, DEFAULTS), KEYS)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -39,4 +39,4 @@ def write(config: ModelConfig) -> dict[str, Any]:
     window = config.sliding_window
     if any(config.window_of(layer) != window for layer in range(config.num_layers)):
         require(config, "mistral", window_layers=None)
-    return {**settings_of(config, MODEL_TYPE, ARCHITECTURE), "sliding_window": window}
+    return settings_of(config, MODEL_TYPE, ARCHITECTURE, KEYS)

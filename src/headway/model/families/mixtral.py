@@ -5,6 +5,8 @@ from typing import Any
 
 from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
+from headway.model.families import _forms as forms
+from headway.model.families import mistral
 from headway.model.families._experts import expert_pieces, read_experts, written_experts
 from headway.model.families.base import Piece
 from headway.model.layout import ParamSpec
@@ -25,17 +27,8 @@ THETA = 1e6
 NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 OURS, THEIRS = ".mlp.", ".block_sparse_moe."
 
+to_theirs, to_ours = forms.replacing(OURS, THEIRS)
 published = shared.as_it_is
-
-
-def to_theirs(name: str) -> str:
-    """Their name of one of our parameters."""
-    return name.replace(OURS, THEIRS)
-
-
-def to_ours(name: str) -> str | None:
-    """Our name of one of their tensors."""
-    return shared.ours_or_none(name.replace(THEIRS, OURS))
 
 
 def pieces(
@@ -50,9 +43,7 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     settings = shared.understood(given, DEFAULTS)
     shared.default_theta(settings, THETA)
     experts = read_experts(settings, num="num_local_experts")
-    return shared.model_config(
-        "mixtral", settings, sliding_window=settings["sliding_window"], experts=experts
-    )
+    return shared.model_config("mixtral", settings, mistral.KEYS, experts=experts)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -71,9 +62,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
     experts = written_experts(
         config, "mixtral", num="num_local_experts", normalize=True, first_dense=0, every=1
     )
-    settings = {
-        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
-        "sliding_window": config.sliding_window,
+    return {
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, mistral.KEYS),
         **experts,
+        "intermediate_size": config.expert_size,
     }
-    return {**settings, "intermediate_size": config.expert_size}

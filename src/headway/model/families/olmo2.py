@@ -29,15 +29,11 @@ published = shared.as_it_is
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of an OLMo 2 config.json."""
     settings = shared.understood(given, DEFAULTS)
-    bias = settings["attention_bias"]
-    return shared.model_config("olmo2", settings, qkv_bias=bias, output_bias=bias, **FORM)
+    return shared.model_config("olmo2", settings, shared.ATTENTION_BIAS, **FORM)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The OLMo 2 config.json of a ModelConfig."""
-    shared.require(config, "olmo2", ffn_bias=False, sliding_window=None, **FORM)
-    shared.require_one_bias(config, "olmo2")
-    return {
-        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
-        "attention_bias": config.qkv_bias,
-    }
+    keys = shared.ATTENTION_BIAS
+    shared.require(config, "olmo2", keys, ffn_bias=False, sliding_window=None, **FORM)
+    return shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, keys)

@@ -25,12 +25,12 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     settings["layer_types"] = forms.pattern(settings, PERIOD)
     local = forms.read_both_ropes(settings, THETA, None)
     windows = shared.read_windows({**settings, "use_sliding_window": True})
-    bias, local = settings["attention_bias"], None if windows["sliding_window"] is None else local
+    if windows["sliding_window"] is None:
+        local = None
     return shared.model_config(
         "olmo3",
         settings,
-        qkv_bias=bias,
-        output_bias=bias,
+        shared.ATTENTION_BIAS,
         rope_local_theta=local,
         **windows,
         **olmo2.FORM,
@@ -39,14 +39,12 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The OLMo 3 config.json of a ModelConfig."""
-    shared.require(
-        config, "olmo3", ffn_bias=False, rope_local_theta=config.rope_local_theta, **olmo2.FORM
-    )
-    shared.require_one_bias(config, "olmo3")
-    written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
+    keys = shared.ATTENTION_BIAS
+    free = {"rope_local_theta": config.rope_local_theta}
+    shared.require(config, "olmo3", keys, ffn_bias=False, **free, **olmo2.FORM)
+    written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, keys)
     return {
         **written,
-        "attention_bias": config.qkv_bias,
         "sliding_window": config.sliding_window,
         "layer_types": forms.layer_types(config),
         **forms.written_both_ropes(config, written),

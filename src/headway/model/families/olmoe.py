@@ -22,6 +22,7 @@ DEFAULTS = {
     "router_aux_loss_coef": 0.01,
 }
 FORM: dict[str, Any] = {"qk_norm": True, "qk_norm_over": "projection"}
+EXPERT_KEYS = {"norm_topk_prob": "normalize"}
 
 to_theirs = shared.same_name
 to_ours = shared.ours_or_none
@@ -38,11 +39,8 @@ def pieces(
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of an OLMoE config.json; a `clip_qkv` that is not null is refused."""
     settings = shared.understood(one_name(given), DEFAULTS)
-    bias = settings["attention_bias"]
-    experts = read_experts(settings, normalize=settings["norm_topk_prob"])
-    return shared.model_config(
-        "olmoe", settings, qkv_bias=bias, output_bias=bias, experts=experts, **FORM
-    )
+    experts = read_experts(settings, EXPERT_KEYS)
+    return shared.model_config("olmoe", settings, shared.ATTENTION_BIAS, experts=experts, **FORM)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -50,23 +48,17 @@ def write(config: ModelConfig) -> dict[str, Any]:
     shared.require(
         config,
         "olmoe",
+        shared.ATTENTION_BIAS,
         experts=config.experts,
         ffn_bias=False,
         sliding_window=None,
         head_dim=config.head_dim,
         **FORM,
     )
-    shared.require_one_bias(config, "olmoe")
-    experts = written_experts(config, "olmoe", first_dense=0, every=1)
-    assert config.experts is not None
-    settings = {
-        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
-        "attention_bias": config.qkv_bias,
-        **experts,
-    }
+    experts = written_experts(config, "olmoe", EXPERT_KEYS, first_dense=0, every=1)
     return {
-        **settings,
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, shared.ATTENTION_BIAS),
+        **experts,
         "intermediate_size": config.expert_size,
-        "norm_topk_prob": config.experts.normalize,
         "clip_qkv": None,
     }

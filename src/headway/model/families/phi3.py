@@ -51,7 +51,7 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
             }
     fraction = forms.read_partial(settings, 1.0)
     return shared.model_config(
-        "phi3", settings, sliding_window=settings["sliding_window"], rotary_fraction=fraction
+        "phi3", settings, {"sliding_window": "sliding_window"}, rotary_fraction=fraction
     )
 
 

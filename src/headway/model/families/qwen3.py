@@ -44,13 +44,11 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
             raise ConfigError(f"no_rope_layers is {unrotated!r}; a list of layers is expected.")
         given.pop("auto_map", None)
     settings = shared.understood(given, DEFAULTS)
-    bias = settings["attention_bias"]
     return shared.model_config(
         "qwen3",
         settings,
+        shared.ATTENTION_BIAS,
         qk_norm=True,
-        qkv_bias=bias,
-        output_bias=bias,
         no_rope_layers=unrotated,
         **shared.read_windows(settings),
     )
@@ -63,11 +61,9 @@ def write(config: ModelConfig) -> dict[str, Any]:
             f"model.no_rope_layers is {list(config.no_rope_layers)}, which the config.json of a Hugging Face qwen3 model "
             "cannot express. `headway export hf --remote-code` writes a model class with it."
         )
-    shared.require(config, "qwen3", qk_norm=True, ffn_bias=False)
-    shared.require_one_bias(config, "qwen3")
+    shared.require(config, "qwen3", shared.ATTENTION_BIAS, qk_norm=True, ffn_bias=False)
     return {
-        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
-        "attention_bias": config.qkv_bias,
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, shared.ATTENTION_BIAS),
         **shared.written_windows(config),
     }
 

@@ -29,6 +29,7 @@ DEFAULTS = {
     "mlp_only_layers": [],
     "router_aux_loss_coef": 0.001,
 }
+EXPERT_KEYS = {"norm_topk_prob": "normalize", "decoder_sparse_step": "every"}
 
 to_theirs = shared.same_name
 to_ours = shared.ours_or_none
@@ -45,31 +46,21 @@ def pieces(
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen 3 MoE config.json."""
     settings = shared.understood(one_name(given), DEFAULTS)
-    bias, dense, step = (
-        settings["attention_bias"],
-        settings["mlp_only_layers"] or [],
-        settings["decoder_sparse_step"],
-    )
+    dense, step = settings["mlp_only_layers"] or [], settings["decoder_sparse_step"]
     if dense and (dense != list(range(len(dense))) or step != 1):
         raise ConfigError(
             f"mlp_only_layers is {dense} and decoder_sparse_step is {step}; headway reads the first layers, and step 1."
         )
-    experts = read_experts(
-        settings,
-        ffn_size=settings["moe_intermediate_size"],
-        normalize=settings["norm_topk_prob"],
-        first_dense=len(dense),
-        every=step,
-    )
+    size = settings["moe_intermediate_size"]
+    experts = read_experts(settings, EXPERT_KEYS, ffn_size=size, first_dense=len(dense))
     windows = {
         "sliding_window": settings["sliding_window"] if settings["use_sliding_window"] else None
     }
     return shared.model_config(
         "qwen3_moe",
         settings,
+        shared.ATTENTION_BIAS,
         qk_norm=True,
-        qkv_bias=bias,
-        output_bias=bias,
         experts=experts,
         **windows,
     )
@@ -80,26 +71,23 @@ def write(config: ModelConfig) -> dict[str, Any]:
     shared.require(
         config,
         "qwen3_moe",
+        shared.ATTENTION_BIAS,
         experts=config.experts,
         qk_norm=True,
         ffn_bias=False,
         window_layers=None,
     )
-    shared.require_one_bias(config, "qwen3_moe")
-    experts = written_experts(config, "qwen3_moe")
+    experts = written_experts(config, "qwen3_moe", EXPERT_KEYS)
     assert config.experts is not None
     if config.experts.first_dense and config.experts.every > 1:
         raise ConfigError(
             "model.experts has first_dense and every; the config.json of a Hugging Face qwen3_moe model has one of them."
         )
     return {
-        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
-        "attention_bias": config.qkv_bias,
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, shared.ATTENTION_BIAS),
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
         **experts,
         "moe_intermediate_size": config.expert_size,
-        "norm_topk_prob": config.experts.normalize,
-        "decoder_sparse_step": config.experts.every,
         "mlp_only_layers": list(range(config.experts.first_dense)),
     }

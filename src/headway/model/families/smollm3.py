@@ -6,6 +6,7 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
+from headway.model.families import llama
 
 MODEL_TYPE = "smollm3"
 ARCHITECTURE = "SmolLM3ForCausalLM"
@@ -43,13 +44,10 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
         settings["layer_types"] = [
             "sliding_attention" if sliding and not one else "full_attention" for one in rotates
         ]
-    bias = settings["attention_bias"]
     return shared.model_config(
         "smollm3",
         settings,
-        qkv_bias=bias,
-        output_bias=bias,
-        ffn_bias=settings["mlp_bias"],
+        llama.KEYS,
         no_rope_layers=[layer for layer, one in enumerate(rotates) if not one],
         **shared.read_windows(settings),
     )
@@ -73,12 +71,10 @@ def _rotates(settings: Mapping[str, Any]) -> list[bool]:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The SmolLM 3 config.json of a ModelConfig."""
-    shared.require(config, "smollm3", qk_norm=False, no_rope_layers=config.no_rope_layers)
-    shared.require_one_bias(config, "smollm3")
+    free = {"no_rope_layers": config.no_rope_layers}
+    shared.require(config, "smollm3", llama.KEYS, qk_norm=False, **free)
     return {
-        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": config.ffn_bias,
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, llama.KEYS),
         "no_rope_layers": [
             int(layer not in config.no_rope_layers) for layer in range(config.num_layers)
         ],

@@ -74,7 +74,7 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
         step = renamed.get("multiple_of") or DEFAULTS["multiple_of"]
         renamed["intermediate_size"] = -(-int(8 * renamed["hidden_size"] / 3) // step) * step
     settings = understood(renamed, DEFAULTS)
-    return model_config("z2all", settings, qkv_bias=settings["attention_bias"])
+    return model_config("z2all", settings, {"attention_bias": "qkv_bias"})
 
 
 def published(config: ModelConfig) -> ModelConfig:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from headway.model.config import ModelConfig
-from headway.model.layout import ParamSpec
+from headway.model.layout import Specs
 from headway.parallel.config import ParallelConfig
 from headway.parallel.pipeline.program import PipelineShape
 from headway.parallel.pipeline_order import stages_on
@@ -33,7 +33,7 @@ class PipelinePart:
     """In the pipeline group."""
     layers: tuple[range, ...]
     """Of every stage of the model."""
-    specs: Mapping[str, ParamSpec] = field(repr=False)
+    specs: Specs = field(repr=False)
     """Every parameter of the whole model, in its order."""
     sharers: Mapping[str, Ints]
     """The ranks that hold a parameter, where those are several."""
@@ -81,7 +81,7 @@ def pipeline_part(
     model: ModelConfig,
     seq_len: int,
     rank: int,
-    specs: Mapping[str, ParamSpec],
+    specs: Specs,
 ) -> PipelinePart:
     """The part of a rank; `specs` has all parameters of the whole model in forward order."""
     shape, layers = parallel.pipeline_shape, stage_layers(parallel, model, seq_len)

@@ -18,7 +18,7 @@ from headway.store.reader import Store, open_store
 from headway.tasks.preference.loss import REFERENCE
 from headway.tasks.preference.source import PAIR, PairReader
 from headway.train.config import Recipe
-from headway.train.dpo_reference import make_reference
+from headway.train.frozen_model import make_reference
 from headway.train.resolve import resolve
 
 SETTINGS = [
