@@ -4,12 +4,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+CREDENTIALS = re.compile(r"(?<=:/)(/?)[^/@\s]+@")
+"""One slash too: a Path swallows the other."""
 
 
 def hide_credentials(text: str) -> str:
     """A message without user names and passwords in its URLs: endpoints and proxies in the environment may contain them."""
-    return CREDENTIALS.sub("***@", text)
+    return CREDENTIALS.sub(r"\1***@", text)
 
 
 def first_line(error: BaseException, most: int = 200) -> str:

@@ -6,13 +6,13 @@ its inode, its size and the bytes before the place we are at say so.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from headway.config.regular_file import regular_only
 
 CHUNK_BYTES = 4 << 20
 MARK_BYTES = 512
@@ -32,18 +32,9 @@ class Place:
 START = Place()
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor of a regular file; a device or a pipe is an OSError, and is never waited for."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    return file
-
-
 def read_at(path: Path, offset: int, size: int) -> bytes:
     """Bytes of a regular file; fewer at its end."""
-    file = open_regular(path)
+    file = regular_only(path, os.O_RDONLY)
     try:
         return os.pread(file, size, offset)
     finally:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from headway.board.follow import open_regular
 from headway.board.records import RecordBlock
+from headway.config.regular_file import regular_only
 
 SAMPLES = 300
 BLOCK_BYTES = 8 << 10
@@ -20,7 +20,7 @@ def sample_records(path: Path, samples: int = SAMPLES) -> RecordBlock:
     """About `samples` records of a file, the first and the last among them."""
     block = RecordBlock()
     try:
-        file = open_regular(path)
+        file = regular_only(path, os.O_RDONLY)
     except OSError:
         return block
     try:
@@ -64,7 +64,7 @@ def last_record(path: Path) -> RecordBlock:
     """The newest record of a file alone."""
     block = RecordBlock()
     try:
-        file = open_regular(path)
+        file = regular_only(path, os.O_RDONLY)
     except OSError:
         return block
     try:

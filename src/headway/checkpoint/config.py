@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import field_validator
 
 from headway.config.section import Section, path_problem, setting
+from headway.errors import ConfigError, hide_credentials
 from headway.runtime.paths import S3Path, parse_path
 
 CHECKPOINTS = "checkpoints"
 STAGES = "stages"
+OTHER_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+"""As a path it would be a folder with the password of the address in its name."""
 
 HIGHER_IS_BETTER = ("accuracy", "accuracies", "acc", "reward", "margins", "win_rate", "f1")
 
@@ -72,8 +76,16 @@ class CheckpointConfig(Section):
     @field_validator("to")
     @classmethod
     def _is_a_path(cls, to: str | None) -> str | None:
-        if to is not None and (problem := path_problem(to)):
+        if to is None:
+            return to
+        if problem := path_problem(to):
             raise ValueError(problem)
+        try:
+            where = parse_path(to)
+        except ConfigError as error:
+            raise ValueError(f"is {error}") from None
+        if isinstance(where, Path) and OTHER_ADDRESS.match(to):
+            raise ValueError(f"is {hide_credentials(to)}; expected s3://bucket/prefix or a folder")
         return to
 
     def locations(self, run_folder: Path) -> tuple[Path, S3Path | None]:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.checkpoint.manifest import SAFETENSORS_DTYPES
+from headway.config.regular_file import regular_only
 from headway.errors import CheckpointError
+from headway.runtime.json_file import read_bounded
 from headway.runtime.paths import AnyPath, S3Path
 from headway.runtime.storage import sha256_file
 from headway.runtime.temporary import make_temporary_folder
@@ -71,7 +73,7 @@ class LocalFiles:
     def read(self, name: str) -> bytes | None:
         """A whole file."""
         try:
-            return (self.path / name).read_bytes()
+            return read_bounded(self.path / name)
         except FileNotFoundError:
             return None
         except OSError as problem:
@@ -94,7 +96,7 @@ class LocalFiles:
     def header(self, name: str, limit: int) -> bytes:
         """The head of a file."""
         try:
-            with open(self.path / name, "rb") as file:
+            with open(self.path / name, "rb", opener=regular_only) as file:
                 length = file.read(8)
                 return length + file.read(min(int.from_bytes(length, "little"), limit))
         except OSError as problem:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from headway.errors import CheckpointError
 from headway.parallel.box import Box, Ints
+from headway.runtime.json_file import read_bounded
 from headway.runtime.paths import AnyPath
 
 MANIFEST = "manifest.json"
@@ -135,7 +136,7 @@ def _summary(manifest: CheckpointManifest) -> ManifestSummary:
 def _content(folder: Path) -> bytes | None:
     path = folder / MANIFEST
     try:
-        return path.read_bytes() if path.exists() else None
+        return read_bounded(path) if path.exists() else None
     except OSError as problem:
         raise CheckpointError(
             f"{path}: cannot be read: {problem.strerror}. Use another checkpoint."

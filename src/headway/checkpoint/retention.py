@@ -17,6 +17,7 @@ from headway.checkpoint.load import Reader, step_folders, step_of
 from headway.checkpoint.manifest import MANIFEST, ManifestSummary
 from headway.checkpoint.save import LATEST, REPLACED_PREFIX, STEP_FOLDER, step_folder
 from headway.errors import CheckpointError
+from headway.runtime.json_file import read_bounded
 from headway.runtime.storage import link_atomic, remove_folder, rename_folder, writing
 
 SET_ASIDE_PREFIX = "set-aside-"
@@ -171,7 +172,7 @@ def _restore_link(path: Path) -> None:
     """Link to the checkpoint of which this folder is a copy. Without that one, the copy becomes it; what is neither is set aside."""
     try:
         step = Reader(path).step
-        content = (path / MANIFEST).read_bytes()
+        content = read_bounded(path / MANIFEST)
     except (CheckpointError, OSError):
         rename_folder(path, _aside_name(path))
         return

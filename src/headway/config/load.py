@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 
 from headway.config.kinds import KindConfig, KindIn, NestedErrors, kind_config, kind_names
+from headway.config.regular_file import regular_only
 from headway.config.section import ALTERNATIVES, Overlay, Section
 from headway.config.shipped import find_recipe
 from headway.config.user_code import is_file_name
@@ -269,7 +270,7 @@ def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
     """Parse one YAML 1.2 file, or a shipped recipe by its name, into plain Python; the line of every key goes into `where`."""
     path = find_recipe(path)
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=regular_only) as file:
             text = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}.") from None

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError
 
 log = logging.getLogger("headway")
@@ -91,7 +92,7 @@ def _import_file(path: Path, name: str, setting: str) -> ModuleType:
             f"{setting} is {name[:200]!r}; a file of your own ends in .py, e.g. ./my_module.py."
         )
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_only) as file:
             code = file.read(MAX_BYTES + 1)
         absolute = path.resolve()
     except (OSError, ValueError) as error:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from headway.config.regular_file import regular_only
 from headway.launch.targets.driven import tail
 
 POLL_SECONDS = 1.0
@@ -66,7 +67,7 @@ def follow_files(
 
 def _new_lines(path: Path, positions: dict[Path, int], *, whole: bool) -> list[str]:
     """Lines since the last call; an unfinished one waits for its rest."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_only) as file:
         file.seek(positions.get(path, 0))
         data = file.read()
     end = data.rfind(b"\n") + 1 if whole else len(data)

@@ -29,6 +29,7 @@ from headway.launch.failure import STOP_SIGNALS, USERS_MISTAKE
 from headway.launch.hang import HangDetector, record_hang, send_signal
 from headway.runtime.deferred import Deferred
 from headway.runtime.heartbeat import Beat, read_beats
+from headway.runtime.json_file import read_bounded
 from headway.runtime.process import OUTCOME_FILE, RESTARTS, SUPERVISOR, safe_environment
 from headway.runtime.progress import duration
 from headway.runtime.stop import handled_signals
@@ -260,7 +261,7 @@ class Supervisor:
 def _read_outcome(outcome: Path, code: int) -> int:
     """The exit code that the command wrote to the file, else `code`."""
     try:
-        text = outcome.read_text(encoding="utf-8").strip()
+        text = read_bounded(outcome).decode("utf-8").strip()
     except (OSError, ValueError):
         return code
     return int(text) if text.isdecimal() else code

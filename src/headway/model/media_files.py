@@ -24,7 +24,7 @@ from headway.model.layout import media_specs
 from headway.model.media_encoders import ALIGNER_KEY, open_encoder
 from headway.model.media_shape import ALIGNER, PROJECTOR, MediaShape
 from headway.runtime.digests import DIGESTS, write_digests
-from headway.runtime.json_file import read_object
+from headway.runtime.json_file import read_bounded, read_object
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def read_media_files(
         if name not in sums:
             continue
         try:
-            content = (folder / name).read_bytes()
+            content = read_bounded(folder / name)
             if hashlib.sha256(content).hexdigest() != sums[name]:
                 raise ValueError("its checksum differs")
             tensors |= load(content)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from headway.config.regular_file import regular_only
 from headway.errors import HeadwayError
 from headway.runtime.storage import explain, write_atomic
 
@@ -120,7 +121,7 @@ class Deferred:
 
 def append_whole(path: Path, line: bytes) -> None:
     """Append bytes to a file, all or none: what a full disk takes only a part of is taken back."""
-    with open(path, "ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=regular_only) as file:
         begin = file.seek(0, os.SEEK_END)
         try:
             written = file.write(line)

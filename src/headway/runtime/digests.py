@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError
 from headway.runtime.json_file import read_bounded
 from headway.runtime.storage import CHUNK_BYTES, parse_sealed_json, sealed_json, write_atomic
@@ -235,7 +236,7 @@ def _write(folder: Path, known: Mapping[str, FileDigest], names: Iterable[str]) 
 def _sha256(path: Path, is_over: threading.Event) -> str | None:
     """The SHA-256 of a file; None if that was ended early."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular_only) as file:
         while chunk := file.read(CHUNK_BYTES):
             if is_over.is_set():
                 return None

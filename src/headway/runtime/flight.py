@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from headway.config.regular_file import regular_only
+
 FILE = re.compile(r"flight-rank-(\d+)")
 SETTINGS = {
     "TORCH_FR_BUFFER_SIZE": "2000",
@@ -61,7 +63,7 @@ class _PlainValues(pickle.Unpickler):
 def read_flight(path: Path) -> list[Collective]:
     """The collectives in a dump, oldest first; none where it cannot be read: its process died while writing, or it is another file."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular_only) as file:
             entries = _PlainValues(file).load()["entries"]
         return [
             _collective(one)

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from headway.config.regular_file import regular_only
 from headway.errors import CommunicationError
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import writing
@@ -156,7 +157,7 @@ class Heartbeat:
     def _answer_stacks(self, path: Path) -> None:
         """On a signal, the stacks go to a file; where that cannot be opened, to standard error, and the run continues."""
         try:
-            self._stacks = path.open("a", encoding="utf-8")
+            self._stacks = open(path, "a", encoding="utf-8", opener=regular_only)  # noqa: SIM115
         except OSError as problem:
             log.warning("%s: %s; stacks will go to standard error", path, problem.strerror)
         # without a handler the signal would end the process

@@ -6,10 +6,10 @@ One rule for every reader: only regular files, of a bounded size, and nesting of
 import errno
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any, cast
 
+from headway.config.regular_file import regular_only
 from headway.errors import HeadwayError
 
 LARGEST_BYTES = 1 << 28
@@ -17,17 +17,13 @@ LARGEST_BYTES = 1 << 28
 
 def read_bounded(path: Path, largest: int = LARGEST_BYTES) -> bytes:
     """The bytes of a regular file; a device, a pipe and a file beyond `largest` bytes are an OSError like any other."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "is a device or a pipe; a file is expected", str(path))
-        if found.st_size > largest:
+    with open(path, "rb", opener=regular_only) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > largest:
             raise OSError(
-                errno.EFBIG, f"has {found.st_size} bytes; at most {largest} are expected", str(path)
+                errno.EFBIG, f"has {size} bytes; at most {largest} are expected", str(path)
             )
-        return file.read(found.st_size + 1)
+        return file.read(size + 1)
 
 
 def load_json(path: Path, largest: int = LARGEST_BYTES) -> Any:

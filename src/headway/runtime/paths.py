@@ -68,6 +68,10 @@ def parse_path(text: str | AnyPath) -> AnyPath:
             else text
         )
     bucket, endpoint = match.group(1), None
+    if "@" in bucket:
+        raise ConfigError(
+            f"{given}: an S3 path contains no credentials. Write s3://bucket/prefix and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+        )
     if given.startswith(BOTO3) and "." in bucket:
         bucket, _, host = bucket.partition(".")
         endpoint = f"http://{host}"

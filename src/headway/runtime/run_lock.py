@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError
 from headway.runtime.process import boot_id, process_start
 from headway.runtime.storage import check_writable, writing
@@ -80,9 +81,8 @@ def this_process() -> Holder:
 def read_holder(path: Path) -> tuple[Holder | None, int] | None:
     """Who holds a lock (None: its file is damaged) and when the file last changed; None where there is no lock."""
     try:
-        with open(
-            path, "rb"
-        ) as file:  # opened again each time, so that a network file system queries its server
+        # opened again each time, so that a network file system queries its server
+        with open(path, "rb", opener=regular_only) as file:
             content, changed = file.read(1 << 16), os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None

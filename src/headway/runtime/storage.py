@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError, HeadwayError, TrainingError
+from headway.runtime.json_file import read_bounded
 from headway.runtime.temporary import TEMPORARY_PREFIX, temporary_name
 
 CHUNK_BYTES = 4 << 20
@@ -63,7 +66,7 @@ def refuse_device(path: Path) -> None:
 
 def sha256_file(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular_only) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -215,7 +218,7 @@ def write_sealed(path: Path, content: bytes, *, durable: bool = True) -> None:
 def read_sealed(path: Path) -> bytes | None:
     """The bytes that were written; None where there is no such file. Any change since is a ValueError."""
     try:
-        whole = path.read_bytes()
+        whole = read_bounded(path, sys.maxsize)
     except FileNotFoundError:
         return None
     content = whole[SEAL_BYTES:]

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError, HeadwayError
 from headway.runtime.storage import CHUNK_BYTES, read_sealed, write_sealed
 from headway.store.file_lock import file_lock
@@ -333,7 +334,7 @@ def _compute(cache_dir: Path | None, path: Path, stops: Callable[[], bool]) -> s
     """Compute the checksum of a file and cache it; None if `stops`, which is asked before each chunk, said so."""
     entry = None if cache_dir is None else _entry(cache_dir, path)
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular_only) as file:
         while chunk := file.read(CHUNK_BYTES):
             if stops():
                 return None

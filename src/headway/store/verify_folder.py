@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError, DataError
 from headway.runtime.digests import DIGESTS, FolderDigests, is_covered, read_digests, write_digests
 from headway.runtime.storage import SEAL, read_sealed
@@ -137,7 +138,7 @@ def _check_listed(folder: Path) -> list[Path]:
 
 def _is_sealed(file: Path) -> bool:
     try:
-        with open(file, "rb") as opened:
+        with open(file, "rb", opener=regular_only) as opened:
             return opened.read(len(SEAL)) == SEAL
     except OSError:
         return False

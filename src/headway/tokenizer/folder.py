@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headway.errors import ConfigError, DataError, first_line
 from headway.runtime.digests import read_digests
-from headway.runtime.json_file import read_object
+from headway.runtime.json_file import read_bounded, read_object
 from headway.runtime.optional import need
 from headway.tokenizer.byte_level import QWEN, byte_level
 from headway.tokenizer.load import Tokenizer
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 CONFIG, MAP, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 ROLES = ("bos", "eos", "pad", "unk")
 LARGEST_ID = 1 << 31
+VOCABULARY_IDS = 1 << 24
+"""Ids of a vocabulary are below this. The tokenizers library writes and compares it in a table of all ids up to the largest."""
 GUESSES = {
     "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
     "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>"),
@@ -268,9 +270,21 @@ def read_fast(path: Path) -> tokenizers.Tokenizer:
         text = read_bytes(path).decode()
         _check_prefix(path, text)
         backend = tokenizers.Tokenizer.from_str(text)
+    _check_ids(path, backend)
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _check_ids(path: Path, backend: tokenizers.Tokenizer) -> None:
+    """Refuse an id so large that tables of all ids up to it take gigabytes."""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    token = max(vocabulary, key=vocabulary.__getitem__, default="")
+    largest = vocabulary.get(token, 0)
+    if largest >= VOCABULARY_IDS:
+        raise DataError(
+            f"{path}: the token {token[:40]!r} has the id {largest}; ids below {VOCABULARY_IDS} are expected. The file is damaged."
+        )
 
 
 def _check_prefix(path: Path, text: str) -> None:
@@ -294,6 +308,7 @@ def _read_vocab_and_merges(folder: Path, *, qwen: bool) -> tokenizers.Tokenizer:
     with _one_line_errors(f"{folder}: vocab.json and merges.txt cannot be read"):
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     backend = Backend(model)
+    _check_ids(folder / "vocab.json", backend)
     if qwen:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = byte_level(QWEN if qwen else None)
@@ -335,7 +350,7 @@ def _one_line_errors(what: str) -> Iterator[None]:
 def read_bytes(path: Path) -> bytes:
     """A tokenizer's file, whole."""
     try:
-        return path.read_bytes()
+        return read_bounded(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
@@ -369,7 +384,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / TEMPLATE
     if path.is_file():
         try:
-            config["chat_template"] = path.read_text(encoding="utf-8")
+            config["chat_template"] = read_bounded(path).decode("utf-8")
         except (OSError, ValueError) as problem:
             raise DataError(f"{path} cannot be read: {problem}.") from None
     return config

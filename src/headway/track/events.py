@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headway.config.regular_file import regular_only
 from headway.runtime.deferred import Deferred
 from headway.runtime.process import supervisor
 from headway.runtime.web import job_id
@@ -44,7 +45,7 @@ def append_event(
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The events of a run in order. Lines that are not JSON objects are skipped."""
     try:
-        with (run_dir / EVENTS).open("rb") as file:
+        with open(run_dir / EVENTS, "rb", opener=regular_only) as file:
             for line in read_lines(file):
                 try:
                     found: Any = json.loads(line)
@@ -126,7 +127,7 @@ def _claims(run_dir: Path) -> Iterator[dict[str, Any]]:
 
     claims: dict[str, Any] = {}
     try:
-        file = (run_dir / CLAIMS).open("a+b", buffering=0)
+        file = open(run_dir / CLAIMS, "a+b", buffering=0, opener=regular_only)  # noqa: SIM115 - closed below
     except OSError:
         yield claims
         return

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError
 from headway.runtime.deferred import Deferred
 from headway.runtime.storage import CHUNK_BYTES, fsync_file, fsync_folder
@@ -47,7 +48,7 @@ class MetricsFile:
         """Flush all lines to disk, e.g. before a checkpoint is written."""
         self.writes.retry()
         try:
-            with open(self.path, "rb") as file:
+            with open(self.path, "rb", opener=regular_only) as file:
                 fsync_file(file.fileno())
         except FileNotFoundError:
             return
@@ -61,7 +62,7 @@ class MetricsFile:
         """
         self.writes.drop(self.path, lambda line: (_record(line) or {"step": 0})["step"] > step)
         try:
-            with open(self.path, "r+b") as file:
+            with open(self.path, "r+b", opener=regular_only) as file:
                 _truncate_after(self.path, file, step)
         except FileNotFoundError:
             return
@@ -74,7 +75,7 @@ class MetricsFile:
         """Rewrite the file without its damaged lines. If that fails, the file stays unchanged."""
         temporary = temporary_name(self.path)
         try:
-            with open(self.path, "rb") as file, open(temporary, "xb") as new:
+            with open(self.path, "rb", opener=regular_only) as file, open(temporary, "xb") as new:
                 for line in read_lines(file):
                     if _record(line) is not None:
                         new.write(line)
@@ -98,7 +99,7 @@ class MetricsReader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.damaged = self.first_damaged = 0
         try:
-            with open(self.path, "rb") as file:
+            with open(self.path, "rb", opener=regular_only) as file:
                 for number, line in enumerate(read_lines(file), start=1):
                     record = _record(line)
                     if record is not None:

@@ -27,7 +27,7 @@ from typing import IO, Any, ClassVar, Protocol, cast, runtime_checkable
 from headway.config.section import setting
 from headway.config.yaml_reader import parse_yaml
 from headway.errors import ConfigError, first_line
-from headway.runtime.json_file import load_json
+from headway.runtime.json_file import load_json, read_bounded
 from headway.runtime.optional import need
 from headway.runtime.process import start_module
 from headway.runtime.storage import write_atomic
@@ -278,7 +278,7 @@ class Service:
     def _opening(self) -> dict[str, Any]:
         recipe = self.run_dir / "recipe.yaml"
         try:
-            params: Any = parse_yaml(recipe.read_text(encoding="utf-8"), recipe.name)
+            params: Any = parse_yaml(read_bounded(recipe).decode("utf-8"), recipe.name)
         except (OSError, ConfigError):
             params = {}
         run = {

@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.config.load import find_external_code
 from headway.config.user_code import user_code_file
-from headway.runtime.json_file import load_json
+from headway.runtime.json_file import load_json, read_bounded
 from headway.runtime.storage import write_atomic
 from headway.train.config import Recipe
 
@@ -74,7 +74,7 @@ def record_code(folder: Path, recipe: Recipe) -> None:
 
 def _read(path: Path | None) -> bytes | None:
     try:
-        return None if path is None else path.read_bytes()
+        return None if path is None else read_bounded(path)
     except OSError:
         return None
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from headway.checkpoint.load import newest_good
 from headway.checkpoint.retention import set_aside_later
+from headway.config.regular_file import regular_only
 from headway.data.config import skipped_batches
 from headway.data.loader import LoaderState
 from headway.errors import HeadwayError
@@ -262,7 +263,7 @@ def repair_healed(run_dir: Path) -> None:
 def _entries_in(path: Path) -> list[dict[str, Any]] | None:
     """The entries of a heal.json; None where it is damaged."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_only) as file:
             found: Any = json.loads(file.read(MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return None

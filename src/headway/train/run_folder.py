@@ -24,7 +24,7 @@ from headway.checkpoint.retention import restore_links, set_aside_later
 from headway.config.load import dump_yaml
 from headway.errors import ConfigError
 from headway.runtime.heartbeat import clear_beats
-from headway.runtime.json_file import load_json
+from headway.runtime.json_file import load_json, read_bounded
 from headway.runtime.machine import environment
 from headway.runtime.process import restarted_job, supervisor
 from headway.runtime.run_lock import LOCK, RunLock
@@ -67,7 +67,7 @@ def read_save_record(folder: Path) -> SaveRecord | None:
     """The content of saved.json; None if it is missing or damaged."""
     path = folder / SAVED
     try:
-        given: Any = parse_sealed_json(path.read_bytes())
+        given: Any = parse_sealed_json(read_bounded(path))
         return SaveRecord(str(given["run"]), None if given["step"] is None else int(given["step"]))
     except FileNotFoundError:
         return None

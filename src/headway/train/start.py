@@ -22,8 +22,10 @@ from headway.checkpoint.load import (
 from headway.checkpoint.remote import PROBE_SECONDS, RemoteCheckpoints
 from headway.checkpoint.stored_model import FINAL
 from headway.config.load import load
+from headway.config.regular_file import regular_only
 from headway.config.section import differences
 from headway.errors import CheckpointError, ConfigError
+from headway.runtime.json_file import read_bounded
 from headway.runtime.paths import AnyPath, parse_path
 from headway.runtime.process import restarted_job
 from headway.runtime.s3 import StoreDown
@@ -182,7 +184,7 @@ def _refuse_missing(
 def _last_step(metrics: Path) -> int:
     """The step of the last complete line; 0 without one."""
     try:
-        with open(metrics, "rb") as file:
+        with open(metrics, "rb", opener=regular_only) as file:
             file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
             return int(json.loads(file.read().splitlines()[-1])["step"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
@@ -208,7 +210,7 @@ def is_restart(folder: Path) -> bool:
     """Whether this start follows one of the same job that began the run: it resumes, for any value of --resume."""
     job, again = restarted_job()
     try:
-        return again and job is not None and (folder / JOB).read_text(encoding="utf-8") == job
+        return again and job is not None and read_bounded(folder / JOB) == job.encode()
     except OSError:
         return False
 

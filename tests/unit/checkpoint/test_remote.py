@@ -14,11 +14,13 @@ from headway.checkpoint.load import locate, newest_good, open_checkpoint
 from headway.checkpoint.remote import RemoteCheckpoints
 from headway.checkpoint.save import Writers, save_checkpoint
 from headway.checkpoint.saver import SaveJob, Saver
+from headway.config.load import load
 from headway.errors import CheckpointError, ConfigError
 from headway.parallel.box import StateTensor
 from headway.runtime import s3 as s3_module
 from headway.runtime.paths import S3Path, parse_path
 from headway.runtime.s3 import S3, StoreDown
+from headway.train.config import Recipe
 
 PLACE = S3Path("bucket", "runs/one")
 
@@ -76,6 +78,26 @@ def test_texts_mean_places() -> None:
     )
     with pytest.raises(ConfigError, match="not an S3 path"):
         parse_path("s3://")
+
+
+@pytest.mark.parametrize(
+    "to",
+    [
+        "s3://user:hunter2@bucket/prefix",
+        "s3:/user:hunter2@bucket/prefix",
+        "boto3:s3://user:hunter2@bucket.10.0.0.1:80/prefix",
+        "https://user:hunter2@store.example/bucket",
+    ],
+)
+def test_a_place_with_credentials_is_refused_and_no_line_shows_them(to: str) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.to is .*\*\*\*@") as refused:
+        load(Recipe, None, [f"checkpoint.to={to}"])
+    assert "hunter2" not in str(refused.value)
+
+
+def test_an_address_that_is_not_of_s3_is_no_folder() -> None:
+    with pytest.raises(ConfigError, match=r"gs://b/x; expected s3://bucket/prefix or a folder"):
+        load(Recipe, None, ["checkpoint.to=gs://b/x"])
 
 
 def test_what_went_up_is_read_back_in_ranges_bit_for_bit(store: Store, tmp_path: Path) -> None:

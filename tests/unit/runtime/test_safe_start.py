@@ -122,6 +122,7 @@ def test_no_error_shows_the_password_of_an_address() -> None:
             "s3: cannot reach https://user:hunter2@store.example:9000/bucket and http://a:b@c"
         )
     )
+    assert hide_credentials("https:/user:hunter2@x/y") == "https:/***@x/y"
     assert shown == "s3: cannot reach https://***@store.example:9000/bucket and http://***@c"
     assert (
         hide_credentials("runs/a@0.3 and https://x.example/@me")

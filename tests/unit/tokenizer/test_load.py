@@ -1,6 +1,7 @@
 """Tokenizers come back byte for byte, keep special tokens out of texts, and load in other tools with the same ids."""
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.byte_model import byte_tokenizer
 
 from headway.errors import ConfigError, DataError
 from headway.tokenizer.inspect import HARD_TEXTS, inspect
@@ -280,3 +282,30 @@ def test_a_rank_file_gives_the_published_vocabulary(tmp_path: Path) -> None:
         17,
         19,
     ]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
+def test_an_id_of_a_billion_is_refused_before_tables_of_all_ids_are_made(
+    tmp_path: Path, name: str
+) -> None:
+    byte_tokenizer().save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["model"]["vocab"]["a"] = 10**9
+    if name == "tokenizer.json":
+        file.write_text(json.dumps(content), encoding="utf-8")
+    else:
+        file.unlink()
+        (tmp_path / "tokenizer_config.json").unlink()
+        (tmp_path / name).write_text(json.dumps(content["model"]["vocab"]), encoding="utf-8")
+        (tmp_path / "merges.txt").write_text("", encoding="utf-8")
+    with pytest.raises(DataError, match=rf"{name}: the token 'a' has the id 1000000000; ids below"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_file_of_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises((ConfigError, DataError), match=r"."):
+        load_tokenizer(tmp_path)
+    with pytest.raises((ConfigError, DataError), match=r"."):
+        load_tokenizer(tmp_path / "tokenizer.json")

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from headway.config.regular_file import regular_only
 from headway.errors import LaunchError
 from headway.launch.targets.base import (
     FINAL,
@@ -139,7 +140,7 @@ def start_driver(handle: JobHandle, environment: Mapping[str, str]) -> None:
         )  # of an earlier job
     write_handle(handle)
     command = [sys.executable, "-P", "-m", DRIVER, str(run_dir)]
-    with (run_dir / LOG).open("ab") as output:
+    with open(run_dir / LOG, "ab", opener=regular_only) as output:
         driver = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -204,7 +205,7 @@ class DrivenTarget:
             yield from self._follow(handle, path, end)
 
     def _follow(self, handle: JobHandle, path: Path, at: int) -> Iterator[str]:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_only) as file:
             file.seek(at)
             rest = b""
             while True:
@@ -237,7 +238,7 @@ def tail(path: Path, lines: int, end: int | None = None) -> list[str]:
     """The last lines of a file up to a position; only its last megabyte is read."""
     if not path.exists() or lines < 1:
         return []
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_only) as file:
         stop = file.seek(0, os.SEEK_END) if end is None else end
         file.seek(max(0, stop - TAIL_BYTES))
         text = file.read(stop - file.tell()).decode(errors="replace")

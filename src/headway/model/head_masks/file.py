@@ -21,7 +21,7 @@ from headway.model.head_masks.masks import (
     warn_if_unreached,
 )
 from headway.runtime.digests import check_digests, record_digests
-from headway.runtime.json_file import load_json
+from headway.runtime.json_file import load_json, read_bounded
 from headway.runtime.storage import write_atomic
 
 FILE_NAMES = ("masks.tsv", "full_attention_heads.tsv")
@@ -101,7 +101,7 @@ def _refuse_decided(file: Path, hard: HeadMasks, sparsity: float | None) -> NoRe
 def read_table(path: Path) -> tuple[tuple[float, ...], ...]:
     """The numbers of a mask file, every row as long as the first, none outside 0..1."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_bounded(path).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
         raise DataError(
             f"{path}: cannot be read as a mask table ({problem}). Give a file that `headway masks export` wrote."

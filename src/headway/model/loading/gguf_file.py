@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from headway.config.regular_file import regular_only
 from headway.errors import CheckpointError
 from headway.runtime.optional import need
 
@@ -61,7 +62,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=regular_only) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as problem:
             raise CheckpointError(f"{path}: cannot be read: {problem}. {REMEDY}") from None

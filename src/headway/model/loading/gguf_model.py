@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.config.load import validate
+from headway.config.regular_file import regular_only
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.model.config import ModelConfig
 from headway.model.layout import EMBEDDING, HEAD, param_specs
@@ -72,7 +73,7 @@ def holds_only_gguf(folder: Path) -> bool:
 
 def _begins_as_gguf(path: Path) -> bool:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular_only) as file:
             return file.read(4) == b"GGUF"
     except OSError:
         return False

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from headway.config.regular_file import regular_only
+
 SAFETENSORS = "Give the Hugging Face folder with safetensors that it was made from."
 MAGIC = {
     b"GGUF": "a GGUF file of llama.cpp. Give the file itself, not a folder with other weights.",
@@ -90,7 +92,7 @@ def _by_name(name: str) -> str | None:
 
 
 def _by_content(path: Path) -> str | None:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular_only) as file:
         head = file.read(32)
     return next((text for magic, text in MAGIC.items() if head.startswith(magic)), None)
 

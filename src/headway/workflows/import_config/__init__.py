@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.config.kinds import kind_config
 from headway.config.load import dump_yaml, validate
+from headway.config.regular_file import regular_only
 from headway.config.yaml_reader import MAX_BYTES, MAX_VALUES, parse_yaml
 from headway.errors import ConfigError
 from headway.runtime.json_file import read_object
@@ -243,7 +244,7 @@ def _size(value: Any, most: int) -> int:
 
 def _text(source: Path) -> str:
     try:
-        with open(source, encoding="utf-8") as file:
+        with open(source, encoding="utf-8", opener=regular_only) as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{source}: no such file.") from None
