@@ -92,7 +92,7 @@ WRITTEN = ("data clean", "data dedup", "data synthetic-media")
 """Verbs whose last argument is their output."""
 FEWER = {
     "parallel.context": "2", "parallel.tensor": "2", "parallel.expert": "2", "parallel.pipeline": "2", "data.seq_len": "64",
-    "batch.rows_per_rank": "4", "steps": "1", "batch.tokens": "128",
+    "batch.rows_per_rank": "1", "batch.accumulate": "4", "steps": "1", "batch.tokens": "128",
 }  # fmt: skip
 RECIPES_OF_NODES = {
     "node/nope_stage1": [

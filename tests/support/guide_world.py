@@ -143,6 +143,10 @@ def _write_data() -> None:
     Path("alpaca.json").write_text(json.dumps(CHAT), encoding="utf-8")
     write_lines("pairs.jsonl", PAIRS)
     write_lines(
+        "graded.jsonl",
+        ({"prompt": f"Say {n}.", "response": f"{n}", "grade": n / 16} for n in range(16)),
+    )
+    write_lines(
         "held-out.jsonl", ({**pair, **text} for pair, text in zip(PAIRS[:4], TEXTS, strict=False))
     )
     write_lines(

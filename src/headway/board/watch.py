@@ -303,6 +303,10 @@ class Board:
                     self._build(run)
                 else:
                     run.curves.update()
+                    # The last record, which the list had so far, need not have every metric.
+                    with self.lock:
+                        run.newest = run.curves.newest()
+                        self._mark_changed(run)
         return found
 
     def rows(self, since: int = 0) -> dict[str, Any]:

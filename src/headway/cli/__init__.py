@@ -19,7 +19,7 @@ import typer
 
 from headway import __version__
 from headway.cli._foreign_options import explain_option
-from headway.cli._group import VerbGroup
+from headway.cli._group import VerbCommand, VerbGroup
 from headway.cli._options import flatten
 from headway.cli._plugins import RootGroup
 from headway.errors import HeadwayError
@@ -84,7 +84,7 @@ def _add_verbs(app: typer.Typer) -> None:
         if words in groups:  # a verb that has others below it
             groups[words].callback(invoke_without_command=True)(flatten(verbs[words]))
             continue
-        (groups[group] if group else app).command(name)(flatten(verbs[words]))
+        (groups[group] if group else app).command(name, cls=VerbCommand)(flatten(verbs[words]))
     for name, group in groups.items():
         app.add_typer(group, name=name)
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from headway.errors import ConfigError
 
@@ -92,6 +92,55 @@ class VerbGroup(TyperGroup):
             hint = f"Did you mean {said}?" if near else f"`{ctx.command_path} --help` lists them."
             raise ConfigError(f"{ctx.command_path} has no verb {args[0][:80]!r}. {hint}")
         return super().resolve_command(ctx, args)
+
+
+LIST_TYPE = re.compile(r"<list\[(\w+)\]>")
+
+
+class VerbCommand(TyperCommand):
+    """One verb. Its help shows arguments as they are declared, without brackets of brackets, and no types of Python."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words of the usage line after the verb."""
+        pieces = [self.options_metavar or ""]
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, TyperArgument):
+                pieces.append(_argument_in_usage(parameter))
+        return pieces
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments and options with what they mean."""
+        arguments: list[tuple[str, str]] = []
+        options: list[tuple[str, str]] = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            name, text = record
+            if isinstance(parameter, TyperArgument):
+                arguments.append((_argument_name(parameter), text))
+            else:
+                options.append((LIST_TYPE.sub(r"<\1>", name), text))
+        for heading, rows in (("Arguments", arguments), ("Options", options)):
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+
+def _argument_name(argument: TyperArgument) -> str:
+    return argument.metavar or (argument.name or "").upper()
+
+
+def _argument_in_usage(argument: TyperArgument) -> str:
+    """The name, in brackets if it may be left out; a declared name that has dots says all of this itself."""
+    name = _argument_name(argument)
+    if "..." in name:
+        return name
+    if not argument.required:
+        name = f"[{name}]"
+    if argument.nargs != 1:
+        name += "..."
+    return name
 
 
 def first_sentence(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from headway.cli._group import VerbGroup
+from headway.cli._group import VerbCommand, VerbGroup
 from headway.cli._options import flatten
 from headway.errors import ConfigError, HeadwayError, first_line
 
@@ -104,7 +104,7 @@ def _as_command(entry: Any) -> Any:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     help_names = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
     try:
-        app.command(entry.name, context_settings=help_names)(flatten(function))
+        app.command(entry.name, cls=VerbCommand, context_settings=help_names)(flatten(function))
         return typer.main.get_command(app)
     except (RuntimeError, TypeError, KeyError, NameError) as error:
         raise ConfigError(

@@ -330,7 +330,9 @@ def inspect(
 
 def merge(
     stores: list[Path] = typer.Argument(
-        ..., help="Token stores, or all the shards of one `data tokenize --shard`."
+        ...,
+        metavar="STORE...",
+        help="Token stores, or all the shards of one `data tokenize --shard`.",
     ),
     out: Path = typer.Option(..., help="The folder of the new token store."),
     json: bool = JSON,

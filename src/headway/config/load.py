@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from types import UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -485,12 +486,46 @@ def _known_key_hint(schema: type[BaseModel], loc: Loc, data: Any) -> str:
             owner = f"{owner}.kind {section['kind']}"
             known = list(kind_config(kinded.package, section["kind"]).model_fields)
             return f"{owner} takes {', '.join(known)}."
+    if len(loc) == 1:
+        homes = _homes(schema, str(loc[0]))
+        if 0 < len(homes) <= 3:
+            return f"did you mean {' or '.join(map(repr, homes))}?"
     near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]!r}?"
     if known:
         return f"{owner} takes {', '.join(known)}."
     return "remove it."
+
+
+def _homes(schema: type[BaseModel], key: str) -> list[str]:
+    """Where a setting that was given without its section exists: the paths of the outermost sections that have it."""
+    level: list[tuple[str, type[BaseModel]]] = [("", schema)]
+    for _ in range(3):
+        below = [
+            (f"{prefix}{field.alias or name}.", section)
+            for prefix, owner in level
+            for name, field in owner.model_fields.items()
+            # Elements of lists have an index in their paths, and stages have all sections once more.
+            for section in _plain_sections(field.annotation)
+        ]
+        homes = [
+            prefix + key
+            for prefix, section in below
+            if any(key in (name, field.alias) for name, field in section.model_fields.items())
+        ]
+        if homes:
+            return homes
+        level = below
+    return []
+
+
+def _plain_sections(annotation: Any) -> list[type[BaseModel]]:
+    """The section that an annotation is, alone or beside None and other values."""
+    members = (annotation,)
+    if get_origin(annotation) in (Union, UnionType):
+        members = get_args(annotation)
+    return [member for member in members if _is_section(member)]
 
 
 def _keys(schema: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:

@@ -171,7 +171,15 @@ def _kind(value: Any) -> str:
 def _other_kind(data: Mapping[str, Any]) -> str:
     """A hint for records that are conversations or preference pairs."""
     if {"chosen", "rejected"} <= data.keys():
-        return " These look like preference pairs: set kind: preference in a recipe, or --kind preference on the command line."
+        return _remedy("preference pairs", "preference")
     if data.keys() & {"messages", "conversations", "conversation", "instruction"}:
-        return " These look like conversations: set kind: chat in a recipe, or --kind chat on the command line."
+        return _remedy("conversations", "chat")
     return ""
+
+
+def _remedy(records: str, kind: str) -> str:
+    """What to do about records that are no texts; true of every verb that reads texts, of which few have --kind."""
+    return (
+        f" These look like {records}: set kind: {kind} in a recipe; elsewhere make a token store of them"
+        f" with `headway data tokenize --kind {kind}` and give that."
+    )

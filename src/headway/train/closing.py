@@ -48,12 +48,15 @@ def validation_lines(validation: Mapping[str, Mapping[str, Mapping[str, Any]]]) 
         of_set = "" if len(validation) == 1 else f" of {name}"
         for metric, span in metrics.items():
             before = span["before"]
-            parts = [
-                f"{span['best']:.4f} best (step {span['best_step']})",
-                f"{span['last']:.4f} last",
-            ]
+            parts: list[str] = []
             if before is not None:
-                parts.insert(0, f"{before:.4f} before")
+                parts.append(f"{before:.4f} before")
+            if span["best"] is not None:
+                parts.append(f"{span['best']:.4f} best (step {span['best_step']})")
+            if span["last"] is not None:
+                parts.append(f"{span['last']:.4f} last")
+            else:
+                parts.append("not a number last")
             line = f"validation {NAMES[metric]}{of_set}: {', '.join(parts)}"
             if before is not None and not span["improved"]:
                 line += "; never better than before"

@@ -91,22 +91,26 @@ class MetricsTotals:
         self, name: str, values: Mapping[str, Any], step: int, *, is_first: bool
     ) -> None:
         for metric, is_higher_better in SHOWN_METRICS.items():
-            value = values.get(metric)
-            if isinstance(value, (int, float)):
-                span = self.spans.setdefault(name, {}).setdefault(
-                    metric, ValidationSpan(is_higher_better)
-                )
-                if is_first:
-                    span.before = value
-                else:
-                    span.add(value, step)
+            if metric not in values:
+                continue
+            # JSON has no nan: a metric that was no number is null.
+            value = values[metric]
+            if value is not None and not isinstance(value, (int, float)):
+                continue
+            span = self.spans.setdefault(name, {}).setdefault(
+                metric, ValidationSpan(is_higher_better)
+            )
+            if is_first:
+                span.before = value
+            else:
+                span.add(value, step)
 
     def validation(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Of every validation set: its loss, and where it has one its accuracy, before the first step, at best and at last."""
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for name, metrics in self.spans.items():
             found[name] = {
-                metric: span.fields() for metric, span in metrics.items() if span.last is not None
+                metric: span.fields() for metric, span in metrics.items() if span.validations
             }
         return found
 
@@ -126,10 +130,16 @@ class ValidationSpan:
         self.best: float | None = None
         self.best_step: int | None = None
         self.last: float | None = None
+        """None where the last validation gave no number."""
+        self.validations = 0
+        """After the start."""
 
-    def add(self, value: float, step: int) -> None:
-        """A validation after a step."""
+    def add(self, value: float | None, step: int) -> None:
+        """A validation after a step; None if it was not a number."""
+        self.validations += 1
         self.last = value
+        if value is None:
+            return
         if self.best is None or self._is_better(value, self.best):
             self.best = value
             self.best_step = step
@@ -140,8 +150,8 @@ class ValidationSpan:
     def fields(self) -> dict[str, Any]:
         """For summary.json. `improved`: whether training ever made it better; None where nothing was validated at the start."""
         improved = None
-        if self.before is not None and self.best is not None:
-            improved = self._is_better(self.best, self.before)
+        if self.before is not None:
+            improved = self.best is not None and self._is_better(self.best, self.before)
         return {
             "before": self.before,
             "best": self.best,

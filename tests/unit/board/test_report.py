@@ -71,6 +71,24 @@ def test_the_terminal_shows_runs_at_any_width(tmp_path: Path, width: int) -> Non
     ) <= width
 
 
+def test_the_terminal_shows_a_validation_loss_that_the_last_record_does_not_have(
+    tmp_path: Path,
+) -> None:
+    metrics = make_run(tmp_path / "runs" / "a", 50) / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    records[20]["valid"] = {"valid": {"loss": 4.321}}
+    for record in records[21:]:
+        record.pop("valid", None)
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with Board([LocalSource(tmp_path / "runs")]) as board:
+        console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        show_once(board, console, 5.0)
+        text = console.export_text()
+        console.file.close()
+    assert "4.321" in text
+
+
 def test_plots_of_nothing_and_of_constants() -> None:
     import numpy as np
 

@@ -43,6 +43,26 @@ def test_help_of_a_group_is_whole_at_80_columns(
     assert commands and "..." not in commands and max(map(len, commands.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        (["train"], "headway train [OPTIONS] [RECIPE] [section.key=value]..."),
+        (["data", "tokenize"], "headway data tokenize [OPTIONS] [FILE]..."),
+        (["data", "merge"], "headway data merge [OPTIONS] STORE..."),
+        (["report"], "headway report [OPTIONS] RUN..."),
+        (["chat"], "headway chat [OPTIONS] [MODEL]..."),
+        (["generate"], "headway generate [OPTIONS] [MODEL]"),
+    ],
+)
+def test_usage_has_no_brackets_of_brackets_and_no_types_of_python(
+    words: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == f"Usage: {usage}"
+    assert "list[" not in out
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"headway {__version__}\n"

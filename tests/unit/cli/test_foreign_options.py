@@ -51,6 +51,21 @@ def test_a_name_inside_a_section_that_needs_no_setting_keeps_the_hint_of_the_sec
     assert "data.streaming is not a setting; " in err and "headway data tokenize" not in err
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("preset=gemma3-1b", "model.preset"),
+        ("encoders.audio=null", "model.aligner.encoders"),
+        ("keep_last=2", "checkpoint.keep_last"),
+    ],
+)
+def test_a_setting_without_its_section_is_answered_with_its_section(
+    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "pretrain", word]) == 2
+    assert f"is not a setting; did you mean {meant!r}?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["chat", "generate", "serve", "eval ppl", "export hf"])
 def test_verbs_with_a_model_say_how_it_is_given(
     verb: str, capsys: pytest.CaptureFixture[str]

@@ -197,6 +197,8 @@ def test_a_record_without_the_key_is_reported_with_the_keys_it_has(tmp_path: Pat
     )
     (tmp_path / "chat.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
     expect(tmp_path / "chat.jsonl", r"no key 'text'.*look like conversations: set kind: chat")
+    # Verbs such as `eval ppl` have no --kind.
+    expect(tmp_path / "chat.jsonl", r"a token store .*`headway data tokenize --kind chat`")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     expect(
         tmp_path / "pairs.jsonl", r"no key 'text'.*look like preference pairs: set kind: preference"

@@ -73,6 +73,22 @@ def test_a_run_that_did_not_help_says_so_and_one_without_a_baseline_does_not_cla
     assert total_metrics(write(tmp_path / "none.jsonl", [{}])).validation() == {}
 
 
+def test_a_validation_that_is_no_number_is_said(tmp_path: Path) -> None:
+    broken = [
+        {AT_START: {"valid": {"loss": 1.5}}, "valid": {"valid": {"loss": 1.2}}},
+        {"valid": {"valid": {"loss": None}}},
+    ]
+    never = [{AT_START: {"valid": {"loss": 1.5}}, "valid": {"valid": {"loss": None}}}]
+    for records, line, best, improved in (
+        (broken, "1.5000 before, 1.2000 best (step 1), not a number last", 1.2, True),
+        (never, "1.5000 before, not a number last; never better than before", None, False),
+    ):
+        validation = total_metrics(write(tmp_path / "metrics.jsonl", records)).validation()
+        assert list(validation_lines(validation)) == [f"validation loss: {line}"]
+        span = validation["valid"]["loss"]
+        assert span["last"] is None and span["best"] == best and span["improved"] is improved
+
+
 def test_speed_and_memory_are_said_where_they_are_known() -> None:
     known = {"tokens_per_second": 1234.0, "peak_memory_bytes": 1_230_000_000}
     assert list(speed_lines(known)) == ["1.2k tokens/s, 1.2 GB of memory at most"]
