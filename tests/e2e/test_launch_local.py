@@ -18,6 +18,7 @@ data: {seq_len: 32}
 steps: 100000
 eval: {every: null}
 checkpoint: {every: 20, keep_last: 2}
+run: {name: run}
 """
 
 

@@ -358,7 +358,6 @@ def test_a_llava_folder_computes_the_same_logits_with_transformers(
             loaded.model.hidden_states(
                 ids.clamp(max=SMALL["vocab_size"] - 1),
                 torch.arange(ids.shape[1])[None],
-                None,
                 media,
             )
         )

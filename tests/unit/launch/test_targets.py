@@ -175,7 +175,9 @@ def test_ctrl_c_in_the_shell_that_follows_cancels(
         stdout=subprocess.PIPE,
         text=True,
     ) as shell:
-        assert shell.stdout is not None and shell.stdout.readline() == "up\n"
+        assert shell.stdout is not None
+        # Before it, the log may say that this target imports modules of headway that may move.
+        assert "up\n" in (shell.stdout.readline() for _ in range(2))
         shell.send_signal(2)
         rest = shell.stdout.read()
     assert "saved" in rest and "state='cancelled'" in rest and "exit_code=130" in rest
