@@ -78,11 +78,8 @@ class GroupSource(TokenSource):
         """Write what the groups in `pieces`, all of this source, say into the columns of a microbatch."""
 
 
-class RecordSource(GroupSource):
-    """A store each of whose documents is a group by itself: a document with columns. Subclasses say which."""
-
-    unit: ClassVar[str] = "record"
-    total: ClassVar[str | None] = "records"
+class StoreGroups(GroupSource):
+    """Groups of documents of one store."""
 
     def __init__(self, store: Store, first_number: int = 0) -> None:
         self._store = store
@@ -94,7 +91,7 @@ class RecordSource(GroupSource):
 
     @property
     def store(self) -> Store:
-        """Where the records are read."""
+        """Where the documents are read."""
         return self._store
 
     @cached_property
@@ -104,6 +101,13 @@ class RecordSource(GroupSource):
     @cached_property
     def max_id(self) -> int:
         return self._store.max_id
+
+
+class RecordSource(StoreGroups):
+    """A store each of whose documents is a group by itself: a document with columns. Subclasses say which."""
+
+    unit: ClassVar[str] = "record"
+    total: ClassVar[str | None] = "records"
 
     @cached_property
     def content_key(self) -> str:

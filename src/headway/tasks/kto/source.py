@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 
 from headway.data.batch import Batch
-from headway.data.groups import Columns, GroupSource, marks_of
+from headway.data.groups import Columns, StoreGroups, marks_of
 from headway.errors import ConfigError, DataError
 from headway.records.unpaired import BAD, GOOD, UNPAIRED_MARK
 from headway.store.reader import Store, ranges
@@ -109,7 +109,7 @@ class Mismatches:
         return PromptFacts(lengths.tolist(), prompts.tolist(), sums)
 
 
-class UnpairedSource(GroupSource):
+class UnpairedSource(StoreGroups):
     """A store of labelled answers or of pairs, each answer one document; `mismatches` has the same documents with other answers."""
 
     unit: ClassVar[str] = "record"
@@ -124,15 +124,10 @@ class UnpairedSource(GroupSource):
         facts: Mismatches | None = None,
         matched: bool = True,
     ) -> None:
-        self._store = store
+        super().__init__(store, first_number)
         self.max_length = max_length
-        self.first_number = first_number
         self.facts = facts or Mismatches(store)
         self.matched = matched
-        self.name = store.name
-        self.fingerprint = store.fingerprint
-        self.num_documents = store.num_documents
-        self.num_tokens = store.num_tokens
         _check(store)
 
     @cached_property
@@ -142,18 +137,9 @@ class UnpairedSource(GroupSource):
             self.store, self.max_length, self.first_number, self.facts, matched=False
         )
 
-    @property
-    def store(self) -> Store:
-        """Where the answers are read."""
-        return self._store
-
     @cached_property
     def masked(self) -> bool:
         return True
-
-    @cached_property
-    def max_id(self) -> int:
-        return self.store.max_id
 
     @cached_property
     def content_key(self) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from headway.data.groups import Columns, DocumentReader, GroupSource, marks_of
+from headway.data.groups import Columns, DocumentReader, StoreGroups, marks_of
 from headway.errors import ConfigError, DataError
 from headway.records.preference import PREFERENCE_MARK
 from headway.store.reader import Store
@@ -29,7 +29,7 @@ MIN_ROW_TOKENS = 8
 """The shortest row that holds a pair."""
 
 
-class PairSource(GroupSource):
+class PairSource(StoreGroups):
     """A store of preference pairs, each pair one document of two spans."""
 
     unit: ClassVar[str] = "pair"
@@ -38,25 +38,8 @@ class PairSource(GroupSource):
     number_column: ClassVar[str] = PAIR
 
     def __init__(self, store: Store, first_number: int = 0) -> None:
-        self._store = store
-        self.first_number = first_number
-        self.name = store.name
-        self.fingerprint = store.fingerprint
+        super().__init__(store, first_number)
         self.num_documents = num_pairs(store)
-        self.num_tokens = store.num_tokens
-
-    @property
-    def store(self) -> Store:
-        """Where the answers are read."""
-        return self._store
-
-    @cached_property
-    def masked(self) -> bool:
-        return self.store.masked
-
-    @cached_property
-    def max_id(self) -> int:
-        return self.store.max_id
 
     @cached_property
     def content_key(self) -> str:
