@@ -18,23 +18,18 @@ class Progress(hw.Callback):
 
 
 def main(model: str, out: str, steps: int = 100) -> None:
-    base = hw.Recipe.load(
-        "laptop/sft", {"init.from": model, "run.dir": out, "data.seq_len": 128}, steps=steps
-    )
+    settings = {"init.from": model, "run.dir": out, "data.seq_len": 128}
+    base = hw.Recipe.load("laptop/sft", settings, steps=steps)
     runs: list[hw.TrainResult] = []
     for lr in (1e-3, 3e-4):
         recipe = base.with_({"run.name": f"lr-{lr:g}", "optim.lr": lr})
-        runs.append(
-            hw.train(recipe, data=sums(0, 200), valid=sums(200, 240), callbacks=[Progress()])
-        )
+        shown = [Progress()]
+        runs.append(hw.train(recipe, data=sums(0, 200), valid=sums(200, 240), callbacks=shown))
     best = min(runs, key=lambda run: run.last_valid_loss or float("inf"))
     print(best)
     print(hw.evaluate(best, {"sums": [{"text": "7 plus 1 is 8."}], "letters": [{"text": "abc"}]}))
-    print(
-        hw.load_model(best)
-        .chat([{"role": "user", "content": "What is 3 plus 1?"}], max_new_tokens=8)
-        .text
-    )
+    question = [{"role": "user", "content": "What is 3 plus 1?"}]
+    print(hw.load_model(best).chat(question, max_new_tokens=8).text)
     print(hw.export(best, f"{out}/best", dtype="bfloat16"))
 
 

@@ -70,7 +70,7 @@ def norm_box(overrides: tuple[str, ...]) -> Any:
 
     recipe = load(Recipe, None, [*BASE, "model.vocab_size=64", "parallel.tensor=2", *overrides])
     specs = {spec.name: spec for spec in param_specs(recipe.model)}
-    return Cut(RankGroup(0, 2), recipe.parallel.sequence, 1).box(specs["model.norm.weight"], specs)
+    return Cut(RankGroup(0, 2), recipe.parallel.sequence, 1).box(specs["model.norm.weight"])
 
 
 def program_of_two(overrides: tuple[str, ...]) -> Any:
