@@ -159,11 +159,6 @@ _PLACES |= _OTHER_NAMES
 __all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def home_of(name: str) -> str:
-    """The module that a name comes from."""
-    return _PLACES[name][0]
-
-
 if not TYPE_CHECKING:  # type checkers would take any name for one of these
 
     def __getattr__(name: str) -> object:

@@ -43,17 +43,16 @@ def import_user_module(name: str, setting: str) -> ModuleType:
     is_new = name not in sys.modules
     module = _import(name, setting, lambda: importlib.import_module(name))
     if is_new and module.__file__ is not None:
-        warn_of_internal_imports(name, Path(module.__file__))
+        try:
+            warn_of_internal_imports(name, Path(module.__file__).read_bytes()[:MAX_BYTES])
+        except (OSError, SyntaxError, ValueError):
+            pass  # it was imported: what is not Python source here is a compiled module
     return module
 
 
-def warn_of_internal_imports(name: str, path: Path) -> None:
-    """Say once which imports of a user's module are not offered by `headway.plugin`."""
-    try:
-        source = path.read_bytes()[:MAX_BYTES]
-        internal = internal_imports(source)
-    except (OSError, SyntaxError, ValueError):
-        return  # it was imported: what is not Python source here is a compiled module
+def warn_of_internal_imports(name: str, source: bytes) -> None:
+    """Say which imports of a user's module, given its source, are not offered by `headway.plugin`."""
+    internal = internal_imports(source)
     if internal:
         log.warning(
             "%s imports %s. Import these names from headway.plugin: other modules of headway may move with the next release.",
@@ -127,7 +126,7 @@ def _import_file(path: Path, name: str, setting: str) -> ModuleType:
         return module
 
     imported = _import(name, setting, run)
-    warn_of_internal_imports(name, absolute)
+    warn_of_internal_imports(name, code)
     return imported
 
 

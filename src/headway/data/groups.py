@@ -42,8 +42,6 @@ class GroupSource(TokenSource):
     """How many documents of the store are laid out as documents of a row for each group."""
     keeps_whole: ClassVar[bool] = True
     """Whether a group that is longer than a row is left out; otherwise packing may cut it."""
-    number_column: ClassVar[str]
-    """The column with the numbers of each row's groups, -1 for empty places."""
 
     tables: tuple[MediaTable, ...] = ()
     first_number: int = 0

@@ -38,7 +38,6 @@ class SampleSource(GroupSource):
 
     unit: ClassVar[str] = "sample"
     keeps_whole: ClassVar[bool] = False
-    number_column: ClassVar[str] = SAMPLE
 
     def __init__(
         self,

@@ -57,7 +57,8 @@ def open_token_data(
         media = media_features(recipe, resolved.media, device, check_media)
     say = log.info if from_environment().is_first else log.debug
     # Settings of rows that the task cannot use are refused before anything is tokenized.
-    recipe.objective.reader(recipe.data).check(recipe.data)
+    reader = recipe.objective.reader(recipe.data)
+    reader.check(recipe.data)
     stores = prepare_sources(
         recipe.data,
         tokenizer,
@@ -74,7 +75,7 @@ def open_token_data(
         tokenizer=tokenizer,
         vocab_size=vocab,
         seed=recipe.seed,
-        reader=recipe.objective.reader(recipe.data),
+        reader=reader,
         media=media,
     )
     cache = recipe.objective.needs.stored_logits

@@ -10,8 +10,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from headway.errors import ConfigError
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -112,7 +110,9 @@ class AlignerForm(RunForm):
     ) -> OpenData:
         from headway.train.alignment import open_samples
 
-        return open_samples(resolved.recipe, aligner_of(resolved.model), device, check_media)
+        aligner = resolved.model.aligner
+        assert aligner is not None, "run_form chose this form by it"
+        return open_samples(resolved.recipe, aligner, device, check_media)
 
     def describe_amount(self, documents: str, tokens: str) -> str:
         return f"{documents} samples"
@@ -138,7 +138,9 @@ class AlignerForm(RunForm):
         """Heads of `model.aligner.weights`."""
         from headway.train.alignment import first_heads
 
-        return first_heads(aligner_of(resolved.model), resolved.recipe.objective, shapes)
+        aligner = resolved.model.aligner
+        assert aligner is not None, "run_form chose this form by it"
+        return first_heads(aligner, resolved.recipe.objective, shapes)
 
     def check_export(self, model: ModelConfig) -> None:
         """Heads and towers can always be written."""
@@ -162,10 +164,3 @@ def run_form(model: ModelConfig) -> RunForm:
     if model.aligner is not None:
         return AlignerForm()
     return RunForm()
-
-
-def aligner_of(model: ModelConfig) -> Any:
-    """The settings of an aligner."""
-    if model.aligner is None:
-        raise ConfigError("model.aligner is missing. Give its encoders (recipe multimodal/align).")
-    return model.aligner

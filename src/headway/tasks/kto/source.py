@@ -114,7 +114,6 @@ class UnpairedSource(StoreGroups):
 
     unit: ClassVar[str] = "record"
     total: ClassVar[str | None] = "records"
-    number_column: ClassVar[str] = RECORD
 
     def __init__(
         self,

@@ -35,7 +35,6 @@ class PairSource(StoreGroups):
     unit: ClassVar[str] = "pair"
     total: ClassVar[str | None] = "pairs"
     documents_per_group: ClassVar[int] = 2
-    number_column: ClassVar[str] = PAIR
 
     def __init__(self, store: Store, first_number: int = 0) -> None:
         super().__init__(store, first_number)
